@@ -1,0 +1,63 @@
+// The contract of the inference service. ping and infer_batch, their structs and field numbers are what
+// existing clients speak: never change them. The rest may grow new optional fields.
+namespace py inference
+
+struct InferenceParams {
+    1: required string uuid,    // the caller's name for this request, free text
+    2: required binary data,    // an encoded image, for the usual configuration
+}
+
+struct InferenceResult {
+    1: required string label,
+    2: required double score,
+}
+
+// Why a request has no result.
+exception InferenceError {
+    1: required string code,            // one of the codes in torchpipe_py/errors.py: "overloaded", "no_result", ...
+    2: required string message,         // one line for a person
+    3: optional i32 retry_after_ms,     // when a repetition may succeed, for "overloaded"
+}
+
+// One item of infer_many: exactly one of the two fields is set.
+struct InferenceOutcome {
+    1: optional InferenceResult result,
+    2: optional InferenceError error,
+}
+
+// An array in C order, little-endian.
+struct Tensor {
+    1: required string dtype,           // NumPy's name: "uint8", "float32", "int64", ...
+    2: required list<i64> shape,
+    3: required binary data,
+}
+
+// A value of the request's dict: exactly one field is set.
+union Value {
+    1: Tensor tensor,
+    2: binary bytes,
+    3: string text,
+    4: double number,
+    5: i64 integer,
+    6: list<Tensor> tensors,
+}
+
+struct InferRequest {
+    1: required string uuid,
+    2: required map<string, Value> inputs,   // keys of the request's dict; "data" is the pipeline's input
+    3: optional string node_name,            // which root to enter, where the configuration has several
+    4: optional i32 deadline_ms,             // answer within so many milliseconds, or with "deadline_exceeded"
+    5: optional list<string> outputs,        // keys wanted back; default: ["result"]
+}
+
+struct InferResponse {
+    1: required string uuid,
+    2: required map<string, Value> outputs,
+}
+
+service InferenceService {
+    void ping(),
+    InferenceResult infer_batch(1: InferenceParams params) throws (1: InferenceError error),
+    list<InferenceOutcome> infer_many(1: list<InferenceParams> params, 2: i32 deadline_ms) throws (1: InferenceError error),
+    InferResponse infer(1: InferRequest request) throws (1: InferenceError error),
+}

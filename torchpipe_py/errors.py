@@ -1,0 +1,91 @@
+"""Every exception the package raises on purpose; each carries the ``code`` that goes over the wire."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TorchpipeError(Exception):
+    """Root of all exceptions of this package."""
+
+    code = "internal"
+
+
+class ConfigError(TorchpipeError, ValueError):
+    """A configuration that cannot be built; the message names file, node, key and the nearest valid name."""
+
+    code = "config"
+
+
+class BackendUnavailable(TorchpipeError, RuntimeError):
+    """A backend that cannot be set up on this machine: a missing library or device.
+
+    ``FirstAvailable`` goes on to its next choice when it meets this one; any other error of a ``setup`` is a defect.
+    """
+
+    code = "backend_unavailable"
+
+
+class InvalidRequest(TorchpipeError, ValueError):
+    """A request that is no dict, has no ``data``, or holds a value of a type the pipeline cannot take."""
+
+    code = "invalid_request"
+
+
+class UnknownNode(TorchpipeError, IndexError):
+    """``node_name`` names no root, or is missing where there are several."""
+
+    code = "unknown_node"
+
+
+class BackendError(TorchpipeError, RuntimeError):
+    """An exception in a backend's ``forward``, kept as ``__cause__``; the message names node and backend."""
+
+    code = "backend_error"
+
+
+class NoResult(TorchpipeError):
+    """Why a request has no ``result``; found under ``"error"`` in its dict, never raised by a pipe."""
+
+    code = "no_result"
+
+
+class DecodeError(NoResult, ValueError):
+    """Bytes that are no readable image."""
+
+    code = "decode_error"
+
+
+class Overloaded(TorchpipeError, RuntimeError):
+    """Refused at the entry because ``max_inflight`` requests are in flight; nothing was started."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class DeadlineExceeded(TorchpipeError, TimeoutError):
+    """The request was not finished within its ``timeout``."""
+
+    code = "deadline_exceeded"
+
+
+class PipeClosed(TorchpipeError, RuntimeError):
+    """The pipe was closed before the request was finished, or before it came."""
+
+    code = "closed"
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A clause for an error message: the valid name nearest to ``name``, or the list of all of them."""
+    names = sorted(set(valid))
+    lowered = {candidate.lower(): candidate for candidate in reversed(names)}
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {lowered[close[0]]!r}?"
+    if not names:
+        return "none is valid here"
+    return "valid: " + ", ".join(names)

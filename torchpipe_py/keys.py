@@ -1,0 +1,9 @@
+"""Names of the keys that have a meaning in a request's dict."""
+
+TASK_DATA_KEY = "data"
+TASK_RESULT_KEY = "result"
+TASK_ERROR_KEY = "error"
+TASK_BOX_KEY = "box"
+TASK_COLOR_KEY = "color"
+TASK_CONTEXT_KEY = "context"
+TASK_NODE_NAME_KEY = "node_name"
