@@ -1,0 +1,59 @@
+"""A TOML file becomes a thread-safe, multi-instance, dynamically batching pipeline."""
+
+from torchpipe_py.backends.base import Backend, ItemBackend, Param
+from torchpipe_py.config import parse_toml
+from torchpipe_py.errors import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    DeadlineExceeded,
+    DecodeError,
+    InvalidRequest,
+    NoResult,
+    Overloaded,
+    PipeClosed,
+    TorchpipeError,
+    UnknownNode,
+)
+from torchpipe_py.keys import (
+    TASK_BOX_KEY,
+    TASK_COLOR_KEY,
+    TASK_CONTEXT_KEY,
+    TASK_DATA_KEY,
+    TASK_ERROR_KEY,
+    TASK_NODE_NAME_KEY,
+    TASK_RESULT_KEY,
+)
+from torchpipe_py.pipe import Ticket, pipe
+from torchpipe_py.registry import register_backend, register_postprocessor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TASK_BOX_KEY",
+    "TASK_COLOR_KEY",
+    "TASK_CONTEXT_KEY",
+    "TASK_DATA_KEY",
+    "TASK_ERROR_KEY",
+    "TASK_NODE_NAME_KEY",
+    "TASK_RESULT_KEY",
+    "Backend",
+    "BackendError",
+    "BackendUnavailable",
+    "ConfigError",
+    "DeadlineExceeded",
+    "DecodeError",
+    "InvalidRequest",
+    "ItemBackend",
+    "NoResult",
+    "Overloaded",
+    "Param",
+    "PipeClosed",
+    "Ticket",
+    "TorchpipeError",
+    "UnknownNode",
+    "parse_toml",
+    "pipe",
+    "register_backend",
+    "register_postprocessor",
+]

@@ -1,0 +1,177 @@
+"""The contract every backend keeps, and how it declares its parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.keys import TASK_DATA_KEY
+
+Data = dict[str, Any]
+"""One request's dict: ``data`` in, ``result`` out, other keys free."""
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+
+
+class Param:
+    """A parameter of a backend, declared once as a class attribute.
+
+    ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
+    ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` asks for an existing file;
+    ``key`` is the name in the configuration where that is not the attribute's.
+    On an instance the attribute is the typed value.
+    """
+
+    def __init__(
+        self,
+        convert: Callable[[Any], Any],
+        default: Any = REQUIRED,
+        *,
+        doc: str,
+        low: float | None = None,
+        high: float | None = None,
+        choices: Sequence[str] = (),
+        file: bool = False,
+        key: str = "",
+    ) -> None:
+        self.convert, self.default, self.doc = convert, default, doc
+        self.low, self.high, self.choices, self.file = low, high, tuple(choices), file
+        self.key = key
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = self.key or name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        # A non-data descriptor: an instance's own attribute, the typed value, comes first.
+        return self
+
+    def read(self, value: Any) -> Any:
+        """The typed value; ``ValueError`` where it is of the wrong type or out of bounds."""
+        typed = self.convert(value)
+        if self.choices and typed not in self.choices:
+            raise ValueError(f"expected one of {', '.join(self.choices)}, got {value!r}")
+        if self.low is not None and typed < self.low:
+            raise ValueError(f"expected at least {self.low:g}, got {typed}")
+        if self.high is not None and typed > self.high:
+            raise ValueError(f"expected at most {self.high:g}, got {typed}")
+        return typed
+
+
+class Shared:
+    """What the instances of one node have in common: a model loaded once, a compiled engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The value of ``key``, made by the first that asks while the others wait; a failure is not kept."""
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = make()
+            return self._values[key]
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """What a backend is constructed from: typed parameters, children and where it runs."""
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    children: tuple[Backend, ...] = ()
+    filters: tuple[Callable[[Data], Any] | None, ...] = ()
+    label: str = ""
+    device_id: int = 0
+    instance: int = 0
+    instance_num: int = 1
+    shared: Shared = field(default_factory=Shared)
+
+
+class Backend:
+    """One instance of a computation.
+
+    ``setup``, ``forward`` and ``close`` of an instance run on one thread that is its own, so a CUDA context,
+    a stream or an ONNX Runtime session may live in attributes without a lock.
+
+    ``forward`` takes ``min()`` to ``max()`` dicts and gives each exactly one outcome: a ``result``, or none, in which
+    case ``error`` should hold an exception that says why. It returns nothing. An exception is a defect; a batch
+    that raises is repeated item by item, so that only the item that is at fault fails.
+    """
+
+    children: tuple[int, int | None] = (0, 0)
+    """How many backends may stand in its brackets: at least, at most (``None``: any number)."""
+
+    any_params = False
+    """Takes every key of its node, unchecked, in ``self.params``."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config
+        self.params = config.params
+        if not self.any_params:
+            for name, value in config.params.items():
+                setattr(self, name, value)
+
+    def setup(self) -> None:
+        """Acquire what ``forward`` needs; ``BackendUnavailable`` where this machine lacks it."""
+
+    def forward(self, items: list[Data]) -> None:
+        """Compute ``result`` from ``data`` for each item, in place."""
+        raise NotImplementedError(type(self).__name__)
+
+    def close(self) -> None:
+        """Release what ``setup`` acquired."""
+
+    def max(self) -> int:
+        """The most items one ``forward`` takes; asked after ``setup``."""
+        return 1
+
+    def min(self) -> int:
+        """The fewest items one ``forward`` takes."""
+        return 1
+
+    def batch_key(self, item: Data) -> Hashable:
+        """What items of one batch have in common: by default shape and dtype of their tensors.
+
+        A Mat is no tensor: Mats of any size share a batch, since what takes them resizes them one by one.
+        """
+        return tensor_key(item[TASK_DATA_KEY])
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        """What comes next in a ``Sequential`` would rather have its Mats in color ``wish``; the own wish in turn.
+
+        Converting while decoding saves a pass over the image.
+        """
+        return None
+
+    @classmethod
+    def parameters(cls) -> dict[str, Param]:
+        """Declared parameters by attribute, those of base classes first."""
+        found: dict[str, Param] = {}
+        for base in reversed(cls.__mro__):
+            found.update({name: value for name, value in vars(base).items() if isinstance(value, Param)})
+        return found
+
+
+def tensor_key(value: Any) -> Hashable:
+    """Shape and dtype of a tensor, of each tensor in a list; ``None`` for anything else."""
+    if isinstance(value, (bytes, np.ndarray)):
+        return None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(tensor_key, value))
+    shape = getattr(value, "shape", None)
+    return None if shape is None else (tuple(shape), getattr(value, "dtype", None))
+
+
+class ItemBackend(Backend):
+    """A backend that works on one item at a time: implement ``forward_item``."""
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            self.forward_item(item)
+
+    def forward_item(self, item: Data) -> None:
+        """Compute ``result`` from ``data`` for one item, in place."""
+        raise NotImplementedError(type(self).__name__)

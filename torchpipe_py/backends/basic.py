@@ -1,0 +1,205 @@
+"""Backends that compute nothing themselves: they pass on, chain, choose, or call a class of the user's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
+from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError
+from torchpipe_py.filters import Status, run, swap
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+
+logger = logging.getLogger("torchpipe_py")
+
+
+class Identity(ItemBackend):
+    """``result = data``."""
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return wish
+
+    def forward_item(self, item: Data) -> None:
+        item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
+
+
+class Wrapper(Backend):
+    """Behaves as the one backend in its brackets."""
+
+    children = (1, 1)
+
+    @property
+    def inner(self) -> Backend:
+        return self.config.children[0]
+
+    def setup(self) -> None:
+        self.inner.setup()
+
+    def forward(self, items: list[Data]) -> None:
+        self.inner.forward(items)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def max(self) -> int:
+        return self.inner.max()
+
+    def min(self) -> int:
+        return self.inner.min()
+
+    def batch_key(self, item: Data) -> Hashable:
+        return self.inner.batch_key(item)
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return self.inner.prefer_color(wish)
+
+
+class Sequential(Backend):
+    """Its children one after the other, each on the result of the one before; ``S`` for short.
+
+    ``(filter)Backend`` puts a filter in front of a child; without one it is ``swap``, and ``Run`` for the first.
+    The skips beyond ``Skip`` mean ``Break``, which ends the sequence for that item. At most one child may take more
+    than one item; its range is the range of the sequence.
+    """
+
+    children = (1, None)
+
+    def setup(self) -> None:
+        self._setup_children()
+        batching = [child for child in self.config.children if child.max() > 1]
+        if len(batching) > 1:
+            labels = " and ".join(child.config.label for child in batching)
+            raise ConfigError(f"{self.config.label}: {labels} both take batches; at most one may")
+        self._range = (batching[0].min(), batching[0].max()) if batching else (1, 1)
+        given = self.config.filters or (None,) * len(self.config.children)
+        defaults = (run, *(swap,) * (len(given) - 1))
+        filters = [chosen or default for chosen, default in zip(given, defaults, strict=True)]
+        self._steps = [
+            (filter_, child, child.forward, child.max())
+            for filter_, child in zip(filters, self.config.children, strict=True)
+        ]
+
+    def _setup_children(self) -> None:
+        wish = None
+        filters = self.config.filters or (None,) * len(self.config.children)
+        for child, filter_ in zip(reversed(self.config.children), reversed(filters), strict=True):
+            wish = child.prefer_color(wish) if filter_ is None else None
+        for child in self.config.children:
+            child.setup()
+
+    def forward(self, items: list[Data]) -> None:
+        for filter_, child, forward, most in self._steps:
+            running = []
+            going = []
+            for item in items:
+                status = filter_(item)
+                if status is Status.Run:
+                    # Until the child says otherwise there is no outcome, whatever an earlier one left.
+                    item.pop(TASK_RESULT_KEY, None)
+                    item.pop(TASK_ERROR_KEY, None)
+                    running.append(item)
+                    going.append(item)
+                elif status is Status.Skip:
+                    going.append(item)
+                elif status is Status.Error:
+                    raise BackendError(f"a filter in front of {child.config.label} says Error")
+            if not going:
+                return
+            if most >= len(running) > 0:
+                forward(running)
+            else:
+                for start in range(0, len(running), most):
+                    forward(running[start : start + most])
+            items = going
+
+    def close(self) -> None:
+        for child in reversed(self.config.children):
+            child.close()
+
+    def max(self) -> int:
+        return self._range[1]
+
+    def min(self) -> int:
+        return self._range[0]
+
+    def batch_key(self, item: Data) -> Hashable:
+        return self.config.children[0].batch_key(item)
+
+
+class FirstAvailable(Wrapper):
+    """The first backend of its list that can be set up on this machine; the log says which, and why not the others.
+
+    Only ``BackendUnavailable`` (a missing library or device) moves on to the next; any other error is a defect.
+    """
+
+    children = (1, None)
+
+    def setup(self) -> None:
+        reasons = []
+        for child in self.config.children:
+            try:
+                child.setup()
+            except BackendUnavailable as error:
+                child.close()
+                reasons.append(f"{child.config.label}: {error}")
+            else:
+                self._chosen = child
+                self._log(child, reasons)
+                return
+        raise BackendUnavailable(f"{self.config.label}: none is available: {'; '.join(reasons)}")
+
+    def _log(self, child: Backend, reasons: list[str]) -> None:
+        if self.config.instance == 0:
+            because = f" ({'; '.join(reasons)})" if reasons else ""
+            logger.warning("%s: using %s%s", self.config.label, child.config.label, because)
+
+    @property
+    def inner(self) -> Backend:
+        return self._chosen
+
+    def close(self) -> None:
+        if hasattr(self, "_chosen"):
+            self._chosen.close()
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return None
+
+
+class Python(Wrapper):
+    """``Python[name]``: the class registered as ``name`` with ``register_backend``."""
+
+
+class PythonClass(Backend):
+    """Makes a backend of a class that has ``init(config)`` and ``forward(list_of_dicts)``, perhaps ``max`` and ``min``.
+
+    ``config`` is a dict of its node's keys as written, those scoped with its name without the scope.
+    """
+
+    any_params = True
+    wrapped: Callable[[], Any]
+
+    @classmethod
+    def of(cls, wrapped: type) -> type[PythonClass]:
+        """A subclass for ``wrapped``, to be used like any other backend class."""
+        return type(wrapped.__name__, (cls,), {"wrapped": wrapped, "__doc__": wrapped.__doc__})
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._object: Any = None
+
+    def setup(self) -> None:
+        self._object = self.wrapped()
+        if hasattr(self._object, "init"):
+            self._object.init(dict(self.params))
+        self.forward = self._object.forward  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        if hasattr(self._object, "close"):
+            self._object.close()
+
+    def max(self) -> int:
+        return int(self._object.max()) if hasattr(self._object, "max") else 1
+
+    def min(self) -> int:
+        return int(self._object.min()) if hasattr(self._object, "min") else 1

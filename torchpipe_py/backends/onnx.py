@@ -1,0 +1,124 @@
+"""Models by ONNX Runtime, on the CPU anywhere and on CUDA where its provider is installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.model import ModelBackend, as_array, request_inputs
+from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.values import to_strings
+
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(uint8)": np.uint8,
+    "tensor(int8)": np.int8,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+
+
+class OnnxTensor(ModelBackend):
+    """An ONNX model by ONNX Runtime: Tensors 1×C×H×W in, Tensors 1×… out, ``max`` items at a time.
+
+    Inputs are converted to the model's dtype where that loses nothing in kind (``uint8`` to ``float32``, say).
+    The instances of a node share one session, with the machine's cores divided among them.
+    """
+
+    providers = Param(to_strings, (), doc="ONNX Runtime execution providers, best first; default: CUDA if installed, CPU")
+
+    def setup(self) -> None:
+        super().setup()
+        try:
+            import onnxruntime
+            import torch
+        except ImportError as error:
+            raise BackendUnavailable(f"{error.name} is not installed (pip install onnxruntime)") from error
+        self._from_numpy: Any = torch.from_numpy
+        self._session = self.config.shared.get(
+            (self.model, tuple(self.mean), tuple(self.std)), lambda: self._load(onnxruntime)
+        )
+        self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
+        self._check_batch()
+
+    def forward(self, items: list[Data]) -> None:
+        rows = [request_inputs(item, len(self._inputs)) for item in items]
+        feed = {given.name: given.stack([row[index] for row in rows]) for index, given in enumerate(self._inputs)}
+        arrays = self._session.run(None, feed)
+        for array in arrays:
+            if array.ndim == 0 or len(array) != len(items):
+                raise ValueError(f"an output of shape {array.shape} for {len(items)} items: it has no batch dimension")
+        self.write_results(items, [self._from_numpy(array) for array in arrays])
+
+    def _load(self, onnxruntime: Any) -> Any:
+        options = onnxruntime.SessionOptions()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        options.intra_op_num_threads = max(1, cores // self.config.instance_num)
+        # A spinning pool takes the cores from the nodes that decode.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        try:
+            return onnxruntime.InferenceSession(self._source(), options, providers=self._providers(onnxruntime))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {error}") from error
+
+    def _source(self) -> Any:
+        """The path, or with ``mean`` or ``std`` the bytes of the model that has them inside."""
+        if not self.mean and not self.std:
+            return self.model
+        from torchpipe_py.backends.onnx_graph import normalized_model
+
+        return normalized_model(self.model, self.mean, self.std)
+
+    def _providers(self, onnxruntime: Any) -> list[str]:
+        available = onnxruntime.get_available_providers()
+        for name in self.providers:
+            if name not in available:
+                raise ConfigError(f"providers: {name!r} is not installed; {nearest(name, available)}")
+        if self.providers:
+            return list(self.providers)
+        return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
+
+    def _check_batch(self) -> None:
+        for given in self._inputs:
+            fixed = given.dims[0]
+            if fixed is not None and not self.min() == self.max() == fixed:
+                raise ConfigError(
+                    f"model {self.model}: input {given.name!r} has a fixed batch of {fixed}, "
+                    f"but the range is {self.min()}..{self.max()}; export it with a dynamic batch"
+                )
+
+
+class _Input:
+    """One input of the model and the buffer its batches are stacked in."""
+
+    def __init__(self, value: Any, most: int) -> None:
+        self.name: str = value.name
+        self.dims: Sequence[int | None] = [dim if isinstance(dim, int) else None for dim in value.shape]
+        if not self.dims:
+            raise ConfigError(f"input {self.name!r} is a scalar; expected a batch dimension")
+        if value.type not in _DTYPES:
+            raise ConfigError(f"input {self.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
+        self._dtype = _DTYPES[value.type]
+        self._most = most
+        self._buffer = np.empty(0, self._dtype)
+
+    def stack(self, values: list[Any]) -> np.ndarray:
+        """N values, each 1×… or without its first dimension, as one array N×…; valid until the next call."""
+        arrays = [as_array(value, self.dims, self.name) for value in values]
+        shape = arrays[0].shape[1:]
+        if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
+            self._buffer = np.empty((max(len(arrays), self._most), *shape), self._dtype)
+        batch = self._buffer[: len(arrays)]
+        for row, array in zip(batch, arrays, strict=True):
+            np.copyto(row, array[0], casting="same_kind")
+        return batch

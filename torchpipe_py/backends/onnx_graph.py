@@ -1,0 +1,63 @@
+"""Rewrites ONNX graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchpipe_py.errors import ConfigError
+
+
+def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:
+    """The model with ``(x - mean) / std`` as its first two nodes, serialised.
+
+    ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. The model must have
+    one input, N×C×H×W and of a floating type. Same order of operations as ``torchvision.transforms.Normalize``.
+    """
+    import onnx
+    from onnx import helper, numpy_helper
+
+    try:
+        model = onnx.load(path)
+    except Exception as error:
+        raise ConfigError(f"model {path}: not an ONNX file: {error}") from error
+    graph = model.graph
+    constants = {constant.name for constant in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in constants]
+    if len(inputs) != 1:
+        raise ConfigError(f"model {path}: mean and std need a model with one input, it has {len(inputs)}")
+    name, dims = inputs[0].name, inputs[0].type.tensor_type.shape.dim
+    dtype = helper.tensor_dtype_to_np_dtype(inputs[0].type.tensor_type.elem_type)
+    if len(dims) != 4 or not np.issubdtype(dtype, np.floating):
+        raise ConfigError(f"model {path}: mean and std need a floating input NxCxHxW; {name!r} is not")
+    channels = dims[1].dim_value or None
+    shifted, scaled = f"{name}_minus_mean", f"{name}_normalized"
+    for node in graph.node:
+        for index, used in enumerate(node.input):
+            if used == name:
+                node.input[index] = scaled
+    for output in graph.output:
+        if output.name == name:
+            raise ConfigError(f"model {path}: its input is its output; there is nothing to normalise")
+    graph.initializer.extend(
+        [
+            numpy_helper.from_array(_per_channel(mean, 0.0, channels, "mean", dtype), f"{name}_mean"),
+            numpy_helper.from_array(_per_channel(std, 1.0, channels, "std", dtype), f"{name}_std"),
+        ]
+    )
+    graph.node.insert(0, helper.make_node("Sub", [name, f"{name}_mean"], [shifted], name=shifted))
+    graph.node.insert(1, helper.make_node("Div", [shifted, f"{name}_std"], [scaled], name=scaled))
+    return bytes(model.SerializeToString())
+
+
+def _per_channel(
+    values: Sequence[float], default: float, channels: int | None, key: str, dtype: np.dtype
+) -> np.ndarray:
+    """``values`` as an array 1×C×1×1, to be broadcast over N×C×H×W."""
+    numbers = tuple(values) or (default,)
+    if channels is not None and len(numbers) not in (1, channels):
+        raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {channels} channels")
+    if key == "std" and 0.0 in numbers:
+        raise ConfigError("std holds a zero")
+    return np.array(numbers, dtype).reshape(1, -1, 1, 1)

@@ -1,0 +1,176 @@
+"""Mats by OpenCV. A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8``; its ``color`` travels in the dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data, ItemBackend, Param
+from torchpipe_py.errors import DecodeError
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_int, to_str
+
+COLORS = ("bgr", "rgb")
+INTERPOLATIONS = {
+    "nearest": "INTER_NEAREST",
+    "bilinear": "INTER_LINEAR",
+    "bicubic": "INTER_CUBIC",
+    "area": "INTER_AREA",
+    "lanczos": "INTER_LANCZOS4",
+}
+MAX_SIDE = 2**20
+
+
+def to_color(value: Any) -> str:
+    """A color name in lower case."""
+    return to_str(value).lower()
+
+
+def side(doc: str) -> Param:
+    """A required image side in pixels."""
+    return Param(to_int, low=1, high=MAX_SIDE, doc=doc)
+
+
+def interpolation() -> Param:
+    """The parameter ``interpolation``."""
+    return Param(to_str, "bilinear", choices=tuple(INTERPOLATIONS), doc="as OpenCV's INTER_ flag of that name")
+
+
+def as_mat(value: Any) -> np.ndarray:
+    """``value`` as an H×W×C ``uint8`` array; H×W becomes H×W×1; ``TypeError`` for anything else."""
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim not in (2, 3) or 0 in value.shape:
+        found = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise TypeError(f"expected a Mat (uint8 array, HxWxC), got {found}")
+    return value if value.ndim == 3 else value[:, :, None]
+
+
+def encoded_bytes(value: Any) -> np.ndarray:
+    """Encoded image bytes as a 1-D ``uint8`` array without a copy; ``TypeError`` for what holds no bytes."""
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.uint8 and value.ndim == 1:
+            return value
+        raise TypeError(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"expected encoded bytes, got {type(value).__name__}")
+    return np.frombuffer(value, np.uint8)
+
+
+class DecodeMat(ItemBackend):
+    """Encoded image bytes (JPEG, PNG, BMP, WebP, …) to an H×W×3 Mat by ``cv2.imdecode``.
+
+    Gray, CMYK and 16-bit images become three channels of 8 bits, EXIF orientation is applied, alpha is dropped.
+    Bytes that are no image: no ``result``, ``error`` is a ``DecodeError``.
+    """
+
+    color = Param(to_color, "bgr", choices=COLORS, doc="channel order of the Mat")
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        if wish is not None:
+            self.color = wish
+        return None
+
+    def setup(self) -> None:
+        import cv2
+
+        self._decode: Callable[..., Any] = cv2.imdecode
+        self._flags = cv2.IMREAD_COLOR_RGB if self.color == "rgb" else cv2.IMREAD_COLOR_BGR
+        self._cv2_error = cv2.error
+
+    def forward_item(self, item: Data) -> None:
+        encoded = encoded_bytes(item[TASK_DATA_KEY])
+        try:
+            mat = self._decode(encoded, self._flags) if len(encoded) else None
+        except self._cv2_error as error:
+            item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {str(error).strip()}")
+            return
+        if mat is None:
+            item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes are no image OpenCV can read")
+            return
+        item[TASK_RESULT_KEY] = mat
+        item[TASK_COLOR_KEY] = self.color
+
+
+class cvtColorMat(ItemBackend):
+    """Mat to Mat in channel order ``color``, only if it differs; a dict without ``color`` holds a BGR Mat."""
+
+    color = Param(to_color, choices=COLORS, doc="channel order wanted")
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return str(self.color)
+
+    def setup(self) -> None:
+        import cv2
+
+        self._convert: Callable[..., Any] = cv2.cvtColor
+        self._code = cv2.COLOR_BGR2RGB
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY])
+        if item.get(TASK_COLOR_KEY, "bgr") != self.color:
+            mat = self._convert(mat, self._code)
+            item[TASK_COLOR_KEY] = self.color
+        item[TASK_RESULT_KEY] = mat
+
+
+class ResizeMat(ItemBackend):
+    """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
+
+    resize_h = side("output height, pixels")
+    resize_w = side("output width, pixels")
+    interpolation = interpolation()
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return wish
+
+    def setup(self) -> None:
+        import cv2
+
+        self._resize: Callable[..., Any] = cv2.resize
+        self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY])
+        if mat.shape[:2] != (self.resize_h, self.resize_w):
+            mat = as_mat(self._resize(mat, (self.resize_w, self.resize_h), interpolation=self._flag))
+        item[TASK_RESULT_KEY] = mat
+
+
+class ResizePadMat(ItemBackend):
+    """Mat to Mat of ``max_h`` × ``max_w``: the largest that fits with its aspect ratio, top left, the rest padded.
+
+    Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.
+    """
+
+    max_h = side("output height, pixels")
+    max_w = side("output width, pixels")
+    pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
+    interpolation = interpolation()
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return wish
+
+    def setup(self) -> None:
+        import cv2
+
+        self._resize: Callable[..., Any] = cv2.resize
+        self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY])
+        height, width, channels = mat.shape
+        scale = min(self.max_h / height, self.max_w / width)
+        new_h = min(self.max_h, max(1, round(height * scale)))
+        new_w = min(self.max_w, max(1, round(width * scale)))
+        padded = np.full((self.max_h, self.max_w, channels), self.pad_value, np.uint8)
+        padded[:new_h, :new_w] = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
+        item[TASK_RESULT_KEY] = padded
+        item["inverse_trans"] = _inverse(width / new_w, height / new_h)
+
+
+def _inverse(scale_x: float, scale_y: float) -> Callable[[float, float], tuple[float, float]]:
+    def inverse_trans(x: float, y: float) -> tuple[float, float]:
+        return x * scale_x, y * scale_y
+
+    return inverse_trans

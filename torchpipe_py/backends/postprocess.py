@@ -1,0 +1,79 @@
+"""Results from a model's outputs, for the whole batch at once, with one copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.registry import find_postprocessor, postprocessor_names
+
+
+class Postprocessor:
+    """``init(config)`` once; then ``forward(outputs)`` for each batch, on the instance's thread.
+
+    ``outputs`` are the model's output tensors, each N×…; ``forward`` returns N results. Any class with these two
+    methods can be registered with ``register_postprocessor``; ``init`` may be missing.
+    """
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        """``config`` holds ``labels``, the path of the label file or an empty string."""
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        raise NotImplementedError(type(self).__name__)
+
+
+def to_postprocessor(value: Any) -> type:
+    """The class registered under the name ``value``; ``ValueError`` with the nearest name where there is none."""
+    cls = find_postprocessor(str(value))
+    if cls is None:
+        raise ValueError(f"no postprocessor {value!r}; {nearest(str(value), postprocessor_names())}")
+    return cls
+
+
+def make_postprocessor(cls: type, config: Mapping[str, Any]) -> Postprocessor:
+    """An initialised ``cls``."""
+    made: Postprocessor = cls()
+    if hasattr(made, "init"):
+        made.init(config)
+    return made
+
+
+class Cpu(Postprocessor):
+    """Outputs as CPU tensors 1×…; several outputs as a list."""
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        host = [output.cpu() for output in outputs]
+        rows = [[output[index : index + 1] for output in host] for index in range(len(host[0]))]
+        return [row[0] if len(row) == 1 else row for row in rows]
+
+
+class SoftmaxCpu(Postprocessor):
+    """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        probabilities = outputs[0].float().softmax(1).cpu()
+        return [probabilities[index : index + 1] for index in range(len(probabilities))]
+
+
+class SoftmaxMax(Postprocessor):
+    """``(label, score)``: the most probable class of the first output, N×C, and its softmax probability.
+
+    The label is the line of the label file, or the class index where there is none.
+    """
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        path = config.get("labels")
+        self._labels = Path(path).read_text(encoding="utf-8").splitlines() if path else None
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        logits = outputs[0]
+        if logits.ndim != 2:
+            raise ValueError(f"SoftmaxMax takes an output NxC, got {'x'.join(map(str, logits.shape))}")
+        if self._labels is not None and len(self._labels) != logits.shape[1]:
+            raise ConfigError(f"{len(self._labels)} labels for {logits.shape[1]} classes")
+        scores, classes = logits.float().softmax(1).max(1)
+        indices, values = classes.tolist(), scores.tolist()
+        labels = indices if self._labels is None else [self._labels[index] for index in indices]
+        return list(zip(labels, values, strict=True))

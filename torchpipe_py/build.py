@@ -1,0 +1,227 @@
+"""From specs to what runs: every name resolved and every value checked, before any thread starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpipe_py import registry
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param, Shared
+from torchpipe_py.backends.basic import PythonClass, Sequential
+from torchpipe_py.config import GLOBAL, NODE_KEYS, NodeSpec, PipelineSpec, Place, parse_expression_value
+from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.expression import Call
+from torchpipe_py.filters import BUILT_IN, Filter, run, swap
+from torchpipe_py.values import Value
+
+# Filters that need the graph of several branches.
+_LATER_FILTERS = ("serialskip", "subgraphskip")
+
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """A backend that can be built: class, typed parameters, children, and the filters in front of the children."""
+
+    cls: type[Backend]
+    label: str
+    params: Mapping[str, Any]
+    children: tuple[BackendPlan, ...] = ()
+    filters: tuple[Filter | None, ...] = ()
+
+    def create(self, seat: BackendConfig) -> Backend:
+        """A new instance, not set up yet; ``seat`` says which instance it is, and on which device."""
+        config = replace(
+            seat,
+            params=self.params,
+            children=tuple(child.create(seat) for child in self.children),
+            filters=self.filters,
+            label=self.label,
+        )
+        return self.cls(config)
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """A node that can be started."""
+
+    spec: NodeSpec
+    backend: BackendPlan
+    filter: Filter
+
+    def creators(self) -> list[Callable[[int], Backend]]:
+        """One function for each instance, from its index to its backend."""
+        count, shared = self.spec.instance_num[0], Shared()
+
+        def create(instance: int) -> Backend:
+            seat = BackendConfig(
+                device_id=self.spec.device_id, instance=instance, instance_num=count, shared=shared
+            )
+            return self.backend.create(seat)
+
+        return [create] * count
+
+
+def plan_nodes(spec: PipelineSpec, roots: tuple[str, ...]) -> dict[str, NodePlan]:
+    """A plan for each node; ``ConfigError`` for the first thing that is wrong."""
+    plans, used_defaults = {}, set(NODE_KEYS)
+    for node in spec.nodes.values():
+        binder = _Binder(node)
+        backend = binder.bind(_expand(node.calls[0], node), {})
+        binder.check_unused()
+        used_defaults |= binder.used
+        plans[node.name] = NodePlan(node, backend, _entry_filter(node, node.name in roots))
+    _check_defaults(spec, used_defaults)
+    return plans
+
+
+def _expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
+    """``A`` with a key ``"A::backend" = "B"`` is ``A[B]``; everything else stays as it is."""
+    name = registry.canonical(call.name)
+    key = f"{name}::backend"
+    if not call.args and key in node.params and name not in ancestors:
+        try:
+            inner = parse_expression_value(node.params[key])
+            call = Call(call.name, inner, call.filter)
+        except ValueError as error:
+            raise node.at(key).error(error) from None
+    return Call(call.name, tuple(_expand(arg, node, (*ancestors, name)) for arg in call.args), call.filter)
+
+
+class _Binder:
+    """Binds the calls of one node to classes and values, and remembers which keys were used."""
+
+    def __init__(self, node: NodeSpec) -> None:
+        self.node = node
+        self.used: set[str] = set()
+        self.known: set[str] = set()
+        self.takes_any = False
+
+    def bind(self, call: Call, positions: Mapping[int, tuple[int, int]]) -> BackendPlan:
+        """``positions`` maps a call's identity to (its position, count) among the calls of its name in the list."""
+        cls = self._find(call)
+        self._check_children(call, cls)
+        params = self._params(call, cls, positions.get(id(call), (0, 1)))
+        inner = _positions(call)
+        return BackendPlan(
+            cls=cls,
+            label=str(Call(call.name, call.args)),
+            params=params,
+            children=tuple(self.bind(arg, inner) for arg in call.args),
+            filters=tuple(self._filter(arg, cls) for arg in call.args),
+        )
+
+    def _find(self, call: Call) -> type[Backend]:
+        found = registry.find_backend(call.name)
+        if found is None:
+            raise self.node.at("backend").error(
+                f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())}"
+            )
+        return found if issubclass(found, Backend) else PythonClass.of(found)
+
+    def _check_children(self, call: Call, cls: type[Backend]) -> None:
+        low, high = cls.children
+        count = len(call.args)
+        if count < low:
+            raise self.node.at("backend").error(f"{call.name} needs a backend in brackets: {call.name}[…]")
+        if high is not None and count > high:
+            allowed = "no brackets" if high == 0 else f"at most {high} in its brackets"
+            raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
+
+    def _params(self, call: Call, cls: type[Backend], position: tuple[int, int]) -> dict[str, Any]:
+        scope = registry.canonical(call.name)
+        if cls.any_params:
+            self.takes_any = True
+            return self._all_params(scope)
+        params = {}
+        self.used.add(f"{scope}::backend")
+        for name, param in cls.parameters().items():
+            self.known |= {param.key, f"{scope}::{param.key}"}
+            params[name] = self._value(scope, param, position)
+        return params
+
+    def _value(self, scope: str, param: Param, position: tuple[int, int]) -> Any:
+        key = self._key(scope, param.key)
+        if key is None:
+            if param.default is REQUIRED:
+                raise Place(self.node.place.source, self.node.name, param.key).error(f"{scope} needs it: {param.doc}")
+            return param.default
+        try:
+            value = param.read(_at_position(self.node.params[key], position, scope))
+            if param.file and value and not os.path.isfile(value):
+                raise ValueError(f"no such file: {value} (working directory: {os.getcwd()})")
+        except ValueError as error:
+            raise self.node.at(key).error(error) from None
+        return value
+
+    def _key(self, scope: str, name: str) -> str | None:
+        """The key that holds the parameter: the node's table before the top level, the scoped form before the bare."""
+        candidates = [alias for alias, target in registry.ALIASES.items() if target == scope]
+        keys = [*(f"{one}::{name}" for one in (scope, *candidates)), name]
+        present = [key for key in keys if key in self.node.params]
+        self.used.update(present)
+        own = [key for key in present if key in self.node.own]
+        return next(iter(own or present), None)
+
+    def _all_params(self, scope: str) -> dict[str, Value]:
+        """Every bare key, and those of this scope over them without their scope."""
+        prefix = f"{scope}::"
+        bare = {key: value for key, value in self.node.params.items() if "::" not in key}
+        scoped = {key: value for key, value in self.node.params.items() if key.startswith(prefix)}
+        self.used |= bare.keys() | scoped.keys()
+        return {**bare, **{key[len(prefix) :]: value for key, value in scoped.items()}}
+
+    def _filter(self, call: Call, parent: type[Backend]) -> Filter | None:
+        if call.filter is None:
+            return None
+        if not issubclass(parent, Sequential):
+            raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
+        return _find_filter(call.filter, self.node, "backend")
+
+    def check_unused(self) -> None:
+        """Refuse a key of the node's own table that nothing in it takes."""
+        for key in self.node.own - set(NODE_KEYS) - self.used:
+            names = {name for name in self.known if ("::" in name) == ("::" in key)}
+            raise self.node.at(key).error(f"unknown key; {nearest(key, names | set(NODE_KEYS))}")
+
+
+def _positions(call: Call) -> dict[int, tuple[int, int]]:
+    names = [registry.canonical(arg.name) for arg in call.args]
+    return {id(arg): (names[:index].count(names[index]), names.count(names[index])) for index, arg in enumerate(call.args)}
+
+
+def _at_position(value: Value, position: tuple[int, int], scope: str) -> Value:
+    """One of the values separated by ``|``, where the backend occurs several times in one list."""
+    index, count = position
+    if count == 1 or not isinstance(value, str) or "|" not in value:
+        return value
+    parts = [part.strip() for part in value.split("|")]
+    if len(parts) != count:
+        raise ValueError(f"{value!r} has {len(parts)} values, {scope} occurs {count} times")
+    return parts[index]
+
+
+def _find_filter(name: str, node: NodeSpec, key: str) -> Filter:
+    if name.lower() in _LATER_FILTERS:
+        raise node.at(key).error(f"filter {name!r} is not supported in this version")
+    found = BUILT_IN.get(name.lower())
+    if found is None:
+        raise node.at(key).error(f"no filter {name!r}; {nearest(name, set(BUILT_IN) - set(_LATER_FILTERS))}")
+    return found
+
+
+def _entry_filter(node: NodeSpec, is_root: bool) -> Filter:
+    if node.filter is not None:
+        return _find_filter(node.filter, node, "filter")
+    return run if is_root or node.map else swap
+
+
+def _check_defaults(spec: PipelineSpec, used: set[str]) -> None:
+    """Refuse a key of the top level that no node takes."""
+    for key in spec.defaults:
+        if key not in used:
+            names = {name for name in used if "::" not in name}
+            raise ConfigError(
+                f"{spec.place}: {GLOBAL}: key {key!r}: no node takes it; {nearest(key, {*names, 'max_inflight'})}"
+            )

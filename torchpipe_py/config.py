@@ -1,0 +1,286 @@
+"""TOML text or dicts to frozen, checked node specs; nothing here knows a backend or starts a thread."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import tomli
+
+from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.expression import Call, parse_expression
+from torchpipe_py.values import Value, to_float, to_int, to_str, to_strings
+
+logger = logging.getLogger("torchpipe_py")
+
+GLOBAL = "global"
+DEFAULT_NODE = "node"
+DEFAULT_MAX_INFLIGHT = 10_000
+
+NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id")
+PIPELINE_KEYS = ("max_inflight",)
+
+# Scheduler choices of the C++ library: its default names are what this package does anyway.
+_SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
+_SCHEDULER_DEFAULTS = ("PipelineV3", "BaselineSchedule")
+
+_NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*(\.[A-Za-z0-9_\-]+)?")
+_MAP_SOURCE = re.compile(r"\s*(?P<node>[A-Za-z0-9_.\-]*)\s*\[(?P<pairs>[^\[\]]*)\]\s*(?:,|$)")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the configuration something stands; the beginning of every error message."""
+
+    source: str
+    node: str | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.source]
+        if self.node is not None:
+            parts.append("global" if self.node == GLOBAL else f"node {self.node!r}")
+        if self.key is not None:
+            parts.append(f"key {self.key!r}")
+        return ": ".join(parts)
+
+    def error(self, problem: object) -> ConfigError:
+        return ConfigError(f"{self}: {problem}")
+
+
+@dataclass(frozen=True)
+class MapSource:
+    """One source of a ``map``: ``node`` (empty: every predecessor) and its ``(key, new key)`` pairs."""
+
+    node: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One table of the configuration, with the defaults of the top level filled in.
+
+    ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition.
+    ``params`` holds every key that is not a node key, bare or as ``"Backend::param"``, still as written;
+    ``own`` names those that stand in the node's table itself.
+    """
+
+    place: Place
+    name: str
+    calls: tuple[Call, ...]
+    next: tuple[str, ...] = ()
+    map: tuple[MapSource, ...] = ()
+    filter: str | None = None
+    instance_num: tuple[int, ...] = (1,)
+    batching_timeout: float = 0.0
+    device_id: int = 0
+    params: Mapping[str, Value] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+
+    def at(self, key: str) -> Place:
+        """The place of ``key``: the node's table, or the top level where it comes from there."""
+        return Place(self.place.source, self.name if key in self.own else GLOBAL, key)
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """The whole configuration; ``nodes`` in file order."""
+
+    place: Place
+    nodes: Mapping[str, NodeSpec]
+    defaults: Mapping[str, Value]
+    max_inflight: int = DEFAULT_MAX_INFLIGHT
+
+
+def parse_toml(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """The file as a dict of dicts, ``"global"`` first, to be edited and passed to ``pipe``.
+
+    Raises ``ConfigError`` for a missing file (naming it and the working directory) or text that is no TOML.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            tables = tomli.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+    return _with_global(tables, Place(name))
+
+
+def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
+    """Specs from a path ending in ``.toml``, a flat dict (one node) or a dict of dicts."""
+    if isinstance(config, Mapping):
+        place = Place("config")
+        return _pipeline(_with_global(copy.deepcopy(dict(config)), place), place)
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
+    name = os.fspath(config)
+    if not name.endswith(".toml"):
+        raise ConfigError(f"{name}: expected a path ending in .toml")
+    return _pipeline(parse_toml(name), Place(name))
+
+
+def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Scalars beside tables become ``"global"``; scalars alone are one node."""
+    scalars = {key: value for key, value in tables.items() if not isinstance(value, Mapping)}
+    nodes = {key: dict(value) for key, value in tables.items() if isinstance(value, Mapping)}
+    if not nodes:
+        if not scalars:
+            raise place.error("no node in it")
+        return {GLOBAL: {}, DEFAULT_NODE: scalars}
+    return {GLOBAL: {**scalars, **nodes.pop(GLOBAL, {})}, **nodes}
+
+
+def _pipeline(tables: dict[str, dict[str, Any]], place: Place) -> PipelineSpec:
+    nodes = dict(tables)
+    defaults = _cleaned(nodes.pop(GLOBAL), Place(place.source, GLOBAL))
+    if not nodes:
+        raise place.error("no node in it")
+    for key in ("next", "map", "backend", "filter"):
+        if key in defaults:
+            raise Place(place.source, GLOBAL, key).error("belongs into a node's table")
+    max_inflight = _read(defaults, "max_inflight", _positive, DEFAULT_MAX_INFLIGHT, Place(place.source, GLOBAL))
+    defaults.pop("max_inflight", None)
+    specs = {name: _node(name, table, defaults, place) for name, table in nodes.items()}
+    return PipelineSpec(place, specs, defaults, max_inflight)
+
+
+def _node(name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipeline: Place) -> NodeSpec:
+    place = Place(pipeline.source, name)
+    if not _NODE_NAME.fullmatch(name):
+        raise place.error("a node's name is letters, digits, '_' and '-', with one '.' before an alias")
+    own = _cleaned(table, place)
+    keys = {**defaults, **own}
+    for key in PIPELINE_KEYS:
+        if key in own:
+            raise Place(place.source, name, key).error("belongs to the top level, not into a node")
+    calls = _read(keys, "backend", parse_expression_value, None, place) or (Call("Identity"),)
+    return NodeSpec(
+        place=place,
+        name=name,
+        calls=calls,
+        next=_read(keys, "next", _names, (), place),
+        map=_read(keys, "map", _map, (), place),
+        filter=_read(keys, "filter", to_str, None, place),
+        instance_num=_instance_num(keys, len(calls), place),
+        batching_timeout=_read(keys, "batching_timeout", _not_negative, 0.0, place),
+        device_id=_read(keys, "device_id", _device, 0, place),
+        params={key: value for key, value in keys.items() if key not in NODE_KEYS},
+        own=frozenset(own),
+    )
+
+
+def _cleaned(table: Mapping[str, Any], place: Place) -> dict[str, Value]:
+    """The table without scheduler choices that are the default anyway; values of impossible types refused."""
+    cleaned = dict(table)
+    for key, value in table.items():
+        here = Place(place.source, place.node, key)
+        if not isinstance(key, str):
+            raise here.error("a key is a string")
+        if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
+            raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")
+        if key.split("::")[0] in _SCHEDULER_SCOPES:
+            if value not in _SCHEDULER_DEFAULTS:
+                raise here.error(f"the scheduler is not exchangeable; {nearest(str(value), _SCHEDULER_DEFAULTS)}")
+            logger.info("%s: ignored, this is how every pipe is scheduled", here)
+            del cleaned[key]
+    return cleaned
+
+
+def _read(
+    keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], default: Any, place: Place
+) -> Any:
+    if key not in keys:
+        return default
+    try:
+        return convert(keys[key])
+    except ValueError as error:
+        raise Place(place.source, place.node, key).error(error) from None
+
+
+def parse_expression_value(value: Value) -> tuple[Call, ...]:
+    """``parse_expression`` of a value that must be a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a backend expression, got {value!r}")
+    return parse_expression(value)
+
+
+def split_variants(value: Value, count: int) -> list[Value]:
+    """One value for each of ``count`` parts of an ``&`` composition: a shared one, or ``"a&b"`` with a part each."""
+    if not isinstance(value, str) or "&" not in value:
+        return [value] * count
+    parts: list[Value] = [part.strip() for part in value.split("&")]
+    if len(parts) != count:
+        raise ValueError(f"{value!r} has {len(parts)} parts, backend has {count}")
+    return parts
+
+
+def _instance_num(keys: Mapping[str, Value], variants: int, place: Place) -> tuple[int, ...]:
+    def convert(value: Value) -> tuple[int, ...]:
+        return tuple(_positive(part) for part in split_variants(value, variants))
+
+    numbers: tuple[int, ...] = _read(keys, "instance_num", convert, (1,) * variants, place)
+    return numbers
+
+
+def _positive(value: Value) -> int:
+    number = to_int(value)
+    if number < 1:
+        raise ValueError(f"expected at least 1, got {number}")
+    return number
+
+
+def _device(value: Value) -> int:
+    number = to_int(value)
+    if number < 0:
+        raise ValueError(f"expected a CUDA device number from 0, got {number}")
+    return number
+
+
+def _not_negative(value: Value) -> float:
+    number = to_float(value)
+    if number < 0:
+        raise ValueError(f"expected milliseconds, at least 0, got {number}")
+    return number
+
+
+def _names(value: Value) -> tuple[str, ...]:
+    names = to_strings(value)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"names {name!r} twice")
+    return names
+
+
+def _map(value: Value) -> tuple[MapSource, ...]:
+    """``"src[key:newkey,key:newkey],src2[…]"``."""
+    text, position, sources = to_str(value).strip(), 0, []
+    while position < len(text):
+        match = _MAP_SOURCE.match(text, position)
+        if match is None:
+            raise ValueError(f"expected source[key:newkey,…] at column {position + 1} of {text!r}")
+        sources.append(MapSource(match.group("node"), _pairs(match.group("pairs"), text)))
+        position = match.end()
+    if not sources:
+        raise ValueError("is empty; expected source[key:newkey,…]")
+    return tuple(sources)
+
+
+def _pairs(text: str, whole: str) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for part in text.split(","):
+        names = [name.strip() for name in part.split(":")]
+        if len(names) != 2 or not all(names):
+            raise ValueError(f"expected key:newkey, found {part.strip()!r} in {whole!r}")
+        pairs.append((names[0], names[1]))
+    return tuple(pairs)

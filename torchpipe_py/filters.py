@@ -1,0 +1,59 @@
+"""What happens to a request on entry to a node or to a child of ``Sequential``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+
+Data = dict[str, Any]
+
+
+class Status(enum.Enum):
+    """A filter's verdict."""
+
+    Run = "run the backend"
+    Skip = "go on without running it"
+    SerialSkip = "skip the largest serial chain from here"
+    SubGraphSkip = "skip the largest subgraph all of whose non-root nodes have their predecessors in it"
+    Break = "end the request; the dict as it stands is the outcome"
+    Error = "fail the request"
+
+
+Filter = Callable[[Data], Status]
+
+
+def swap(data: Data) -> Status:
+    """No ``result``: ``Break``. Else the result becomes the next ``data``: ``Run``."""
+    if TASK_RESULT_KEY not in data:
+        return Status.Break
+    data[TASK_DATA_KEY] = data.pop(TASK_RESULT_KEY)
+    return Status.Run
+
+
+def or_(data: Data) -> Status:
+    """``Run`` where nothing before gave a result, else ``Skip``."""
+    return Status.Skip if TASK_RESULT_KEY in data else Status.Run
+
+
+def run(data: Data) -> Status:
+    """Always ``Run``, on the data as it is."""
+    return Status.Run
+
+
+def _constant(status: Status) -> Filter:
+    def constant(data: Data) -> Status:
+        return status
+
+    constant.__doc__ = f"Always ``{status.name}``: {status.value}."
+    return constant
+
+
+BUILT_IN: dict[str, Filter] = {
+    "swap": swap,
+    "or": or_,
+    "run": run,
+    **{status.name.lower(): _constant(status) for status in Status if status is not Status.Run},
+}

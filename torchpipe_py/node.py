@@ -1,0 +1,323 @@
+"""A node: one queue, N instances with a thread each, and what they measured."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.batching import Batcher
+from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed
+from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.request import Request
+
+logger = logging.getLogger("torchpipe_py")
+
+_WAKE: Any = None  # in a queue: look again; an awaited request went another way, or the node is closing
+
+
+class Instance:
+    """One backend on its own thread; that thread alone writes the counters."""
+
+    def __init__(self, index: int, create: Callable[[int], Backend]) -> None:
+        self.index = index
+        self.create = create
+        self.backend: Backend | None = None
+        self.max = self.min = 1
+        self.setup_error: BaseException | None = None
+        self.ready = threading.Event()
+        self.thread: threading.Thread | None = None
+        self.busy = 0  # requests taken and not yet delivered
+        self.collected_since = 0.0  # when the leader took the first request of the current batch
+        self.requests = self.batches = self.failed = self.expired = 0
+        self.queue_time = self.batch_wait = self.compute_time = self.last_compute = 0.0
+        self.batch_sizes: Counter[int] = Counter()
+
+
+class Node:
+    """A queue and its instances.
+
+    ``put`` may be called from any thread. ``deliver(requests)`` is called on the thread of the instance that finished
+    them, ``fail(request, error)`` completes a request that cannot go on. ``upstream`` holds the nodes from which a
+    request can still reach this one. ``waiting``, shared by the nodes of a pipe, holds those whose leader waits for
+    company: an instance that has delivered its batch wakes the leaders for whom nothing is under way any more.
+
+    Where batches are larger than one, one idle instance at a time is the leader: it holds ``_leader``, collects the
+    next batch and hands leadership on before it computes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        create: Sequence[Callable[[int], Backend]],
+        *,
+        timeout: float,
+        deliver: Callable[[list[Request]], None],
+        fail: Callable[[Request, BaseException], object],
+        waiting: set[Node],
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
+        self.instances = [Instance(index, one) for index, one in enumerate(create)]
+        self.upstream: tuple[Node, ...] = ()
+        self._deliver, self._fail, self._waiting = deliver, fail, waiting
+        self._queue: SimpleQueue[Request] = SimpleQueue()
+        self._get = self._queue.get
+        self.put = self._queue.put
+        self._leader = threading.Lock()
+        self._batcher = Batcher(timeout, self._batch_key)
+        self._opened = threading.Event()
+        self._closing = False
+        self.max = self.min = 1
+
+    def start(self) -> None:
+        """Start the threads; their backends are set up side by side."""
+        for instance in self.instances:
+            name = f"torchpipe-{self.name}-{instance.index}"
+            instance.thread = threading.Thread(target=self._main, args=(instance,), name=name, daemon=True)
+            instance.thread.start()
+
+    def wait_setup(self) -> BaseException | None:
+        """Wait until every backend is set up; the first error, if any."""
+        for instance in self.instances:
+            instance.ready.wait()
+        self.max = max(instance.max for instance in self.instances)
+        self.min = min(instance.min for instance in self.instances)
+        return next((instance.setup_error for instance in self.instances if instance.setup_error), None)
+
+    def open(self) -> None:
+        """Let the instances take requests, once all of them are set up."""
+        self._opened.set()
+
+    def close(self) -> None:
+        """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
+        self._closing = True
+        self._opened.set()
+        try:
+            while True:
+                request = self._queue.get_nowait()
+                if request is not _WAKE:
+                    self._fail(request, self._closed_error())
+        except Empty:
+            self.put(_WAKE)
+
+    def join(self) -> None:
+        """Wait for the threads to end, except the calling one."""
+        for instance in self.instances:
+            if instance.thread is not None and instance.thread is not threading.current_thread():
+                instance.thread.join()
+
+    def load(self) -> int:
+        """Requests here that are not delivered yet; a moment's estimate."""
+        return self.queued() + sum(instance.busy for instance in self.instances)
+
+    def queued(self) -> int:
+        """Requests that wait here; a moment's estimate."""
+        return self._queue.qsize() + len(self._batcher)
+
+    # -- the instances' threads ---------------------------------------------------------------------------------
+
+    def _main(self, instance: Instance) -> None:
+        try:
+            self._set_up(instance)
+        except BaseException as error:
+            instance.setup_error = error
+        instance.ready.set()
+        self._opened.wait()
+        try:
+            if instance.setup_error is None:
+                self._serve(instance)
+        finally:
+            self._tear_down(instance)
+
+    def _set_up(self, instance: Instance) -> None:
+        backend = instance.backend = instance.create(instance.index)
+        backend.setup()
+        instance.max, instance.min = backend.max(), backend.min()
+        if not 1 <= instance.min <= instance.max:
+            raise ValueError(f"range {instance.min}..{instance.max} of {backend.config.label} is empty")
+
+    def _tear_down(self, instance: Instance) -> None:
+        try:
+            if instance.backend is not None:
+                instance.backend.close()
+        except BaseException:
+            logger.exception("node %r: close of instance %d failed", self.name, instance.index)
+        instance.backend = None
+
+    def _serve(self, instance: Instance) -> None:
+        take = self._take_one if self.max == 1 else self._take_batch
+        while True:
+            batch = take(instance)
+            if batch is None:
+                return
+            instance.busy = len(batch)
+            self._process(instance, batch)
+            # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
+            instance.busy = 0
+            if self._waiting:
+                self._wake_leaders()
+
+    def _take_one(self, instance: Instance) -> list[Request] | None:
+        while True:
+            request = self._get()
+            if request is not _WAKE:
+                return [request]
+            if self._closing:
+                self.put(_WAKE)  # for the next instance
+                return None
+
+    def _take_batch(self, instance: Instance) -> list[Request] | None:
+        """As leader, collect the next batch; ``None`` ends the thread."""
+        batcher = self._batcher
+        with self._leader:
+            while not len(batcher):
+                self._accept(self._get())
+                if self._closing:
+                    self.put(_WAKE)
+                    return batcher.clear() or None
+            instance.collected_since = perf_counter()
+            while True:
+                for _ in range(self._queue.qsize()):
+                    self._accept(self._get())
+                if self._closing:
+                    self.put(_WAKE)
+                    return batcher.clear() or None
+                quiet = self.timeout <= 0 or not self._is_awaiting()
+                batch = batcher.take(instance.max, perf_counter(), quiet, instance.last_compute)
+                if batch is not None:
+                    return batch
+                self._wait(instance)
+
+    def _wait(self, instance: Instance) -> None:
+        """Sleep until a request comes, the next batch closes by the clock, or nothing is under way any more."""
+        self._waiting.add(self)
+        try:
+            # NOTE: looked at again after the entry in `waiting`, or the last wake-up could be missed.
+            if self._is_awaiting():
+                close = self._batcher.next_close(instance.max, instance.last_compute)
+                if close is not None:
+                    self._accept(self._get(timeout=max(0.0, close - perf_counter())))
+        except Empty:
+            pass
+        finally:
+            self._waiting.discard(self)
+
+    def _accept(self, request: Request) -> None:
+        if request is _WAKE:
+            return
+        try:
+            self._batcher.add(request)
+        except Exception as error:
+            self._fail(request, self._defect(error))
+
+    def _batch_key(self, data: Data) -> Any:
+        backend = self.instances[0].backend
+        return None if backend is None else backend.batch_key(data)
+
+    def _is_awaiting(self) -> bool:
+        """Whether some request in flight could still reach this node."""
+        return any(node.load() for node in self.upstream)
+
+    def _wake_leaders(self) -> None:
+        for node in list(self._waiting):
+            if not node._is_awaiting():
+                node.put(_WAKE)
+
+    # -- one batch ----------------------------------------------------------------------------------------------
+
+    def _process(self, instance: Instance, batch: list[Request]) -> None:
+        start = perf_counter()
+        requests, items = [], []
+        for request in batch:
+            if request.done:
+                continue
+            if self._closing:
+                self._fail(request, self._closed_error())
+            elif request.deadline is not None and start >= request.deadline:
+                instance.expired += 1
+                self._fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
+            else:
+                # A result or an error is what this backend says, never what an earlier one said.
+                data = request.data
+                data.pop(TASK_RESULT_KEY, None)
+                data.pop(TASK_ERROR_KEY, None)
+                requests.append(request)
+                items.append(data)
+        if not requests:
+            return
+        self._measure_waits(instance, requests, start)
+        requests = self._forward(instance, requests, items)
+        instance.last_compute = perf_counter() - start
+        instance.compute_time += instance.last_compute
+        try:
+            self._deliver(requests)
+        except BaseException as error:
+            logger.exception("node %r: routing failed", self.name)
+            for request in requests:
+                self._fail(request, self._defect(error))
+
+    def _measure_waits(self, instance: Instance, requests: list[Request], start: float) -> None:
+        count = len(requests)
+        instance.requests += count
+        instance.batches += 1
+        instance.batch_sizes[count] += 1
+        since = instance.collected_since or start
+        for request in requests:
+            arrived = request.arrived
+            if arrived < since:
+                instance.queue_time += since - arrived
+                instance.batch_wait += start - since
+            else:
+                instance.batch_wait += start - arrived
+
+    def _forward(self, instance: Instance, requests: list[Request], items: list[Data]) -> list[Request]:
+        """Run the backend; the requests that go on, each with exactly one outcome."""
+        backend = instance.backend
+        assert backend is not None  # set up before the first request
+        saved = [dict(item) for item in items] if len(items) > 1 else None
+        try:
+            backend.forward(items)
+        except BaseException as error:
+            if saved is None:
+                instance.failed += 1
+                self._fail(requests[0], self._defect(error))
+                return []
+            requests = self._forward_one_by_one(instance, backend, requests, saved)
+        for request in requests:
+            data = request.data
+            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {backend.config.label} gave no result")
+        return requests
+
+    def _forward_one_by_one(
+        self, instance: Instance, backend: Backend, requests: list[Request], saved: list[Data]
+    ) -> list[Request]:
+        """After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail."""
+        finished = []
+        for request, before in zip(requests, saved, strict=True):
+            request.data.clear()
+            request.data.update(before)
+            try:
+                backend.forward([request.data])
+            except BaseException as error:
+                instance.failed += 1
+                self._fail(request, self._defect(error))
+            else:
+                finished.append(request)
+        return finished
+
+    def _closed_error(self) -> PipeClosed:
+        return PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}")
+
+    def _defect(self, error: BaseException) -> BackendError:
+        backend = self.instances[0].backend
+        label = backend.config.label if backend is not None else "backend"
+        defect = BackendError(f"node {self.name!r}: {label}: {type(error).__name__}: {error}")
+        defect.__cause__ = error
+        return defect

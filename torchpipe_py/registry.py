@@ -1,0 +1,129 @@
+"""Names to classes: built-in backends as import strings, registered ones, and those of installed packages."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import Any
+
+from torchpipe_py.errors import ConfigError
+
+ENTRY_POINT_GROUP = "torchpipe_py.backends"
+
+_BACKENDS = "torchpipe_py.backends"
+
+BUILT_IN_BACKENDS = {
+    "Identity": f"{_BACKENDS}.basic:Identity",
+    "Sequential": f"{_BACKENDS}.basic:Sequential",
+    "FirstAvailable": f"{_BACKENDS}.basic:FirstAvailable",
+    "Python": f"{_BACKENDS}.basic:Python",
+    "DecodeMat": f"{_BACKENDS}.opencv:DecodeMat",
+    "cvtColorMat": f"{_BACKENDS}.opencv:cvtColorMat",
+    "ResizeMat": f"{_BACKENDS}.opencv:ResizeMat",
+    "ResizePadMat": f"{_BACKENDS}.opencv:ResizePadMat",
+    "PillowResizeMat": f"{_BACKENDS}.pillow:PillowResizeMat",
+    "Mat2Tensor": f"{_BACKENDS}.torch:Mat2Tensor",
+    "SyncTensor": f"{_BACKENDS}.torch:SyncTensor",
+    "OnnxTensor": f"{_BACKENDS}.onnx:OnnxTensor",
+    "TensorrtTensor": f"{_BACKENDS}.tensorrt:TensorrtTensor",
+}
+
+ALIASES = {
+    "S": "Sequential",
+    "CvtColorMat": "cvtColorMat",
+    "StreamGuard": "SyncTensor",
+    "TensorSync": "SyncTensor",
+    "Torch": "SyncTensor",
+}
+
+BUILT_IN_POSTPROCESSORS = {
+    "cpu": f"{_BACKENDS}.postprocess:Cpu",
+    "SoftmaxCpu": f"{_BACKENDS}.postprocess:SoftmaxCpu",
+    "SoftmaxMax": f"{_BACKENDS}.postprocess:SoftmaxMax",
+}
+
+# Registration is process-wide by its nature: a name in a TOML file has one meaning.
+_lock = threading.Lock()
+_backends: dict[str, type] = {}
+_postprocessors: dict[str, type] = {}
+
+
+def register_backend(cls: type, name: str | None = None) -> type:
+    """Make ``cls`` usable as ``backend = "name"`` and ``Python[name]``; usable as a decorator.
+
+    ``cls`` is a ``Backend``, or any class with ``init(config)`` and ``forward(list_of_dicts)``, and ``max()`` and
+    ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``.
+    """
+    return _register(_backends, cls, name, {*BUILT_IN_BACKENDS, *ALIASES}, ("forward",))
+
+
+def register_postprocessor(cls: type, name: str | None = None) -> type:
+    """Make ``cls`` usable as ``postprocessor = "name"`` of a model backend; see ``postprocess.Postprocessor``."""
+    return _register(_postprocessors, cls, name, BUILT_IN_POSTPROCESSORS, ("forward",))
+
+
+def canonical(name: str) -> str:
+    """The name a backend's parameters may be scoped with: ``S`` is ``Sequential``."""
+    return ALIASES.get(name, name)
+
+
+def backend_names() -> list[str]:
+    """Every name that can stand in an expression, aliases and installed packages' backends included."""
+    return sorted({*BUILT_IN_BACKENDS, *ALIASES, *_backends, *(point.name for point in _entry_points())})
+
+
+def postprocessor_names() -> list[str]:
+    """Every name ``postprocessor = …`` takes."""
+    return sorted({*BUILT_IN_POSTPROCESSORS, *_postprocessors})
+
+
+def find_backend(name: str) -> type | None:
+    """The class called ``name``, or ``None``; an import error of a known backend is raised as it is."""
+    name = canonical(name)
+    if name in BUILT_IN_BACKENDS:
+        return _load(BUILT_IN_BACKENDS[name])
+    if name in _backends:
+        return _backends[name]
+    for point in _entry_points():
+        if point.name == name:
+            return _as_class(point.load(), name)
+    return None
+
+
+def find_postprocessor(name: str) -> type | None:
+    """The class called ``name``, or ``None``."""
+    if name in BUILT_IN_POSTPROCESSORS:
+        return _load(BUILT_IN_POSTPROCESSORS[name])
+    return _postprocessors.get(name)
+
+
+def _register(
+    table: dict[str, type], cls: type, name: str | None, built_in: Iterable[str], methods: tuple[str, ...]
+) -> type:
+    _as_class(cls, name or repr(cls))
+    name = name or cls.__name__
+    for method in methods:
+        if not callable(getattr(cls, method, None)):
+            raise ConfigError(f"{name}: class {cls.__name__} has no method {method!r}")
+    with _lock:
+        if name in built_in or table.get(name, cls) is not cls:
+            raise ConfigError(f"{name!r} is registered already")
+        table[name] = cls
+    return cls
+
+
+def _as_class(value: Any, name: str) -> type:
+    if not isinstance(value, type):
+        raise ConfigError(f"{name}: expected a class, got {type(value).__name__}")
+    return value
+
+
+def _entry_points() -> Iterable[Any]:
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _load(path: str) -> type:
+    module, _, attribute = path.partition(":")
+    return _as_class(getattr(importlib.import_module(module), attribute), path)

@@ -1,0 +1,45 @@
+"""One call's state on its way through a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+
+class Request:
+    """One dict that travels; a pipe completes it exactly once, from whichever thread finishes it.
+
+    ``data`` is the dict that backends see. ``caller_data`` is set where that is a private copy, so that a request
+    given up at its deadline cannot change the caller's dict later; ``merge`` hands the outcome over.
+    ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter`` seconds.
+    ``on_done`` is called once, without arguments, when ``error`` and the dict are final.
+    """
+
+    __slots__ = ("arrived", "caller_data", "data", "deadline", "done", "error", "on_done")
+
+    def __init__(self, data: dict[str, Any], on_done: Callable[[], object], deadline: float | None = None) -> None:
+        self.data = data
+        self.on_done = on_done
+        self.deadline = deadline
+        self.caller_data: dict[str, Any] | None = None
+        self.error: BaseException | None = None
+        self.done = False
+        self.arrived = 0.0
+        if deadline is not None:
+            self.caller_data, self.data = data, dict(data)
+
+    def has_expired(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+    def merge(self) -> None:
+        """Make the caller's dict equal to the private copy, where there is one."""
+        if self.caller_data is not None:
+            for key in self.caller_data.keys() - self.data.keys():
+                del self.caller_data[key]
+            self.caller_data.update(self.data)
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """The deadline ``timeout`` seconds from now; ``None`` stays ``None``."""
+    return None if timeout is None else perf_counter() + timeout
