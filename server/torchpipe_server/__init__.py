@@ -1,0 +1,1 @@
+"""A Thrift service around a ``torchpipe_py`` pipe."""

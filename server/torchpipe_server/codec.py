@@ -1,0 +1,312 @@
+"""Turns the arguments of a complete message into an object, and results into bytes.
+
+thriftpy2 writes. It does not read: where a map's element type differs from the declared one it takes the bytes for what
+was declared, so that lengths no scanner saw reach its C code; and it does not notice missing required fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, ClassVar
+
+import thriftpy2.transport
+from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
+from thriftpy2.thrift import TApplicationException, TType
+
+from torchpipe_server.protocol import EXCEPTION, REPLY, Message
+from torchpipe_server.scanner import (
+    I64_VARINT,
+    BinaryScanner,
+    CompactScanner,
+    Limits,
+    Scanner,
+    compact_container,
+    read_size,
+    read_varint,
+)
+
+# Reads one value at a position; returns it and the position behind it.
+Read = Callable[[memoryview, int], tuple[Any, int]]
+Field = tuple[int, str, Read]  # type on the wire, name
+
+_MemoryBuffer = getattr(thriftpy2.transport, "TCyMemoryBuffer", thriftpy2.transport.TMemoryBuffer)
+_u32 = Struct(">I")
+_i16_at = Struct(">h").unpack_from
+_i32_at = Struct(">i").unpack_from
+_little_double_at = Struct("<d").unpack_from
+_LISTS = (TType.LIST, TType.SET)
+
+
+class BadArgumentsError(Exception):
+    """A whole message whose body does not fit the method's arguments. The stream is intact."""
+
+
+class Codec:
+    """Decodes and encodes what a `MessageReader` found. Holds what it learned about classes; for one thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._binary = BinaryDecoder(limits)
+        self._compact = CompactDecoder(limits)
+
+    def decode_args(self, message: Message, args_cls: type) -> Any:
+        """An `args_cls` object; fields that were not sent are None. Raises `BadArgumentsError`."""
+        decoder = self._compact if message.framing.protocol == "compact" else self._binary
+        view = memoryview(message.buffer)
+        try:
+            args, end = decoder.struct(args_cls)(view, message.start)
+        except RecursionError:
+            raise BadArgumentsError(f"{args_cls.__name__}: nested too deeply") from None
+        if end != message.end:
+            raise BadArgumentsError(f"{args_cls.__name__}: {message.end - end} bytes after its end")
+        return args
+
+    def encode_reply(self, message: Message, result: Any) -> bytes:
+        """The answer to `message` that carries `result`, an object of the method's result struct."""
+        return _encode(message, REPLY, result)
+
+    def encode_exception(self, message: Message, error: TApplicationException) -> bytes:
+        """The answer to `message` that carries an error the IDL does not declare."""
+        return _encode(message, EXCEPTION, error)
+
+
+def _encode(message: Message, type_: int, payload: Any) -> bytes:
+    framed, protocol_name = message.framing
+    transport = _MemoryBuffer()
+    seqid = message.seqid
+    if protocol_name == "compact":
+        protocol = TCompactProtocol(transport)
+        seqid &= 0xFFFFFFFF  # TRAP: thriftpy2 writes negative numbers for ever
+    else:
+        protocol = TBinaryProtocol(transport, strict_write=protocol_name == "binary")
+    protocol.write_message_begin(message.name, type_, seqid)
+    protocol.write_struct(payload)
+    body: bytes = transport.getvalue()
+    return _u32.pack(len(body)) + body if framed else body
+
+
+class Decoder:
+    """Compiles classes made by thriftpy2 into functions that read them.
+
+    Fields of unknown number are skipped; a known field or element of another type is refused, unlike in other readers.
+    """
+
+    wire_types: ClassVar[dict[int, int]]  # of thriftpy2's types
+
+    def __init__(self, scanner: Scanner) -> None:
+        self._scanner = scanner
+        self._structs: dict[type, Read] = {}
+
+    def struct(self, cls: type) -> Read:
+        """The function that reads a `cls`."""
+        read = self._structs.get(cls)
+        if read is None:
+            # A struct may contain itself: its fields are compiled after it is known.
+            fields: dict[int, Field] = {}
+            spec = cls.thrift_spec  # type: ignore[attr-defined]
+            required = tuple(field[1] for field in spec.values() if field[-1])
+            read = self._structs[cls] = self._struct_reader(cls, fields, required)
+            for number, field in spec.items():
+                ttype, element = field[0], field[2] if len(field) > 3 else None
+                fields[number] = (self.wire_types[ttype], field[1], self._value(ttype, element))
+        return read
+
+    def _value(self, ttype: int, spec: Any) -> Read:
+        if ttype == TType.STRUCT:
+            return self.struct(spec)
+        if ttype in _LISTS:
+            return self._list_reader(*self._element(spec))
+        if ttype == TType.MAP:
+            return self._map_reader(*self._element(spec[0]), *self._element(spec[1]))
+        return self._simple_reader(ttype)
+
+    def _element(self, spec: Any) -> tuple[int, Read]:
+        ttype, inner = spec if isinstance(spec, tuple) else (spec, None)
+        return self.wire_types[ttype], self._value(ttype, inner)
+
+    def _skip(self, view: memoryview, at: int, wire: int) -> int:
+        self._scanner.start_value(at, len(view) + 1, wire)
+        self._scanner.advance(view, len(view))
+        return self._scanner.pos
+
+    def _list_reader(self, wire: int, read: Read) -> Read:
+        begin = self._container
+
+        def read_list(view: memoryview, at: int) -> tuple[list[Any], int]:
+            size, _, found, at = begin(view, at, False)
+            if size and found != wire:
+                raise BadArgumentsError(f"a list of type {found}, not {wire}")
+            items = []
+            for _ in range(size):
+                item, at = read(view, at)
+                items.append(item)
+            return items, at
+
+        return read_list
+
+    def _map_reader(self, key_wire: int, read_key: Read, value_wire: int, read_value: Read) -> Read:
+        begin = self._container
+
+        def read_map(view: memoryview, at: int) -> tuple[dict[Any, Any], int]:
+            size, found_key, found_value, at = begin(view, at, True)
+            if size and (found_key, found_value) != (key_wire, value_wire):
+                raise BadArgumentsError(f"a map of types {found_key}, {found_value}, not {key_wire}, {value_wire}")
+            items = {}
+            for _ in range(size):
+                key, at = read_key(view, at)
+                value, at = read_value(view, at)
+                items[key] = value
+            return items, at
+
+        return read_map
+
+    def _container(self, view: memoryview, at: int, is_map: bool) -> tuple[int, int, int, int]:
+        raise NotImplementedError
+
+    def _simple_reader(self, ttype: int) -> Read:
+        raise NotImplementedError
+
+    def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
+        raise NotImplementedError
+
+
+class BinaryDecoder(Decoder):
+    """Of the binary protocol, with or without a version in the header."""
+
+    wire_types: ClassVar = {ttype: ttype for ttype in (2, 3, 4, 6, 8, 10, 11, 12, 13, 14, 15)} | {
+        TType.BINARY: TType.STRING
+    }
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(BinaryScanner(limits))
+
+    def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
+        skip = self._skip
+
+        def read_struct(view: memoryview, at: int) -> tuple[Any, int]:
+            made, name = cls(), ""
+            try:
+                while wire := view[at]:
+                    field = fields.get(_i16_at(view, at + 1)[0])
+                    at += 3
+                    if field is None:
+                        at = skip(view, at, wire)
+                        continue
+                    expected, name, read = field
+                    if wire != expected:
+                        raise BadArgumentsError(f"{cls.__name__}.{name} is of type {wire}, not {expected}")
+                    value, at = read(view, at)
+                    setattr(made, name, value)
+            except UnicodeDecodeError:
+                raise BadArgumentsError(f"{cls.__name__}.{name} is not UTF-8") from None
+            for name in required:
+                if getattr(made, name) is None:
+                    raise BadArgumentsError(f"{cls.__name__}.{name} is missing")
+            return made, at + 1
+
+        return read_struct
+
+    def _container(self, view: memoryview, at: int, is_map: bool) -> tuple[int, int, int, int]:
+        first = view[at]
+        at += is_map
+        return _i32_at(view, at + 1)[0], first, view[at], at + 5
+
+    def _simple_reader(self, ttype: int) -> Read:
+        if ttype == TType.STRING:
+            return _read_text
+        if ttype == TType.BINARY:
+            return _read_bytes
+        number = Struct({2: ">?", 3: ">b", 4: ">d", 6: ">h", 8: ">i", 10: ">q"}[ttype])
+        number_at, size = number.unpack_from, number.size
+        return lambda view, at: (number_at(view, at)[0], at + size)
+
+
+def _read_text(view: memoryview, at: int) -> tuple[str, int]:
+    end = at + 4 + _i32_at(view, at)[0]
+    return str(view[at + 4 : end], "utf-8"), end
+
+
+def _read_bytes(view: memoryview, at: int) -> tuple[bytes, int]:
+    end = at + 4 + _i32_at(view, at)[0]
+    return bytes(view[at + 4 : end]), end
+
+
+class CompactDecoder(Decoder):
+    """Of the compact protocol."""
+
+    wire_types: ClassVar = {2: 1, 3: 3, 4: 7, 6: 4, 8: 5, 10: 6, 11: 8, 12: 12, 13: 11, 14: 10, 15: 9, TType.BINARY: 8}
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(CompactScanner(limits))
+
+    def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
+        skip = self._skip
+
+        def read_struct(view: memoryview, at: int) -> tuple[Any, int]:
+            made, name, number = cls(), "", 0
+            try:
+                while wire := view[at] & 15:
+                    step = view[at] >> 4
+                    at += 1
+                    if step:
+                        number += step
+                    else:
+                        zigzag, at = read_varint(view, at, len(view), I64_VARINT)
+                        number = (zigzag >> 1) ^ -(zigzag & 1)
+                    field = fields.get(number)
+                    if field is None:
+                        at = at if wire < 3 else skip(view, at, wire)
+                        continue
+                    expected, name, read = field
+                    if wire != expected and (wire, expected) != (2, 1):
+                        raise BadArgumentsError(f"{cls.__name__}.{name} is of type {wire}, not {expected}")
+                    if wire < 3:
+                        value: Any = wire == 1
+                    else:
+                        value, at = read(view, at)
+                    setattr(made, name, value)
+            except UnicodeDecodeError:
+                raise BadArgumentsError(f"{cls.__name__}.{name} is not UTF-8") from None
+            for name in required:
+                if getattr(made, name) is None:
+                    raise BadArgumentsError(f"{cls.__name__}.{name} is missing")
+            return made, at + 1
+
+        return read_struct
+
+    def _container(self, view: memoryview, at: int, is_map: bool) -> tuple[int, int, int, int]:
+        size, key, value, at = compact_container(view, at, len(view), is_map)
+        return size, 1 if key == 2 else key, 1 if value == 2 else value, at
+
+    def _simple_reader(self, ttype: int) -> Read:
+        if ttype == TType.STRING:
+            return _read_compact_text
+        if ttype == TType.BINARY:
+            return _read_compact_bytes
+        if ttype == TType.BOOL:
+            return lambda view, at: (view[at] == 1, at + 1)
+        if ttype == TType.BYTE:
+            return lambda view, at: ((view[at] ^ 0x80) - 0x80, at + 1)
+        if ttype == TType.DOUBLE:
+            return lambda view, at: (_little_double_at(view, at)[0], at + 8)
+        return _int_reader({6: 16, 8: 32, 10: 64}[ttype])
+
+
+def _read_compact_text(view: memoryview, at: int) -> tuple[str, int]:
+    size, at = read_size(view, at, len(view))
+    return str(view[at : at + size], "utf-8"), at + size
+
+
+def _read_compact_bytes(view: memoryview, at: int) -> tuple[bytes, int]:
+    size, at = read_size(view, at, len(view))
+    return bytes(view[at : at + size]), at + size
+
+
+def _int_reader(bits: int) -> Read:
+    def read_int(view: memoryview, at: int) -> tuple[int, int]:
+        zigzag, at = read_varint(view, at, len(view), I64_VARINT)
+        if zigzag >> bits:
+            raise BadArgumentsError(f"a number of more than {bits} bits")
+        return (zigzag >> 1) ^ -(zigzag & 1), at
+
+    return read_int

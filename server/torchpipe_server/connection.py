@@ -1,0 +1,89 @@
+"""One client's connection: what has arrived, what waits for its turn, what is still to be written."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from time import monotonic
+
+from torchpipe_server.handler import Cancellable
+from torchpipe_server.protocol import Message, MessageReader, ProtocolError
+
+
+class Connection:
+    """Requests of a connection are answered one after the other, in their order.
+
+    The I/O thread owns everything but the socket's sending side, ``busy`` and ``unsent``, which whoever finishes a
+    request touches under ``lock``. The socket is closed under that lock as well, so that no reply can go out on a
+    descriptor that belongs to another connection by then.
+    """
+
+    __slots__ = (
+        "backlog", "broken", "busy", "closed", "closing", "events", "last_active", "linger_until", "lock", "message_since",
+        "reader", "refused", "sock", "ticket", "unsent", "unsent_since",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, reader: MessageReader, refused: bool) -> None:
+        self.sock = sock
+        self.reader = reader
+        self.refused = refused  # over the limit: its first request is answered 'overloaded'
+        self.lock = threading.Lock()
+        self.backlog: deque[Message] = deque()
+        self.broken: tuple[Message, ProtocolError] | None = None  # what the stream broke off in, after the backlog
+        self.busy = False  # a request is being answered
+        self.ticket: Cancellable | None = None
+        self.unsent: memoryview | None = None
+        self.unsent_since = 0.0
+        self.message_since = 0.0  # when an unfinished message began, 0 if there is none
+        self.last_active = monotonic()
+        self.events = 0
+        self.closing = False  # to be closed as soon as everything is written
+        self.linger_until = 0.0  # after an error: discarding what the client still sends, so that it reads the reply
+        self.closed = False
+
+    def send(self, reply: bytes) -> bool:
+        """Write the reply to the request in work, which ends with it; ``False`` if something remains unsent."""
+        with self.lock:
+            self.busy = False
+            self.ticket = None
+            if self.closed:
+                return True
+            if self.unsent is not None:
+                self.unsent = memoryview(bytes(self.unsent) + reply)
+                return False
+            return self._write(memoryview(reply))
+
+    def send_rest(self) -> bool:
+        """Write what remained; ``False`` if something still does."""
+        with self.lock:
+            if self.closed or self.unsent is None:
+                return True
+            rest, self.unsent = self.unsent, None
+            return self._write(rest)
+
+    def close(self) -> Cancellable | None:
+        """Close the socket; the work that nobody waits for any more, if any, to be cancelled outside the lock."""
+        with self.lock:
+            if self.closed:
+                return None
+            self.closed = True
+            self.sock.close()
+            ticket, self.ticket = self.ticket, None
+            return ticket
+
+    def has_work(self) -> bool:
+        """Whether a request is being answered, waits, or its reply is not written yet."""
+        return self.busy or bool(self.backlog) or self.unsent is not None or self.broken is not None
+
+    def _write(self, data: memoryview) -> bool:
+        try:
+            sent = self.sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            return True  # the client is gone; the I/O thread learns it from its own read
+        if sent < len(data):
+            self.unsent, self.unsent_since = data[sent:], monotonic()
+            return False
+        return True

@@ -1,0 +1,177 @@
+"""What the service's methods do: arguments to a pipe's requests, outcomes to result structs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torchpipe_py import InvalidRequest, NoResult, TorchpipeError, pipe
+from torchpipe_server.values import to_label_and_score, to_python, to_values
+
+logger = logging.getLogger("torchpipe_server")
+
+Done = Callable[[Any], None]
+"""Takes the result struct; called exactly once, from any thread."""
+
+
+class Cancellable(Protocol):
+    """Work under way that can be ended; its ``deadline`` is in seconds of ``time.perf_counter``."""
+
+    @property
+    def deadline(self) -> float | None: ...
+
+    def cancel(self, error: BaseException | None = None) -> object: ...
+
+
+class Method(NamedTuple):
+    """One method of the service. ``start`` calls ``done`` once, or raises; ``fail`` makes a result of an error."""
+
+    args: type
+    start: Callable[[Any, Done], Cancellable | None]
+    fail: Callable[[BaseException], Any]
+
+
+class InferenceHandler:
+    """``InferenceService`` on a pipe. Methods are started by the I/O thread and finished by the pipe's threads."""
+
+    def __init__(self, run: pipe, idl: Any) -> None:
+        self._pipe, self._idl = run, idl
+        service = idl.InferenceService
+        self.methods: Mapping[str, Method] = {
+            "ping": Method(service.ping_args, self._ping, self._raise),
+            "infer_batch": Method(service.infer_batch_args, self._infer_batch, self._failer(service.infer_batch_result)),
+            "infer_many": Method(service.infer_many_args, self._infer_many, self._failer(service.infer_many_result)),
+            "infer": Method(service.infer_args, self._infer, self._failer(service.infer_result)),
+        }
+
+    def _ping(self, args: Any, done: Done) -> None:
+        done(self._idl.InferenceService.ping_result())
+
+    def _raise(self, error: BaseException) -> Any:
+        """ping declares no exception."""
+        raise error
+
+    def _failer(self, result: type) -> Callable[[BaseException], Any]:
+        return lambda error: result(error=self._to_error(error))
+
+    def _infer_batch(self, args: Any, done: Done) -> Cancellable:
+        result_type = self._idl.InferenceService.infer_batch_result
+
+        def finish(data: dict[str, Any], error: BaseException | None) -> None:
+            result, failure = self._outcome(data, error)
+            done(result_type(success=result, error=failure))
+
+        return self._pipe.dispatch({"data": _given(args.params, "params").data}, finish)
+
+    def _infer_many(self, args: Any, done: Done) -> Cancellable:
+        params = _given(args.params, "params")
+        many = _Many(self, len(params), _seconds(args.deadline_ms), done)
+        many.start([{"data": one.data} for one in params])
+        return many
+
+    def _infer(self, args: Any, done: Done) -> Cancellable:
+        request = _given(args.request, "request")
+        data = {key: to_python(value) for key, value in request.inputs.items()}
+        if request.node_name is not None:
+            data["node_name"] = request.node_name
+        keys = request.outputs or ["result"]
+
+        def finish(data: dict[str, Any], error: BaseException | None) -> None:
+            done(self._infer_result(request.uuid, data, keys, error))
+
+        return self._pipe.dispatch(data, finish, timeout=_seconds(request.deadline_ms))
+
+    def _infer_result(self, uuid: str, data: dict[str, Any], keys: list[str], error: BaseException | None) -> Any:
+        result_type = self._idl.InferenceService.infer_result
+        try:
+            if error is not None:
+                raise error
+            outputs: dict[str, Any] = {}
+            for key in keys:
+                outputs.update(to_values(self._idl, key, _output(data, key)))
+        except Exception as failure:
+            return result_type(error=self._to_error(failure))
+        return result_type(success=self._idl.InferResponse(uuid=uuid, outputs=outputs))
+
+    def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, Any]:
+        """``(InferenceResult, None)`` or ``(None, InferenceError)``."""
+        try:
+            if error is not None:
+                raise error
+            label, score = to_label_and_score(_output(data, "result"))
+        except Exception as failure:
+            return None, self._to_error(failure)
+        return self._idl.InferenceResult(label=label, score=score), None
+
+    def _to_error(self, error: BaseException) -> Any:
+        code = error.code if isinstance(error, TorchpipeError) else "internal"
+        if code == "internal":
+            logger.error("a request failed", exc_info=error)
+        message = str(error) or type(error).__name__
+        return self._idl.InferenceError(
+            code=code, message=message, retry_after_ms=getattr(error, "retry_after_ms", None)
+        )
+
+
+class _Many:
+    """The requests of one ``infer_many``; the reply goes out when the last of them is finished."""
+
+    def __init__(self, handler: InferenceHandler, count: int, timeout: float | None, done: Done) -> None:
+        self._handler, self._timeout, self._done = handler, timeout, done
+        self._outcomes: list[Any] = [None] * count
+        self._left = count
+        self._lock = threading.Lock()
+        self._tickets: list[Cancellable] = []
+
+    @property
+    def deadline(self) -> float | None:
+        return self._tickets[0].deadline if self._tickets else None
+
+    def start(self, items: list[dict[str, Any]]) -> None:
+        if not items:
+            self._reply()
+        for index, data in enumerate(items):
+            try:
+                ticket = self._handler._pipe.dispatch(data, self._finisher(index), timeout=self._timeout)
+                self._tickets.append(ticket)
+            except TorchpipeError as error:
+                self._finisher(index)(data, error)
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        for ticket in self._tickets:
+            ticket.cancel(error)
+
+    def _finisher(self, index: int) -> Callable[[dict[str, Any], BaseException | None], None]:
+        def finish(data: dict[str, Any], error: BaseException | None) -> None:
+            result, failure = self._handler._outcome(data, error)
+            self._outcomes[index] = self._handler._idl.InferenceOutcome(result=result, error=failure)
+            with self._lock:
+                self._left -= 1
+                if self._left:
+                    return
+            self._reply()
+
+        return finish
+
+    def _reply(self) -> None:
+        self._done(self._handler._idl.InferenceService.infer_many_result(success=self._outcomes))
+
+
+def _given(value: Any, name: str) -> Any:
+    if value is None:
+        raise InvalidRequest(f"argument {name!r} is missing")
+    return value
+
+
+def _output(data: dict[str, Any], key: str) -> Any:
+    """The value under ``key``; without a result, the error that says why."""
+    if key in data:
+        return data[key]
+    raise data.get("error") or NoResult(f"the request has no {key!r}")
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    """0 and less, and a missing value, stand for no deadline."""
+    return milliseconds / 1000 if milliseconds is not None and milliseconds > 0 else None

@@ -1,0 +1,286 @@
+"""Cuts the bytes of a connection into Thrift messages. No sockets, no threads, no clock.
+
+A client speaks one of the framings (buffered, which puts nothing around a message, or framed) and one of the protocols
+(binary, binary without a version as old clients write it, compact); the first bytes tell which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+from typing import NamedTuple
+
+from torchpipe_server.scanner import (
+    I32_VARINT,
+    BinaryScanner,
+    Buffer,
+    CompactScanner,
+    Limits,
+    ProtocolError,
+    Scanner,
+    read_size,
+    read_varint,
+)
+
+__all__ = ["CALL", "EXCEPTION", "ONEWAY", "REPLY", "Framing", "Limits", "Message", "MessageReader", "ProtocolError"]
+
+CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
+NAME_BYTES = 255  # of a method's name
+
+_u32_at = Struct(">I").unpack_from
+_i32_at = Struct(">i").unpack_from
+_version_and_size_at = Struct(">Ii").unpack_from
+
+
+class Framing(NamedTuple):
+    """How a connection's client writes, and so how it is answered."""
+
+    framed: bool
+    protocol: str  # "binary", "binary_old" or "compact"
+
+
+class Message(NamedTuple):
+    """A complete message; its arguments struct lies in `buffer[start:end]` and has passed the limits.
+
+    name: of the method. type: `CALL` or `ONEWAY`. seqid: signed, 32 bits.
+    buffer: belongs to whoever fed the bytes if they were fed in one piece; decode it before reusing that memory.
+    """
+
+    name: str
+    type: int
+    seqid: int
+    framing: Framing
+    buffer: Buffer
+    start: int
+    end: int
+
+    def __repr__(self) -> str:
+        size = self.end - self.start
+        return f"Message({self.name!r}, type={self.type}, seqid={self.seqid}, {self.framing}, {size} bytes)"
+
+
+class Header(NamedTuple):
+    name: str
+    type: int
+    seqid: int
+    end: int  # where the arguments struct begins
+
+
+class MessageReader:
+    """Cuts a byte stream into messages. One per connection, for one thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._framing: Framing | None = None
+        self._scanner: Scanner = BinaryScanner(limits)
+        self._held = bytearray()  # an unfinished message, from its first byte
+        self._header: Header | None = None  # of that message
+        self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of an unfinished message held here; at most `Limits.message_bytes` and what one `feed` brought."""
+        return len(self._held)
+
+    @property
+    def framing(self) -> Framing | None:
+        """None until the first bytes have told."""
+        return self._framing
+
+    @property
+    def request(self) -> Message | None:
+        """The unfinished message without its body, once its header has arrived: an error can be answered by name."""
+        if self._header is None or self._framing is None:
+            return None
+        name, type_, seqid, _ = self._header
+        return Message(name, type_, seqid, self._framing, b"", 0, 0)
+
+    def feed(self, data: Buffer) -> Iterator[Message]:
+        """The messages completed by `data`, in order. To be exhausted before the next `feed`.
+
+        Raises `ProtocolError` behind the last whole message of a broken stream, and for everything fed after it.
+        """
+        if self._broken is not None:
+            raise ProtocolError(*self._broken)
+        buffer: Buffer = data
+        if self._held:
+            self._held += data
+            buffer = self._held
+        start, end = 0, len(buffer)
+        try:
+            while start < end:
+                message = self._next(buffer, start, end)
+                if message is None:
+                    break
+                yield message
+                start = message.end
+        except ProtocolError as error:
+            self._broken = error.kind, error.detail
+            self._held = bytearray()
+            raise
+        self._hold(buffer, start, end)
+
+    def _hold(self, buffer: Buffer, start: int, end: int) -> None:
+        if start == end:
+            self._held = bytearray()  # never cleared: messages may refer to the old one
+        elif start > 0:
+            self._held = bytearray(memoryview(buffer)[start:end])
+            self._scanner.shift(start)
+            if self._header is not None:
+                self._header = self._header._replace(end=self._header.end - start)
+        elif buffer is not self._held:
+            self._held = bytearray(buffer)
+
+    def _next(self, buffer: Buffer, start: int, end: int) -> Message | None:
+        header = self._header
+        if header is None:
+            header = self._begin(buffer, start, end)
+            if header is None:
+                return None
+        scanner, framing = self._scanner, self._framing
+        if not scanner.advance(buffer, end):
+            return None
+        if framing.framed and scanner.pos != scanner.limit:  # type: ignore[union-attr]
+            raise ProtocolError("bad_frame", "the frame goes on after its message")
+        self._header = None
+        name, type_, seqid, body = header
+        return Message(name, type_, seqid, framing, buffer, body, scanner.pos)  # type: ignore[arg-type]
+
+    def _begin(self, buffer: Buffer, start: int, end: int) -> Header | None:
+        """Read what precedes the arguments, None if it is not all there yet, and prepare the scanner."""
+        framing = self._framing or self._detect(buffer, start, end)
+        if framing is None:
+            return None
+        size, limit, beyond = 0, start + self._limits.message_bytes, "too_large"
+        if framing.framed:
+            if end - start < 4:
+                return None
+            start += 4
+            size = _i32_at(buffer, start - 4)[0]
+            if size <= 0:
+                raise ProtocolError("negative_size" if size else "bad_frame", f"a frame of {size} bytes")
+            limit, beyond = start + size, "bad_frame"
+        header = _read_header(framing.protocol, buffer, start, min(end, limit))
+        self._header = header
+        if size > self._limits.message_bytes:
+            raise ProtocolError("too_large", f"a frame of {size} bytes; the limit is {self._limits.message_bytes}")
+        if header is None:
+            if end >= limit:
+                raise ProtocolError(beyond, "the message's header goes on after its limit or the end of its frame")
+            return None
+        self._scanner.start_struct(header.end, limit, beyond)
+        return header
+
+    def _detect(self, buffer: Buffer, start: int, end: int) -> Framing | None:
+        framing = detect(buffer, start, end, self._limits)
+        if framing is not None:
+            self._framing = framing
+            self._scanner = (CompactScanner if framing.protocol == "compact" else BinaryScanner)(self._limits)
+        return framing
+
+
+def detect(buffer: Buffer, start: int, end: int, limits: Limits) -> Framing | None:
+    """What a stream that begins so is written in, None while it may be several. Raises `ProtocolError`."""
+    size = end - start
+    if size == 0:
+        return None
+    first = buffer[start]
+    if first == 0x82:
+        return Framing(False, "compact")
+    if first == 0x80:
+        if size == 1:
+            return None
+        if buffer[start + 1] == 0x01:
+            return Framing(False, "binary")
+    if first >= 0x80:
+        raise ProtocolError("not_thrift", f"a stream that begins with {first:#04x}")
+    if size < 4:
+        return None
+    length = _u32_at(buffer, start)[0]
+    if length == 0:
+        raise ProtocolError("not_thrift", "a stream that begins with a zero length")
+    if size == 4:
+        if length > limits.message_bytes:
+            raise ProtocolError("too_large", f"a frame of {length} bytes; the limit is {limits.message_bytes}")
+        return None
+    fifth = buffer[start + 4]
+    if fifth == 0x80:
+        return Framing(True, "binary")
+    if fifth == 0x82:
+        return Framing(True, "compact")
+    if fifth == 0x00:  # of the length of a name
+        return Framing(True, "binary_old")
+    if length <= NAME_BYTES and 0x20 < fifth < 0x7F:
+        return Framing(False, "binary_old")
+    raise ProtocolError("not_thrift", f"a stream that begins with {bytes(buffer[start : start + 5])!r}")
+
+
+def _read_header(protocol: str, buffer: Buffer, start: int, end: int) -> Header | None:
+    if protocol == "binary":
+        return _binary_header(buffer, start, end)
+    if protocol == "compact":
+        return _compact_header(buffer, start, end)
+    return _old_header(buffer, start, end)
+
+
+def _binary_header(buffer: Buffer, start: int, end: int) -> Header | None:
+    if end - start < 8:
+        return None
+    version, size = _version_and_size_at(buffer, start)
+    if version >> 16 != 0x8001:
+        raise ProtocolError("bad_version", f"a message that begins with {version:#010x}")
+    _check_name_size(size)
+    at = start + 8 + size
+    if at + 4 > end:
+        return None
+    return Header(_name(buffer, start + 8, at), _type(version & 0xFF), _i32_at(buffer, at)[0], at + 4)
+
+
+def _old_header(buffer: Buffer, start: int, end: int) -> Header | None:
+    if end - start < 4:
+        return None
+    size = _i32_at(buffer, start)[0]
+    _check_name_size(size)
+    at = start + 4 + size
+    if at + 5 > end:
+        return None
+    return Header(_name(buffer, start + 4, at), _type(buffer[at]), _i32_at(buffer, at + 1)[0], at + 5)
+
+
+def _compact_header(buffer: Buffer, start: int, end: int) -> Header | None:
+    if end - start < 2:
+        return None
+    head = buffer[start + 1]
+    if buffer[start] != 0x82 or head & 0x1F != 1:
+        raise ProtocolError("bad_version", f"a message that begins with {buffer[start]:#04x}, {head:#04x}")
+    seqid, at = read_varint(buffer, start + 2, end, I32_VARINT)
+    if not at:
+        return None
+    if seqid >= 2**32:
+        raise ProtocolError("bad_varint", "a sequence number of more than 32 bits")
+    size, at = read_size(buffer, at, end)
+    if not at:
+        return None
+    _check_name_size(size)
+    if at + size > end:
+        return None
+    signed = seqid if seqid < 2**31 else seqid - 2**32
+    return Header(_name(buffer, at, at + size), _type(head >> 5), signed, at + size)
+
+
+def _check_name_size(size: int) -> None:
+    if not 0 < size <= NAME_BYTES:
+        raise ProtocolError("negative_size" if size < 0 else "bad_message", f"a method's name of {size} bytes")
+
+
+def _name(buffer: Buffer, start: int, end: int) -> str:
+    try:
+        return str(buffer[start:end], "utf-8")
+    except UnicodeDecodeError:
+        raise ProtocolError("bad_message", "a method's name is not UTF-8") from None
+
+
+def _type(code: int) -> int:
+    if code not in (CALL, ONEWAY):
+        raise ProtocolError("bad_message", f"a message of type {code} is no call")
+    return code

@@ -1,0 +1,347 @@
+"""Finds where a Thrift struct ends and checks every size in it, without decoding and without recursion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from struct import Struct
+from typing import NoReturn
+
+Buffer = bytes | bytearray | memoryview
+
+_i32_at = Struct(">i").unpack_from
+
+I32_VARINT = 5  # bytes at most
+I64_VARINT = 10
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one message may hold.
+
+    message_bytes: a whole message; of a framed one, what follows the length.
+    string_bytes: one string or binary.
+    items: struct fields, list and set elements and map entries of a message, all together.
+    depth: nested structs and containers; the arguments struct is the first.
+    """
+
+    message_bytes: int = 16 * 2**20
+    string_bytes: int = 16 * 2**20
+    items: int = 2**16
+    depth: int = 64
+
+
+class ProtocolError(Exception):
+    """The byte stream is broken: no later message of this connection can be found.
+
+    kind: "not_thrift", "bad_version", "bad_message", "bad_frame", "bad_type", "bad_varint", "negative_size",
+        "too_large" or "too_deep". detail: one line for a person.
+    """
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+def read_varint(buffer: Buffer, at: int, end: int, max_bytes: int) -> tuple[int, int]:
+    """The unsigned number at `at` and the position behind it, which is 0 if the number goes on after `end`."""
+    if at < end and buffer[at] < 0x80:
+        return buffer[at], at + 1
+    value = shift = 0
+    for position in range(at, min(end, at + max_bytes)):
+        byte = buffer[position]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position + 1
+        shift += 7
+    if end - at >= max_bytes:
+        raise ProtocolError("bad_varint", f"a number is longer than {max_bytes} bytes")
+    return 0, 0
+
+
+def _skip_varint(buffer: Buffer, at: int, end: int) -> int:
+    """The position behind the number at `at`, 0 if it goes on after `end`."""
+    last = min(end, at + I64_VARINT)
+    while at < last:
+        if buffer[at] < 0x80:
+            return at + 1
+        at += 1
+    if last < end:
+        raise ProtocolError("bad_varint", f"a number is longer than {I64_VARINT} bytes")
+    return 0
+
+
+def read_size(buffer: Buffer, at: int, end: int) -> tuple[int, int]:
+    """As `read_varint`, of a signed 32-bit size."""
+    size, at = read_varint(buffer, at, end, I32_VARINT)
+    if size >= 2**31:
+        raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
+    return size, at
+
+
+class Scanner:
+    """A position in a value that arrives in pieces.
+
+    `advance` does not look again at what it passed: an interruption repeats at most one field header. `pos` may lie
+    behind the bytes that have arrived, since strings and numbers of a fixed size are passed by arithmetic.
+    """
+
+    __slots__ = ("_beyond", "_first", "_items", "_left", "_limits", "_second", "_stack", "limit", "pos")
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.start_struct(0, 0)
+
+    def start_struct(self, pos: int, limit: int, beyond: str = "too_large") -> None:
+        """A struct begins at `pos`; it is an error of kind `beyond` not to end until `limit`."""
+        self.pos, self.limit, self._beyond = pos, limit, beyond
+        # Elements to come in the innermost container, in a map keys and values; negative in a struct.
+        # The next one is of type `_first` where that number is even, else `_second`: a list has both the same.
+        self._left, self._first, self._second = -1, 0, 0
+        self._stack: list[tuple[int, int, int]] = []
+        self._items = self._limits.items
+
+    def start_value(self, pos: int, limit: int, wire_type: int) -> None:
+        """A value begins at `pos`, as an element of a container would."""
+        self.start_struct(pos, limit)
+        self._left, self._first, self._second = 1, wire_type, wire_type
+
+    def shift(self, offset: int) -> None:
+        """The buffer lost its first `offset` bytes."""
+        self.pos -= offset
+        self.limit -= offset
+
+    def advance(self, buffer: Buffer, end: int) -> bool:
+        """Scan up to `end`; True when the value has ended, at `pos`. Raises `ProtocolError`."""
+        raise NotImplementedError
+
+    def _suspend(self, pos: int, end: int, left: int, first: int, second: int, items: int) -> bool:
+        if pos > self.limit or end >= self.limit:
+            raise ProtocolError(self._beyond, "the message goes on after its limit or the end of its frame")
+        self.pos, self._left, self._first, self._second, self._items = pos, left, first, second, items
+        return False
+
+    def _refuse_string(self, size: int) -> NoReturn:
+        if size < 0:
+            raise ProtocolError("negative_size", f"a string of {size} bytes")
+        raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {self._limits.string_bytes}")
+
+    def _refuse_items(self, size: int) -> NoReturn:
+        if size < 0:
+            raise ProtocolError("negative_size", f"a container of {size} elements")
+        raise ProtocolError("too_large", f"more than {self._limits.items} fields and elements in a message")
+
+    def _refuse_depth(self) -> NoReturn:
+        raise ProtocolError("too_deep", f"more than {self._limits.depth} nested structs and containers")
+
+
+def _table(entries: dict[int, int], size: int) -> list[int]:
+    return [entries.get(wire_type, -1) for wire_type in range(size)]
+
+
+_STRING, _STRUCT, _MAP = 11, 12, 13
+# Bytes of a value; 0: it begins with a header, of so many bytes; negative: there is no such type.
+_BINARY_SIZES = _table({2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 11: 0, 12: 0, 13: 0, 14: 0, 15: 0}, 256)
+_BINARY_HEADERS = _table({11: 4, 12: 0, 13: 6, 14: 5, 15: 5}, 256)
+
+
+class BinaryScanner(Scanner):
+    """Of the binary protocol."""
+
+    __slots__ = ()
+
+    def advance(self, buffer: Buffer, end: int) -> bool:
+        limits, stack, sizes = self._limits, self._stack, _BINARY_SIZES
+        pos, left, first, second, items = self.pos, self._left, self._first, self._second, self._items
+        end = min(end, self.limit)
+        while True:
+            unread = items
+            if left < 0:
+                if pos >= end:
+                    break
+                wire = buffer[pos]
+                if wire == 0:
+                    pos += 1
+                    if not stack:
+                        self.pos = pos
+                        return True
+                    left, first, second = stack.pop()
+                    continue
+                items -= 1
+                if items < 0:
+                    self._refuse_items(0)
+                at = pos + 3
+            elif left:
+                wire = second if left & 1 else first
+                at = pos
+            else:
+                if not stack:
+                    self.pos = pos
+                    return True
+                left, first, second = stack.pop()
+                continue
+
+            size = sizes[wire]
+            if size > 0:
+                pos = at + size
+                left -= 1
+                continue
+            if size < 0:
+                raise ProtocolError("bad_type", f"type {wire}")
+            body = at + _BINARY_HEADERS[wire]
+            if body > end:
+                break
+            if wire == _STRING:
+                size = _i32_at(buffer, at)[0]
+                if not 0 <= size <= limits.string_bytes:
+                    self._refuse_string(size)
+                pos = body + size
+                left -= 1
+                continue
+
+            if len(stack) + 2 > limits.depth:
+                self._refuse_depth()
+            pos = body
+            if wire == _STRUCT:
+                stack.append((left - 1, first, second))
+                left = -1
+                continue
+            size = _i32_at(buffer, body - 4)[0]
+            items -= size
+            if size < 0 or items < 0:
+                self._refuse_items(size)
+            if size == 0:
+                left -= 1
+                continue
+            key, value = buffer[at], buffer[body - 5]
+            key_size, value_size = sizes[key], sizes[value]
+            if key_size < 0 or value_size < 0:
+                raise ProtocolError("bad_type", f"a container of types {key}, {value}")
+            if key_size and value_size:
+                pos += size * (key_size + value_size if wire == _MAP else value_size)
+                left -= 1
+                continue
+            stack.append((left - 1, first, second))
+            left, first, second = (2 * size if wire == _MAP else size), key, value
+        return self._suspend(pos, end, left, first, second, unread)
+
+
+_C_BINARY, _C_MAP, _C_STRUCT = 8, 11, 12
+_VARINT = 9  # stands for a size in the table below; 0: the value begins with a header
+_COMPACT_SIZES = _table(
+    {1: 1, 2: 1, 3: 1, 4: _VARINT, 5: _VARINT, 6: _VARINT, 7: 8, 8: 0, 9: 0, 10: 0, 11: 0, 12: 0}, 16
+)
+
+
+class CompactScanner(Scanner):
+    """Of the compact protocol."""
+
+    __slots__ = ()
+
+    def advance(self, buffer: Buffer, end: int) -> bool:
+        limits, stack, sizes = self._limits, self._stack, _COMPACT_SIZES
+        pos, left, first, second, items = self.pos, self._left, self._first, self._second, self._items
+        end = min(end, self.limit)
+        while True:
+            unread = items
+            if left < 0:
+                if pos >= end:
+                    break
+                head = buffer[pos]
+                wire = head & 15
+                if wire == 0:
+                    pos += 1
+                    if not stack:
+                        self.pos = pos
+                        return True
+                    left, first, second = stack.pop()
+                    continue
+                at = pos + 1
+                if head < 16:
+                    _, at = read_varint(buffer, at, end, I32_VARINT)
+                    if not at:
+                        break
+                items -= 1
+                if items < 0:
+                    self._refuse_items(0)
+                if wire < 3:  # a bool field: its type is its value
+                    pos = at
+                    continue
+            elif left:
+                wire = second if left & 1 else first
+                at = pos
+            else:
+                if not stack:
+                    self.pos = pos
+                    return True
+                left, first, second = stack.pop()
+                continue
+
+            size = sizes[wire]
+            if size < 0:
+                raise ProtocolError("bad_type", f"type {wire}")
+            if size == _VARINT:
+                at = _skip_varint(buffer, at, end)
+                if not at:
+                    break
+                pos = at
+                left -= 1
+                continue
+            if size:
+                pos = at + size
+                left -= 1
+                continue
+            if wire == _C_BINARY:
+                size, at = read_size(buffer, at, end)
+                if not at:
+                    break
+                if size > limits.string_bytes:
+                    self._refuse_string(size)
+                pos = at + size
+                left -= 1
+                continue
+
+            if len(stack) + 2 > limits.depth:
+                self._refuse_depth()
+            if wire == _C_STRUCT:
+                stack.append((left - 1, first, second))
+                pos, left = at, -1
+                continue
+            size, key, value, at = compact_container(buffer, at, end, wire == _C_MAP)
+            if not at:
+                break
+            items -= size
+            if items < 0:
+                self._refuse_items(size)
+            pos = at
+            if size == 0:
+                left -= 1
+                continue
+            key_size, value_size = sizes[key], sizes[value]
+            if key_size < 0 or value_size < 0:
+                raise ProtocolError("bad_type", f"a container of types {key}, {value}")
+            if key_size and value_size and key_size != _VARINT and value_size != _VARINT:
+                pos += size * (key_size + value_size if wire == _C_MAP else value_size)
+                left -= 1
+                continue
+            stack.append((left - 1, first, second))
+            left, first, second = (2 * size if wire == _C_MAP else size), key, value
+        return self._suspend(pos, end, left, first, second, unread)
+
+
+def compact_container(buffer: Buffer, at: int, end: int, is_map: bool) -> tuple[int, int, int, int]:
+    """Size, types of key and value (of a list: the same twice), and the position behind the header, 0 if it goes on."""
+    if is_map:
+        size, at = read_size(buffer, at, end)
+        if size == 0 or not at:
+            return 0, 0, 0, at
+        if at >= end:
+            return 0, 0, 0, 0
+        return size, buffer[at] >> 4, buffer[at] & 15, at + 1
+    if at >= end:
+        return 0, 0, 0, 0
+    head = buffer[at]
+    if head < 0xF0:
+        return head >> 4, head & 15, head & 15, at + 1
+    size, at = read_size(buffer, at + 1, end)
+    return size, head & 15, head & 15, at

@@ -1,0 +1,365 @@
+"""The I/O loop: accepts connections, reads messages, starts their methods, and ends without losing a request.
+
+One thread does all of it. A reply is written by the thread that finished the request; only what a socket does not take
+at once comes back to the loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import logging
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+from time import monotonic, perf_counter
+from typing import Any
+
+from thriftpy2.thrift import TApplicationException
+
+from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
+from torchpipe_server.codec import BadArgumentsError, Codec
+from torchpipe_server.connection import Connection
+from torchpipe_server.handler import Cancellable, InferenceHandler
+from torchpipe_server.options import Options
+from torchpipe_server.protocol import ONEWAY, Limits, Message, MessageReader, ProtocolError
+
+logger = logging.getLogger("torchpipe_server")
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+RECEIVE_BYTES = 256 * 1024
+ACCEPTS_AT_ONCE = 64
+REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
+BACKLOG = 64  # whole messages of one connection that wait; beyond them it is not read
+LINGER_SECONDS = 2.0
+TICK_SECONDS = 0.5
+
+
+class Server:
+    """Serves a handler on a listening socket until ``stop`` is called and everything accepted is answered."""
+
+    def __init__(self, listener: socket.socket, handler: InferenceHandler, options: Options) -> None:
+        self._listener, self._handler, self._options = listener, handler, options
+        self._limits = Limits(
+            message_bytes=options.max_message_bytes,
+            string_bytes=options.max_message_bytes,
+            items=options.max_items,
+            depth=options.max_depth,
+        )
+        self._codec = Codec(self._limits)
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[Connection] = set()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._deadlines: list[tuple[float, int, Cancellable]] = []
+        self._counter = itertools.count()
+        self._accepting = False
+        self._stopping_until: float | None = None
+        self._next_tick = 0.0
+        listener.setblocking(False)
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._selector.register(self._wake_out, READ, self._woken)
+
+    # -- from any thread ----------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop accepting, answer what was accepted, then let ``serve`` return. Safe in a signal handler."""
+        self._call(self._begin_stop)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the I/O thread."""
+        self._calls.append(function)
+        try:
+            self._wake_in.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # full: it wakes anyway; closed: the loop is gone
+
+    def _reply(self, connection: Connection, reply: bytes) -> None:
+        finished = connection.send(reply)
+        if not finished or connection.backlog or connection.closing or self._stopping_until is not None:
+            self._call(lambda: self._advance(connection))
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Run until stopped; returns when every accepted request is answered or ``drain_seconds`` are over."""
+        self._resume_accepting()
+        try:
+            while not self._is_finished():
+                for key, events in self._selector.select(self._wait_seconds()):
+                    key.data(events)
+                self._expire()
+                if monotonic() >= self._next_tick:
+                    self._tick()
+        finally:
+            self._close_all()
+
+    def _is_finished(self) -> bool:
+        if self._stopping_until is None:
+            return False
+        if not self._connections:
+            return True
+        if monotonic() < self._stopping_until:
+            return False
+        logger.warning("%d connections still busy after drain_seconds", len(self._connections))
+        return True
+
+    def _wait_seconds(self) -> float:
+        if not self._deadlines:
+            return TICK_SECONDS
+        return min(TICK_SECONDS, max(0.0, self._deadlines[0][0] - perf_counter()))
+
+    def _woken(self, events: int) -> None:
+        try:
+            self._wake_out.recv(4096)
+        except BlockingIOError:
+            pass
+        while self._calls:
+            self._calls.popleft()()
+
+    def _expire(self) -> None:
+        """Answer requests whose deadline is over; those that are finished already ignore it."""
+        now = perf_counter()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            heapq.heappop(self._deadlines)[2].cancel(DeadlineExceeded("not finished by its deadline"))
+
+    def _tick(self) -> None:
+        """Enforce the limits that are a matter of time."""
+        now = monotonic()
+        self._next_tick = now + TICK_SECONDS
+        if self._stopping_until is None:
+            self._resume_accepting()
+        seconds, idle = self._options.message_seconds, self._options.idle_seconds
+        for connection in list(self._connections):
+            if connection.linger_until:
+                if now >= connection.linger_until:
+                    self._drop(connection)
+            elif connection.message_since and now - connection.message_since > seconds:
+                self._refuse(connection, ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
+            elif connection.unsent is not None and now - connection.unsent_since > seconds:
+                self._drop(connection)
+            elif idle and not connection.has_work() and now - connection.last_active > idle:
+                self._drop(connection)
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    def _resume_accepting(self) -> None:
+        if not self._accepting:
+            self._selector.register(self._listener, READ, self._accept)
+            self._accepting = True
+
+    def _pause_accepting(self) -> None:
+        if self._accepting:
+            self._selector.unregister(self._listener)
+            self._accepting = False
+
+    def _accept(self, events: int = READ) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    # Level-triggered, the listener would report ready without end: look again at the next tick.
+                    logger.error("cannot accept: %s", error.strerror)
+                    self._pause_accepting()
+                    return
+                raise
+            self._add(sock)
+
+    def _add(self, sock: socket.socket) -> None:
+        excess = len(self._connections) - self._options.max_connections
+        if excess >= REFUSED_AT_ONCE:
+            sock.close()
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(sock, MessageReader(self._limits), refused=excess >= 0)
+        self._connections.add(connection)
+        self._watch(connection, READ)
+
+    def _watch(self, connection: Connection, events: int) -> None:
+        """Ask for ``events`` of the connection's socket; 0 asks for none."""
+        if events == connection.events or connection.closed:
+            return
+        if not connection.events:
+            self._selector.register(connection.sock, events, lambda ready: self._on_event(connection, ready))
+        elif events:
+            key = self._selector.get_key(connection.sock)
+            self._selector.modify(connection.sock, events, key.data)
+        else:
+            self._selector.unregister(connection.sock)
+        connection.events = events
+
+    def _on_event(self, connection: Connection, events: int) -> None:
+        if events & WRITE:
+            self._advance(connection)
+        if events & READ and not connection.closed:
+            self._read(connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            data = connection.sock.recv(RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        if connection.linger_until:
+            return
+        connection.last_active = monotonic()
+        try:
+            connection.backlog.extend(connection.reader.feed(data))
+        except ProtocolError as error:
+            self._refuse(connection, error)
+            return
+        if not connection.reader.pending_bytes:
+            connection.message_since = 0.0
+        elif not connection.message_since:
+            connection.message_since = connection.last_active
+        self._start_next(connection)
+        if len(connection.backlog) > BACKLOG:
+            self._watch(connection, connection.events & ~READ)
+
+    def _advance(self, connection: Connection) -> None:
+        """Go on with a connection after a reply, a write or an error."""
+        if connection.closed or connection.linger_until:
+            return
+        written = connection.send_rest()
+        self._start_next(connection)
+        if connection.closing and not connection.has_work():
+            self._linger(connection)
+            return
+        reading = READ if len(connection.backlog) <= BACKLOG and not connection.broken else 0
+        self._watch(connection, reading | (0 if written else WRITE))
+        if self._stopping_until is not None:
+            self._close_if_idle(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """Close a connection nobody listens on any more; what it asked for and is still queued is not computed."""
+        self._watch(connection, 0)
+        self._connections.discard(connection)
+        ticket = connection.close()
+        if ticket is not None:
+            ticket.cancel(ConnectionAbortedError("the client is gone"))
+
+    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
+        """A stream that cannot be read any further: answer what came before, then the error, then close."""
+        connection.message_since = 0.0
+        request = connection.reader.request
+        if request is None:
+            logger.info("closing a connection that sent no request: %s", error)
+            connection.closing = True
+        else:
+            connection.broken = request, error
+        self._advance(connection)
+
+    def _linger(self, connection: Connection) -> None:
+        """Everything is said: a client that is still sending gets the time to read it before the reset."""
+        connection.linger_until = monotonic() + LINGER_SECONDS
+        try:
+            connection.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._drop(connection)
+            return
+        self._watch(connection, READ)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _start_next(self, connection: Connection) -> None:
+        while connection.backlog and not connection.busy:
+            self._dispatch(connection, connection.backlog.popleft())
+        if connection.broken is not None and not connection.busy:
+            (message, error), connection.broken = connection.broken, None
+            connection.closing = True
+            failure = InvalidRequest(str(error))
+            failure.code = error.kind
+            self._fail(connection, message, failure)
+
+    def _dispatch(self, connection: Connection, message: Message) -> None:
+        method = self._handler.methods.get(message.name)
+        if method is None:
+            self._answer_exception(
+                connection, message, TApplicationException.UNKNOWN_METHOD, f"no method {message.name!r}"
+            )
+            return
+        connection.busy = True
+        try:
+            if connection.refused:
+                connection.closing = True
+                raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
+            args = self._codec.decode_args(message, method.args)
+            ticket = method.start(args, lambda result: self._answer(connection, message, result))
+        except BadArgumentsError as error:
+            self._answer_exception(connection, message, TApplicationException.PROTOCOL_ERROR, str(error))
+            return
+        except Exception as error:
+            self._fail(connection, message, error)
+            return
+        if ticket is not None:
+            connection.ticket = ticket
+            if ticket.deadline is not None:
+                heapq.heappush(self._deadlines, (ticket.deadline, next(self._counter), ticket))
+
+    def _answer(self, connection: Connection, message: Message, result: Any) -> None:
+        """Reply with a result struct; called on whichever thread finished the request."""
+        try:
+            reply = self._codec.encode_reply(message, result)
+        except Exception as error:
+            logger.exception("a result of %s cannot be encoded", message.name)
+            self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, str(error))
+            return
+        self._reply(connection, b"" if message.type == ONEWAY else reply)
+
+    def _fail(self, connection: Connection, message: Message, error: BaseException) -> None:
+        """Reply with an error that the method declares, or with what every client understands."""
+        method = self._handler.methods.get(message.name)
+        try:
+            if method is None:
+                raise error
+            result = method.fail(error)
+        except BaseException:
+            text = f"{type(error).__name__}: {error}"
+            self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, text)
+            return
+        self._answer(connection, message, result)
+
+    def _answer_exception(self, connection: Connection, message: Message, kind: int, text: str) -> None:
+        connection.busy = True
+        reply = self._codec.encode_exception(message, TApplicationException(kind, text))
+        self._reply(connection, b"" if message.type == ONEWAY else reply)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _begin_stop(self) -> None:
+        if self._stopping_until is not None:
+            return
+        self._accept()  # connections the system has accepted for us already
+        self._stopping_until = monotonic() + self._options.drain_seconds
+        self._pause_accepting()
+        self._listener.close()
+        for connection in list(self._connections):
+            self._close_if_idle(connection)
+
+    def _close_if_idle(self, connection: Connection) -> None:
+        """While stopping: close it once it has nothing to do, not even something that has arrived unread."""
+        if connection.closed or connection.has_work() or connection.linger_until:
+            return
+        self._read(connection)
+        if not (connection.closed or connection.has_work() or connection.reader.pending_bytes):
+            self._drop(connection)
+
+    def _close_all(self) -> None:
+        self._pause_accepting()
+        self._listener.close()
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()

@@ -1,0 +1,77 @@
+"""Python values to the contract's structs and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py import InvalidRequest, NoResult
+
+
+def to_python(value: Any) -> Any:
+    """A ``Value`` as what a pipeline works on; exactly one field must be set, or ``InvalidRequest``."""
+    found = [name for name in ("tensor", "bytes", "text", "number", "integer", "tensors") if getattr(value, name) is not None]
+    if len(found) != 1:
+        raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(found) or 'none'}")
+    held = getattr(value, found[0])
+    if found[0] == "tensor":
+        return _to_tensor(held)
+    if found[0] == "tensors":
+        return [_to_tensor(tensor) for tensor in held]
+    return held
+
+
+def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
+    """What a pipeline wrote under ``key``, as named ``Value``s; ``(label, score)`` becomes two."""
+    if is_label_and_score(value):
+        return {"label": idl.Value(text=str(value[0])), "score": idl.Value(number=float(value[1]))}
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return {key: idl.Value(tensor=_from_array(idl, value))}
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, (torch.Tensor, np.ndarray)) for v in value):
+        return {key: idl.Value(tensors=[_from_array(idl, one) for one in value])}
+    if isinstance(value, (bytes, bytearray)):
+        return {key: idl.Value(bytes=bytes(value))}
+    if isinstance(value, str):
+        return {key: idl.Value(text=value)}
+    if isinstance(value, (bool, int, np.integer)):
+        return {key: idl.Value(integer=int(value))}
+    if isinstance(value, (float, np.floating)):
+        return {key: idl.Value(number=float(value))}
+    raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
+
+
+def to_label_and_score(result: Any) -> tuple[str, float]:
+    """``(label, score)`` as it is; of a tensor of logits, 1×C, the most probable class and its softmax probability."""
+    if is_label_and_score(result):
+        return str(result[0]), float(result[1])
+    if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
+        score, index = result.detach().float().flatten().softmax(0).max(0)
+        return str(int(index)), float(score)
+    raise NoResult(f"the result is a {type(result).__name__}, neither (label, score) nor logits 1xC; call infer instead")
+
+
+def is_label_and_score(value: Any) -> bool:
+    """Whether ``value`` is a pair of a label and a number."""
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], (str, int))
+        and isinstance(value[1], (int, float))
+    )
+
+
+def _to_tensor(tensor: Any) -> torch.Tensor:
+    try:
+        dtype = np.dtype(tensor.dtype).newbyteorder("<")
+        array = np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
+        return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"tensor of dtype {tensor.dtype!r} and shape {tensor.shape}: {error}") from None
+
+
+def _from_array(idl: Any, value: Any) -> Any:
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
