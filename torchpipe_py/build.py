@@ -55,9 +55,7 @@ class NodePlan:
         count, shared = self.spec.instance_num[0], Shared()
 
         def create(instance: int) -> Backend:
-            seat = BackendConfig(
-                device_id=self.spec.device_id, instance=instance, instance_num=count, shared=shared
-            )
+            seat = BackendConfig(device_id=self.spec.device_id, instance=instance, instance_num=count, shared=shared)
             return self.backend.create(seat)
 
         return [create] * count
@@ -188,7 +186,9 @@ class _Binder:
 
 def _positions(call: Call) -> dict[int, tuple[int, int]]:
     names = [registry.canonical(arg.name) for arg in call.args]
-    return {id(arg): (names[:index].count(names[index]), names.count(names[index])) for index, arg in enumerate(call.args)}
+    return {
+        id(arg): (names[:index].count(names[index]), names.count(names[index])) for index, arg in enumerate(call.args)
+    }
 
 
 def _at_position(value: Value, position: tuple[int, int], scope: str) -> Value:

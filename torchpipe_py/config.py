@@ -197,9 +197,7 @@ def _cleaned(table: Mapping[str, Any], place: Place) -> dict[str, Value]:
     return cleaned
 
 
-def _read(
-    keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], default: Any, place: Place
-) -> Any:
+def _read(keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], default: Any, place: Place) -> Any:
     if key not in keys:
         return default
     try:

@@ -100,7 +100,7 @@ class _Parser:
         if not self._take("("):
             return None
         if not in_list:
-            raise self._error("a filter in parentheses belongs inside a list; for a whole node write filter = …", column)
+            raise self._error("(filter) belongs inside a list; for a whole node write filter = …", column)
         name = self._name("a filter name")
         if self._take("["):
             name = f"{name}[{self._name('a filter name')}]"

@@ -161,7 +161,8 @@ class pipe:
 
     def _request(self, data: Data, on_done: Callable[[], object], deadline: float | None) -> Request:
         if TASK_DATA_KEY not in data:
-            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {', '.join(map(repr, data)) or 'none'}")
+            found = ", ".join(map(repr, data)) or "none"
+            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {found}")
         data.pop(TASK_RESULT_KEY, None)
         data.pop(TASK_ERROR_KEY, None)
         return Request(data, on_done, deadline)
@@ -190,6 +191,11 @@ class Ticket:
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine, self._request = engine, request
+
+    @property
+    def deadline(self) -> float | None:
+        """When the request's time is over, in seconds of ``time.perf_counter``."""
+        return self._request.deadline
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""

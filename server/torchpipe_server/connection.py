@@ -20,8 +20,8 @@ class Connection:
     """
 
     __slots__ = (
-        "backlog", "broken", "busy", "closed", "closing", "events", "last_active", "linger_until", "lock", "message_since",
-        "reader", "refused", "sock", "ticket", "unsent", "unsent_since",
+        "backlog", "broken", "busy", "closed", "closing", "events", "last_active", "linger_until", "lock",
+        "message_since", "reader", "refused", "sock", "ticket", "unsent", "unsent_since",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, reader: MessageReader, refused: bool) -> None:

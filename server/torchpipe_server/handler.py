@@ -41,7 +41,9 @@ class InferenceHandler:
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(service.ping_args, self._ping, self._raise),
-            "infer_batch": Method(service.infer_batch_args, self._infer_batch, self._failer(service.infer_batch_result)),
+            "infer_batch": Method(
+                service.infer_batch_args, self._infer_batch, self._failer(service.infer_batch_result)
+            ),
             "infer_many": Method(service.infer_many_args, self._infer_many, self._failer(service.infer_many_result)),
             "infer": Method(service.infer_args, self._infer, self._failer(service.infer_result)),
         }

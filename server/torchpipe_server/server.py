@@ -139,9 +139,9 @@ class Server:
                     self._drop(connection)
             elif connection.message_since and now - connection.message_since > seconds:
                 self._refuse(connection, ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
-            elif connection.unsent is not None and now - connection.unsent_since > seconds:
-                self._drop(connection)
-            elif idle and not connection.has_work() and now - connection.last_active > idle:
+            elif (connection.unsent is not None and now - connection.unsent_since > seconds) or (
+                idle and not connection.has_work() and now - connection.last_active > idle
+            ):
                 self._drop(connection)
 
     # -- connections --------------------------------------------------------------------------------------------

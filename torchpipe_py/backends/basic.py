@@ -27,7 +27,7 @@ class Identity(ItemBackend):
 class Wrapper(Backend):
     """Behaves as the one backend in its brackets."""
 
-    children = (1, 1)
+    children: tuple[int, int | None] = (1, 1)
 
     @property
     def inner(self) -> Backend:

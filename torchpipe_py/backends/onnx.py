@@ -32,7 +32,9 @@ class OnnxTensor(ModelBackend):
     The instances of a node share one session, with the machine's cores divided among them.
     """
 
-    providers = Param(to_strings, (), doc="ONNX Runtime execution providers, best first; default: CUDA if installed, CPU")
+    providers = Param(
+        to_strings, (), doc="ONNX Runtime execution providers, best first; default: CUDA if installed, CPU"
+    )
 
     def setup(self) -> None:
         super().setup()
@@ -110,7 +112,7 @@ class _Input:
             raise ConfigError(f"input {self.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
         self._dtype = _DTYPES[value.type]
         self._most = most
-        self._buffer = np.empty(0, self._dtype)
+        self._buffer: Any = np.empty(0, self._dtype)
 
     def stack(self, values: list[Any]) -> np.ndarray:
         """N values, each 1×… or without its first dimension, as one array N×…; valid until the next call."""

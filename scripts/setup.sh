@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned dependencies and this checkout installed in it. Does nothing if that is done already.
+#   PYTHON=/path/to/python3   which Python (3.10 to 3.14); default: the first suitable one found
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+suitable() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python python3.13 python3.12 python3.11 python3.14 python3.10}; do
+    if command -v "$candidate" >/dev/null && suitable "$candidate"; then echo "$candidate"; return; fi
+  done
+  echo "setup: no Python 3.10 to 3.14 found; set PYTHON=/path/to/python3" >&2
+  return 1
+}
+
+stamp=.venv/installed
+wanted=$(cat requirements.txt pyproject.toml | cksum)
+if [[ -x .venv/bin/python && -e $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
+
+python=$(find_python)
+echo "setup: .venv with $("$python" --version), a minute or two"
+[[ -x .venv/bin/python ]] || "$python" -m venv .venv
+.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements.txt
+.venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+echo "$wanted" > "$stamp"
