@@ -132,17 +132,22 @@ class Server:
         self._next_tick = now + TICK_SECONDS
         if self._stopping_until is None:
             self._resume_accepting()
-        seconds, idle = self._options.message_seconds, self._options.idle_seconds
+        seconds = self._options.message_seconds
         for connection in list(self._connections):
             if connection.linger_until:
                 if now >= connection.linger_until:
                     self._drop(connection)
             elif connection.message_since and now - connection.message_since > seconds:
                 self._refuse(connection, ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
-            elif (connection.unsent is not None and now - connection.unsent_since > seconds) or (
-                idle and not connection.has_work() and now - connection.last_active > idle
-            ):
+            elif self._is_unwanted(connection, now):
                 self._drop(connection)
+
+    def _is_unwanted(self, connection: Connection, now: float) -> bool:
+        """Whether the client does not take its reply, or has been silent for too long."""
+        if connection.unsent is not None:
+            return now - connection.unsent_since > self._options.message_seconds
+        idle = self._options.idle_seconds
+        return bool(idle) and not connection.has_work() and now - connection.last_active > idle
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -214,6 +219,7 @@ class Server:
         if connection.linger_until:
             return
         connection.last_active = monotonic()
+        waiting = len(connection.backlog)
         try:
             connection.backlog.extend(connection.reader.feed(data))
         except ProtocolError as error:
@@ -221,7 +227,7 @@ class Server:
             return
         if not connection.reader.pending_bytes:
             connection.message_since = 0.0
-        elif not connection.message_since:
+        elif not connection.message_since or len(connection.backlog) > waiting:
             connection.message_since = connection.last_active
         self._start_next(connection)
         if len(connection.backlog) > BACKLOG:

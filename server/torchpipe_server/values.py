@@ -9,12 +9,12 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 
+_VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
+
 
 def to_python(value: Any) -> Any:
     """A ``Value`` as what a pipeline works on; exactly one field must be set, or ``InvalidRequest``."""
-    found = [
-        name for name in ("tensor", "bytes", "text", "number", "integer", "tensors") if getattr(value, name) is not None
-    ]
+    found = [name for name in _VALUE_FIELDS if getattr(value, name) is not None]
     if len(found) != 1:
         raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(found) or 'none'}")
     held = getattr(value, found[0])
@@ -51,9 +51,7 @@ def to_label_and_score(result: Any) -> tuple[str, float]:
     if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
         score, index = result.detach().float().flatten().softmax(0).max(0)
         return str(int(index)), float(score)
-    raise NoResult(
-        f"the result is a {type(result).__name__}, neither (label, score) nor logits 1xC; call infer instead"
-    )
+    raise NoResult(f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead")
 
 
 def is_label_and_score(value: Any) -> bool:

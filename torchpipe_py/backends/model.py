@@ -24,9 +24,7 @@ class ModelBackend(Backend):
     max_batch = Param(to_int, 1, low=1, key="max", doc="most items of a batch")
     mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
     std = Param(to_floats, (), doc="each channel divided by it after mean, inside the model")
-    postprocessor = Param(
-        to_postprocessor, "", doc="makes results of the outputs: cpu, SoftmaxCpu, SoftmaxMax or a registered one"
-    )
+    postprocessor = Param(to_postprocessor, "", doc="cpu, SoftmaxCpu, SoftmaxMax or a registered one")
     labels = Param(to_str, "", file=True, doc="text file with a label a line, for SoftmaxMax: index to label")
 
     def setup(self) -> None:

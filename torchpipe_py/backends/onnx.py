@@ -32,9 +32,7 @@ class OnnxTensor(ModelBackend):
     The instances of a node share one session, with the machine's cores divided among them.
     """
 
-    providers = Param(
-        to_strings, (), doc="ONNX Runtime execution providers, best first; default: CUDA if installed, CPU"
-    )
+    providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
 
     def setup(self) -> None:
         super().setup()
@@ -120,7 +118,7 @@ class _Input:
         shape = arrays[0].shape[1:]
         if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
             self._buffer = np.empty((max(len(arrays), self._most), *shape), self._dtype)
-        batch = self._buffer[: len(arrays)]
+        batch: np.ndarray = self._buffer[: len(arrays)]
         for row, array in zip(batch, arrays, strict=True):
             np.copyto(row, array[0], casting="same_kind")
         return batch
