@@ -1,0 +1,200 @@
+"""P3: the service over Thrift against the same work in bare threads, and against mosec over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from benchmarks import http_load
+from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, test_jpeg
+
+CLIENTS = 10
+SCRIPTS = REPOSITORY / "scripts"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, the side of its input in pixels, and the configuration that serves it."""
+
+    name: str
+    model: str
+    size: int
+    config: str
+    bar: float
+
+
+def service(seconds: float, rounds: int) -> list[Report]:
+    """A report for the demo model, and one for ResNet-18 where torchvision can export it."""
+    with tempfile.TemporaryDirectory() as folder:
+        jpeg = Path(folder, "image.jpg")
+        jpeg.write_bytes(test_jpeg())
+        reports = [_measure(work, jpeg, seconds, rounds) for work in _works(Path(folder))]
+        return reports
+
+
+def _works(folder: Path) -> Iterator[Work]:
+    demo = REPOSITORY / "configs" / "demo"
+    yield Work("demo model", str(demo / "model.onnx"), 64, "configs/demo.toml", 0.75)
+    resnet = folder / "resnet18.onnx"
+    if importlib.util.find_spec("torchvision") is not None:
+        export = [str(SCRIPTS / "export_onnx.py"), "--arch", "resnet18", "--weights", "random", "--out", str(resnet)]
+        subprocess.run([sys.executable, *export], check=True, capture_output=True)
+        config = folder / "resnet18.toml"
+        config.write_text(_RESNET_TOML.format(model=resnet), encoding="utf-8")
+        yield Work("ResNet-18", str(resnet), 224, str(config), 0.95)
+    else:
+        print("ResNet-18 skipped: torchvision is not installed (extra 'bench')")
+
+
+_RESNET_TOML = """
+batching_timeout = 5
+
+[decode]
+backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
+resize_h = 224
+resize_w = 224
+color = "rgb"
+next = "model"
+
+[model]
+backend = "OnnxTensor"
+model = "{model}"
+max = 4
+instance_num = 2
+mean = "123.675, 116.28, 103.53"
+std = "58.395, 57.12, 57.375"
+postprocessor = "SoftmaxMax"
+"""
+
+
+def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
+    report = Report(f"service: {work.name}, {jpeg.stat().st_size / 1000:.0f} KB JPEG, client processes, same cores")
+    combination = _bare(work, jpeg, 1.0, None)["combination"]
+    subjects: dict[str, Callable[[], Load]] = {
+        f"limit: bare threads ({combination})": lambda: Load(_bare(work, jpeg, seconds, combination)["qps"], 0, 0)
+    }
+    with ExitStack() as stack:
+        port = stack.enter_context(serving(work.config))
+        ours = {count: f"torchpipe-serve, {count} clients" for count in (CLIENTS, 1)}
+        for count, name in ours.items():
+            subjects[name] = _thrift(port, jpeg.parent, count, seconds)
+        mosec = _mosec_subjects(stack, work, jpeg, seconds, report)
+        loads = interleave({**subjects, **mosec}, rounds)
+    limit = next(iter(loads.values()))
+    report.rows = [Row(name, load.qps, load.p50 or None, load.p99 or None) for name, load in loads.items()]
+    report.require(f"P3 {work.name}, QPS against bare threads", loads[ours[CLIENTS]].qps / limit.qps, low=work.bar)
+    report.remarks.append("bare threads: threads, batch and threads inside a run that measured best")
+    for count, low in ((CLIENTS, 1.5), (1, 3.0)):
+        theirs = [load.qps for name, load in loads.items() if name.startswith("mosec") and f" {count} client" in name]
+        if theirs and work.name == "demo model":
+            report.require(f"against mosec, {count} clients", loads[ours[count]].qps / max(theirs), low=low)
+    return report
+
+
+def _bare(work: Work, jpeg: Path, seconds: float, combination: str | None) -> dict[str, Any]:
+    args = ["--model", work.model, "--size", str(work.size), "--jpeg", str(jpeg), "--seconds", str(seconds)]
+    only = ["--only", combination] if combination else []
+    with python(str(SCRIPTS / "benchmarks" / "bare_threads.py"), *args, *only, stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate()
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+@contextmanager
+def serving(config: str) -> Iterator[int]:
+    """``torchpipe-serve`` on ``config`` in a process of its own; the port it listens on."""
+    process = python(
+        "-m", "torchpipe_server", config, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning",
+        stdout=subprocess.PIPE, cwd=REPOSITORY,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"torchpipe-serve did not start on {config}")
+        yield int(line.split(" on ")[1].split(" ")[0].rsplit(":", 1)[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def _thrift(port: int, images: Path, clients: int, seconds: float) -> Callable[[], Load]:
+    def run() -> Load:
+        total = _calls_for(port, images, clients, seconds)
+        report = _client_qps(port, images, clients, total)
+        return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
+
+    return run
+
+
+def _calls_for(port: int, images: Path, clients: int, seconds: float) -> int:
+    """How many requests take about ``seconds``."""
+    return max(clients, int(seconds * _client_qps(port, images, clients, 20 * clients)["qps"]))
+
+
+def _client_qps(port: int, images: Path, clients: int, total: int) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
+        command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--total_number", str(total), "--no-progress"]
+        subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
+        report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
+    return report
+
+
+def _mosec_subjects(
+    stack: ExitStack, work: Work, jpeg: Path, seconds: float, report: Report
+) -> dict[str, Callable[[], Load]]:
+    if importlib.util.find_spec("mosec") is None:
+        report.remarks.append("no mosec: not installed (extra 'bench')")
+        return {}
+    subjects: dict[str, Callable[[], Load]] = {}
+    for batch in (1, 8):
+        port = stack.enter_context(_mosec(work, batch))
+        for clients in (CLIENTS, 1):
+            name = f"mosec, 2 workers, batch {batch}, {clients} clients"
+            subjects[name] = lambda port=port, clients=clients: http_load.run(  # type: ignore[misc]
+                port, jpeg.read_bytes(), clients, seconds
+            )
+    return subjects
+
+
+@contextmanager
+def _mosec(work: Work, batch: int) -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"BENCH_MODEL": work.model, "BENCH_SIZE": str(work.size), "BENCH_BATCH": str(batch)}
+    env = {**os.environ, **settings, "BENCH_WORKERS": "2", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(SCRIPTS / "benchmarks" / "mosec_service.py"), "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--address", "127.0.0.1", "--log-level", "warning"], env=env, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_for(port)
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def _wait_for(port: int) -> None:
+    end = monotonic() + 60
+    while monotonic() < end:
+        try:
+            http_load.run(port, test_jpeg(), 1, 0.1)
+            return
+        except (OSError, EOFError, RuntimeError, StopIteration):
+            sleep(0.2)
+    raise RuntimeError("mosec did not start")

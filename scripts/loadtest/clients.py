@@ -1,0 +1,180 @@
+"""One client: a process with one connection, which sends its share of the images."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Channel
+from types import ModuleType
+from typing import Any
+
+from .arrivals import Arrivals
+from .connection import Endpoint, connect_patiently
+from .ledger import NO_REPLY, Gate, Ledger
+from .wire import CallTemplate, answers_of, error_name
+
+READY = "ready"
+
+_BROKEN_CALLS_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What all clients send: encoded bodies, and for each the expected label, or None where none is known."""
+
+    bodies: list[bytes]
+    labels: list[str | None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One client's part of the run: `share` images, `batch` per call, and `warmup` calls before the start."""
+
+    index: int
+    share: int
+    batch: int
+    warmup: int
+    first_image: int
+    endpoint: Endpoint
+
+    @property
+    def method(self) -> str:
+        return "infer_batch" if self.batch == 1 else "infer_many"
+
+    @property
+    def calls(self) -> int:
+        return -(-self.share // self.batch)
+
+
+class Client:
+    """Sends calls and enters them in its ledger; errors are counted in images, by `error_name`.
+
+    After `_BROKEN_CALLS_IN_A_ROW` calls without a reply, or when no new connection can be had within the endpoint's
+    timeout, it gives up: the images that it has not sent are errors named `unsent`.
+    """
+
+    def __init__(self, plan: Plan, idl: ModuleType, payload: Payload, ledger: Ledger, gate: Gate) -> None:
+        """Connects; raises `OSError`."""
+        self.errors: Counter[str] = Counter()
+        self._plan, self._idl, self._payload, self._ledger, self._gate = plan, idl, payload, ledger, gate
+        self._templates: dict[int, CallTemplate] = {}
+        self._sequence = 0
+        self._next_image = plan.first_image
+        self._broken_in_a_row = 0
+        self._connection = connect_patiently(idl, plan.endpoint)
+
+    def warm_up(self) -> None:
+        """The plan's calls, not counted; ends early when one of them breaks the connection. Raises `OSError`."""
+        for _ in range(self._plan.warmup):
+            try:
+                self._exchange(self._plan.batch)
+            except Exception:
+                self._connection.close()
+                self._connection = connect_patiently(self._idl, self._plan.endpoint)
+                return
+            if self._gate.is_stopping:
+                return
+
+    def work(self, arrivals: Arrivals) -> None:
+        """The plan's share, or as much of it as comes before the gate says stop."""
+        left = self._plan.share
+        while left and not self._gate.is_stopping:
+            count = min(self._plan.batch, left)
+            left -= count
+            if not self._one_call(count, arrivals) and not self._recover():
+                self.errors["unsent"] += left
+                break
+        self._connection.close()
+
+    def _one_call(self, count: int, arrivals: Arrivals) -> bool:
+        """Whether the call was answered, be it with an error."""
+        started = arrivals.wait_turn()
+        try:
+            answers, labels = self._exchange(count)
+        except Exception as error:  # whatever a server does to a connection is a finding, by type
+            ended = time.perf_counter_ns()
+            self.errors[error_name(error)] += count
+            self._ledger.count(count, 0, 0, 0)
+            self._ledger.record(ended - started, ended, NO_REPLY)
+            return False
+        ended = time.perf_counter_ns()
+        ok, correct = self._judge(answers, labels)
+        self._ledger.count(count, count, ok, correct)
+        self._ledger.record(ended - started, ended, ok)
+        self._broken_in_a_row = 0
+        return True
+
+    def _exchange(self, count: int) -> tuple[list[Any], list[str | None]]:
+        """Sends the next `count` images; one answer and one expected label for each."""
+        payload, total, first = self._payload, len(self._payload.bodies), self._next_image
+        picks = [(first + offset) % total for offset in range(count)]
+        self._next_image = (first + count) % total
+        self._sequence += 1
+        buffers = self._template(count).fill(self._sequence, [payload.bodies[pick] for pick in picks])
+        result = self._connection.call(self._plan.method, self._sequence, buffers)
+        return answers_of(result, count), [payload.labels[pick] for pick in picks]
+
+    def _template(self, count: int) -> CallTemplate:
+        template = self._templates.get(count)
+        if template is None:
+            plan = self._plan
+            template = CallTemplate(self._idl, plan.method, count, plan.index, plan.endpoint.framed)
+            self._templates[count] = template
+        return template
+
+    def _judge(self, answers: list[Any], labels: list[str | None]) -> tuple[int, int]:
+        """How many images have a result, and how many the expected label; counts the errors."""
+        ok = correct = 0
+        for answer, label in zip(answers, labels, strict=True):
+            if isinstance(answer, Exception):
+                self.errors[error_name(answer)] += 1
+            else:
+                ok += 1
+                correct += answer.label == label
+        return ok, correct
+
+    def _recover(self) -> bool:
+        """A new connection after a broken call; False when there is no point in going on."""
+        self._connection.close()
+        self._broken_in_a_row += 1
+        if self._broken_in_a_row >= _BROKEN_CALLS_IN_A_ROW:
+            return False
+        try:
+            self._connection = connect_patiently(self._idl, self._plan.endpoint)
+        except OSError:
+            return False
+        return True
+
+
+def client_main(
+    plan: Plan,
+    idl: ModuleType,
+    payload: Payload,
+    ledger: Ledger,
+    gate: Gate,
+    arrivals: Callable[[], Arrivals],
+    channel: Channel,
+) -> None:
+    """A client process: sends `READY`, or the reason why it is not; then, its work done, its errors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and stops the clients by the gate
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gate.enter_client()
+    try:
+        client = Client(plan, idl, payload, ledger, gate)
+        client.warm_up()
+    except OSError as error:
+        channel.send(f"client {plan.index} cannot connect to {plan.endpoint}: {error.strerror or error}")
+        return
+    try:
+        channel.send(READY)
+    except BrokenPipeError:  # the parent is gone
+        return
+    if gate.wait():
+        wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+        client.work(arrivals())
+        ledger.close(time.process_time_ns() - cpu, time.perf_counter_ns() - wall)
+        if not gate.is_orphaned:
+            channel.send(dict(client.errors))

@@ -1,0 +1,135 @@
+"""One blocking connection to the server, on which no call outlives its time limit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from .errors import CannotRunError, ConnectionClosed
+from .wire import ReplyReader, encode_call, error_name
+
+_FIRST_DELAY_S = 0.01
+_LONGEST_DELAY_S = 0.5
+_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the server is and how it is spoken to; `timeout` in seconds, for a call and for a connection."""
+
+    host: str
+    port: int
+    framed: bool
+    timeout: float
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Connection:
+    """A connected socket and the decoder of its replies. One call at a time; after an error only `close` is left.
+
+    The kernel keeps the time limit (SO_RCVTIMEO, SO_SNDTIMEO): a Python timeout would cost a poll() each time.
+    """
+
+    def __init__(self, idl: ModuleType, endpoint: Endpoint) -> None:
+        """Connects; raises `OSError`."""
+        self._timeout = endpoint.timeout
+        self._sock = socket.create_connection((endpoint.host, endpoint.port), timeout=endpoint.timeout)
+        self._sock.settimeout(None)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._limit(socket.SO_SNDTIMEO, endpoint.timeout)
+        self._limit(socket.SO_RCVTIMEO, endpoint.timeout)
+        self._reader = ReplyReader(idl, self, endpoint.framed)
+        self._deadline = 0.0
+        self._in_pieces = False
+
+    def call(self, method: str, sequence: int, buffers: Sequence[bytes | bytearray]) -> Any:
+        """Sends one call and returns its decoded reply (`ReplyReader.read`).
+
+        Raises `TimeoutError` after the endpoint's timeout, `OSError` and thriftpy2's exceptions.
+        """
+        self._deadline = time.perf_counter() + self._timeout
+        try:
+            self._send(buffers)
+            self._in_pieces = False
+            return self._reader.read(method, sequence)
+        except BlockingIOError:
+            raise TimeoutError(f"no answer within {self._timeout:g} s") from None
+
+    def read(self, size: int) -> bytes:
+        """Some bytes of a reply, at most `size`: thriftpy2's transports read from here."""
+        if self._in_pieces:  # a reply that trickles in must not renew the limit with each piece
+            self._limit(socket.SO_RCVTIMEO, self._left())
+        chunk = self._sock.recv(size)
+        if self._in_pieces:
+            self._limit(socket.SO_RCVTIMEO, self._timeout)
+        self._in_pieces = True
+        if not chunk:
+            raise ConnectionClosed("closed by the server")
+        return chunk
+
+    def close(self) -> None:
+        """Closes the socket; may be called again."""
+        self._sock.close()
+
+    def _send(self, buffers: Sequence[bytes | bytearray]) -> None:
+        """One system call, unless the kernel takes only a part."""
+        if len(buffers) > _MAX_BUFFERS:
+            buffers = [b"".join(buffers)]
+        sent = self._sock.sendmsg(buffers)
+        if sent < sum(map(len, buffers)):
+            self._send_rest(memoryview(b"".join(buffers))[sent:])
+
+    def _send_rest(self, rest: memoryview) -> None:
+        while rest:
+            self._limit(socket.SO_SNDTIMEO, self._left())
+            rest = rest[self._sock.send(rest) :]
+        self._limit(socket.SO_SNDTIMEO, self._timeout)
+
+    def _left(self) -> float:
+        left = self._deadline - time.perf_counter()
+        if left <= 0:
+            raise TimeoutError(f"no answer within {self._timeout:g} s")
+        return left
+
+    def _limit(self, option: int, seconds: float) -> None:
+        microseconds = max(1, round(seconds * 1e6))  # NOTE: 0 would mean no limit
+        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
+
+
+def connect_patiently(idl: ModuleType, endpoint: Endpoint) -> Connection:
+    """A new connection, tried for the endpoint's timeout with growing delays; raises the last `OSError`."""
+    deadline = time.monotonic() + endpoint.timeout
+    delay = _FIRST_DELAY_S
+    while True:
+        try:
+            return Connection(idl, endpoint)
+        except OSError:
+            if time.monotonic() + delay > deadline:
+                raise
+        time.sleep(delay)
+        delay = min(2 * delay, _LONGEST_DELAY_S)
+
+
+def probe(idl: ModuleType, endpoint: Endpoint) -> None:
+    """Connects and calls `ping`; `CannotRunError` says in one line why the server cannot be tested."""
+    try:
+        connection = Connection(idl, endpoint)
+    except OSError as error:
+        raise CannotRunError(f"cannot connect to {endpoint}: {error.strerror or error}") from error
+    try:
+        ping = encode_call(idl, "ping", {})
+        connection.call("ping", 0, [struct.pack(">i", len(ping)) + ping if endpoint.framed else ping])
+    except Exception as error:
+        transport = "framed" if endpoint.framed else "buffered"
+        why = f"{error_name(error)}: {error}"
+        raise CannotRunError(f"{endpoint} does not answer ping ({transport} transport): {why}") from error
+    finally:
+        connection.close()

@@ -1,0 +1,147 @@
+"""The parent's side of a run: fork the clients, start them together, watch, and collect what they did."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection as Channel
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+from .arrivals import Arrivals
+from .clients import READY, Payload, Plan, client_main
+from .connection import Endpoint
+from .errors import CannotRunError
+from .ledger import Gate, Ledger
+
+_LOOK_S = 0.25
+_GRACE_S = 1.0
+
+_FIVE_PERCENT = 20
+_LONGEST_WARMUP = 50
+
+
+def make_plans(endpoint: Endpoint, clients: int, batch: int, total: int, images: int, warmup: int | None) -> list[Plan]:
+    """One plan per client; shares differ by one at most and sum to `total` images.
+
+    `warmup` is in calls per client; None is 5 % of its calls, at least 1 and at most 50.
+    """
+    plans = []
+    for index in range(clients):
+        share = total // clients + (index < total % clients)
+        calls = -(-share // batch)
+        warm = min(_LONGEST_WARMUP, max(1, calls // _FIVE_PERCENT)) if warmup is None else warmup
+        plans.append(Plan(index, share, batch, warm, index * images // clients, endpoint))
+    return plans
+
+
+@dataclass
+class ClientRun:
+    """One client as the parent sees it. `errors` is None until its process has sent them."""
+
+    plan: Plan
+    ledger: Ledger
+    process: BaseProcess
+    channel: Channel
+    errors: dict[str, int] | None = None
+
+    def final_errors(self, interrupted: bool) -> Counter[str]:
+        """Errors in images, by type. A process that ended without a word owes all that has no result."""
+        if self.errors is not None:
+            return Counter(self.errors)
+        if interrupted:
+            return Counter({"interrupted": self.ledger.sent - self.ledger.images_ok})
+        return Counter({"ClientProcessDied": self.plan.share - self.ledger.images_ok})
+
+
+@dataclass
+class Outcome:
+    """A run that took place: when the gate opened (ns of `perf_counter_ns`), and what each client did."""
+
+    released: int
+    clients: list[ClientRun]
+    interrupted: bool = False
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class Coordinator:
+    """Owns the client processes of one run. Make it before any thread exists: it forks."""
+
+    def __init__(self, plans: list[Plan], idl: ModuleType, payload: Payload, arrivals: Callable[[], Arrivals]) -> None:
+        self._gate = Gate()
+        self._context = multiprocessing.get_context("fork")
+        gc.freeze()  # what exists now stays shared: no collection in a client touches it
+        self._clients = [self._fork(plan, idl, payload, arrivals) for plan in plans]
+
+    def _fork(self, plan: Plan, idl: ModuleType, payload: Payload, arrivals: Callable[[], Arrivals]) -> ClientRun:
+        ledger = Ledger(plan.calls)
+        ours, theirs = self._context.Pipe(duplex=False)
+        arguments = (plan, idl, payload, ledger, self._gate, arrivals, theirs)
+        process = self._context.Process(target=client_main, args=arguments, daemon=True)
+        process.start()
+        theirs.close()  # NOTE: before the next fork, or its death would not end the channel
+        return ClientRun(plan, ledger, process, ours)
+
+    @property
+    def pids(self) -> list[int]:
+        return [client.process.pid for client in self._clients if client.process.pid]
+
+    def wait_ready(self) -> None:
+        """Until every client is connected and warm; `CannotRunError` with the first reason why one is not."""
+        waiting: dict[Any, ClientRun] = {client.channel: client for client in self._clients}
+        while waiting:
+            for channel in wait(list(waiting)):
+                client = waiting.pop(channel)
+                word = _receive(client.channel)
+                if word != READY:
+                    raise CannotRunError(word or f"client {client.plan.index} died before the start")
+
+    def run(self, progress: Callable[[int], None]) -> Outcome:
+        """Opens the gate and waits for all clients; `progress` gets the number of images sent, now and then.
+
+        KeyboardInterrupt ends the run early: what was done until then is the outcome.
+        """
+        outcome = Outcome(time.perf_counter_ns(), self._clients)
+        try:  # NOTE: before the gate opens, for an interrupt from then on must find someone to report the part done
+            self._gate.open()
+            self._watch(progress)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+            self.stop()
+        for client in self._clients:
+            client.errors = _receive(client.channel)
+            outcome.errors += client.final_errors(outcome.interrupted)
+        return outcome
+
+    def _watch(self, progress: Callable[[int], None]) -> None:
+        """Until every client has spoken its last word, or died."""
+        waiting: list[Any] = [client.channel for client in self._clients]
+        while waiting:
+            for channel in wait(waiting, _LOOK_S):
+                waiting.remove(channel)
+            progress(sum(client.ledger.sent for client in self._clients))
+
+    def stop(self) -> None:
+        """Ends every client, after a grace by force. May be called again, and at any time."""
+        self._gate.stop()
+        deadline = time.monotonic() + _GRACE_S
+        for client in self._clients:
+            client.process.join(max(0.0, deadline - time.monotonic()))
+        for client in self._clients:
+            client.process.terminate()
+        for client in self._clients:
+            client.process.join()
+
+
+def _receive(channel: Channel) -> Any:
+    """The next word of a client, None when it died."""
+    try:
+        return channel.recv()
+    except (EOFError, OSError):
+        return None

@@ -1,0 +1,490 @@
+"""The load tester against toy servers whose answer is written in the image: `ok:<label>`, `refuse`, `stall`, ..."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import socketserver
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from thriftpy2.protocol.cybin import TCyBinaryProtocol
+from thriftpy2.thrift import TApplicationException, TMessageType, TProcessor
+from thriftpy2.transport import TSocket
+from thriftpy2.transport.buffered import TCyBufferedTransport
+from thriftpy2.transport.framed import TCyFramedTransport
+from thriftpy2.transport.memory import TCyMemoryBuffer
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from loadtest import report, statistics, wire  # noqa: E402
+from loadtest.connection import Connection, Endpoint  # noqa: E402
+from loadtest.coordinator import make_plans  # noqa: E402
+
+IDL = wire.load_idl()
+
+
+class HangUpError(Exception):
+    """The toy server ends the connection, with a reset if `reset`."""
+
+    def __init__(self, reset: bool = False) -> None:
+        super().__init__()
+        self.reset = reset
+
+
+class ToyServer(socketserver.ThreadingTCPServer):
+    """Answers as the images say; remembers every image's uuid and the size of every call."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def __init__(self, framed: bool = False, deaf: bool = False, on_stall: Callable[[], None] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), ToyConnection)
+        self.framed = framed
+        self.deaf = deaf  # after the first ping, it reads nothing more
+        self.pings = 0
+        self.on_stall = on_stall or (lambda: None)
+        self.ended = threading.Event()
+        self.uuids: list[str] = []
+        self.call_sizes: list[int] = []
+
+    @property
+    def port(self) -> int:
+        return self.server_address[1]
+
+
+class ToyConnection(socketserver.BaseRequestHandler):
+    server: ToyServer
+
+    def handle(self) -> None:
+        transport = (TCyFramedTransport if self.server.framed else TCyBufferedTransport)(TSocket(sock=self.request))
+        self._protocol = TCyBinaryProtocol(transport)
+        self._processor = TProcessor(IDL.InferenceService, self)
+        if self.server.deaf and self.server.pings:
+            self.server.ended.wait()
+            return
+        try:
+            while True:
+                self._answer()
+        except HangUpError as hangup:
+            if hangup.reset:
+                self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.request.close()
+        except Exception:  # the client went away
+            pass
+
+    def _answer(self) -> None:
+        name, sequence, result, call = self._processor.process_in(self._protocol)
+        try:
+            result.success = call()
+        except IDL.InferenceError as error:
+            result.error = error
+        except TApplicationException as error:
+            self._processor.send_exception(self._protocol, name, error, sequence)
+            return
+        self._processor.send_result(self._protocol, name, result, sequence)
+
+    def ping(self) -> None:
+        self.server.pings += 1
+
+    def infer_batch(self, params: Any) -> Any:
+        self.server.uuids.append(params.uuid)
+        self.server.call_sizes.append(1)
+        return self._one(params.data)
+
+    def infer_many(self, params: list[Any], deadline_ms: int | None) -> list[Any]:
+        self.server.uuids.extend(one.uuid for one in params)
+        self.server.call_sizes.append(len(params))
+        return [self._outcome(one.data) for one in params if one.data != b"lose"]
+
+    def _outcome(self, data: bytes) -> Any:
+        try:
+            return IDL.InferenceOutcome(result=self._one(data))
+        except IDL.InferenceError as error:
+            return IDL.InferenceOutcome(error=error)
+
+    def _one(self, data: bytes) -> Any:
+        word, _, label = data.partition(b":")
+        if word == b"ok":
+            return IDL.InferenceResult(label=label.decode(), score=0.5)
+        getattr(self, f"_{word.decode()}")()
+
+    def _refuse(self) -> None:
+        raise IDL.InferenceError(code="overloaded", message="try later", retry_after_ms=5)
+
+    def _defect(self) -> None:
+        raise TApplicationException(TApplicationException.INTERNAL_ERROR, "a defect")
+
+    def _close(self) -> None:
+        raise HangUpError
+
+    def _reset(self) -> None:
+        raise HangUpError(reset=True)
+
+    def _stall(self) -> None:
+        self.server.on_stall()
+        self.server.ended.wait()
+
+    def _half(self) -> None:
+        """A part of a reply, and no more of it."""
+        self.request.sendall(struct.pack(">I", 0x80010000 | TMessageType.REPLY))
+        self.server.ended.wait()
+
+    def _trickle(self) -> None:
+        """A good reply that takes seconds: byte by byte, none of them late."""
+        buffer = TCyMemoryBuffer()
+        success = IDL.InferenceResult(label="late", score=0.5)
+        protocol = TCyBinaryProtocol(buffer)
+        protocol.write_message_begin("infer_batch", TMessageType.REPLY, int(self.server.uuids[-1][5:13], 16))
+        IDL.InferenceService.infer_batch_result(success=success).write(protocol)
+        for byte in bytes(buffer.getvalue()):
+            self.request.sendall(bytes([byte]))
+            self.server.ended.wait(0.1)
+        raise HangUpError
+
+    def _kill(self) -> None:
+        """Kills the client process that sent this."""
+        peer = self.request.getpeername()
+        pids = [c.pid for c in psutil.net_connections("tcp") if tuple(c.laddr) == peer and c.pid]
+        os.kill(pids[0], signal.SIGKILL)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ToyServer]]:
+    servers: list[tuple[ToyServer, threading.Thread]] = []
+
+    def start(**options: Any) -> ToyServer:
+        server = ToyServer(**options)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        servers.append((server, thread))
+        return server
+
+    yield start
+    for server, thread in servers:
+        server.ended.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Callable[..., Path]:
+    """A directory of files with these contents."""
+
+    def make(**contents: str | bytes) -> Path:
+        directory = tmp_path / "images"
+        directory.mkdir()
+        for name, content in contents.items():
+            (directory / f"{name}.jpg").write_bytes(content if isinstance(content, bytes) else content.encode())
+        return directory
+
+    return make
+
+
+def command(directory: Path, port: int, *more: object) -> list[str]:
+    fixed = ["--img_dir", directory, "--port", port, "--request_client", 2, "--timeout", 5]
+    return [sys.executable, str(SCRIPTS / "client_qps.py"), *map(str, [*fixed, *more])]
+
+
+def load(directory: Path, port: int, *more: object) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Runs the load tester; its end and its JSON report."""
+    path = directory.parent / "report.json"
+    done = subprocess.run(command(directory, port, "--json", path, *more), capture_output=True, text=True, timeout=30)
+    assert path.exists(), done.stderr
+    return done, json.loads(path.read_text())
+
+
+# --- pure parts
+
+
+@pytest.mark.parametrize(
+    "values", [[7], [1, 2], [5, 1, 4, 1, 3], list(np.random.default_rng(0).integers(0, 10**9, 999))]
+)
+@pytest.mark.parametrize("percent", [0, 50, 90, 99, 99.9, 100])
+def test_percentiles_are_those_of_numpy(values: list[int], percent: float) -> None:
+    ordered = sorted(int(value) for value in values)
+    assert statistics.percentile(ordered, percent) == pytest.approx(np.percentile(ordered, percent))
+
+
+def test_summary_is_in_milliseconds() -> None:
+    summary = statistics.summarize([3_000_000, 1_000_000, 2_000_000])
+    assert summary is not None
+    assert (summary["count"], summary["mean"], summary["p50"]) == (3, 2.0, 2.0)
+    assert (summary["min"], summary["max"]) == (1.0, 3.0)
+    assert statistics.summarize([]) is None
+
+
+@pytest.mark.parametrize(("clients", "batch", "total"), [(4, 8, 103), (20, 1, 10_000), (7, 3, 5), (1, 1, 1)])
+def test_work_is_divided_exactly(clients: int, batch: int, total: int) -> None:
+    plans = make_plans(Endpoint("", 1, False, 1.0), clients, batch, total, 5, None)
+    shares = [plan.share for plan in plans]
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+    assert all(1 <= plan.warmup <= 50 for plan in plans)
+
+
+@pytest.mark.parametrize("framed", [False, True])
+@pytest.mark.parametrize("method", ["infer_batch", "infer_many"])
+def test_patched_bytes_are_what_thriftpy2_would_send(method: str, framed: bool) -> None:
+    data = [b"\x00first", b"second" * 9][: 1 if method == "infer_batch" else 2]
+    template = wire.CallTemplate(IDL, method, len(data), client=3, framed=framed)
+    template.fill(1, [wire.encode_body(IDL, b"an earlier call")] * len(data))
+    sent = b"".join(template.fill(77, [wire.encode_body(IDL, one) for one in data]))
+    params = [IDL.InferenceParams(uuid=f"0003-0000004d-{n:04x}", data=one) for n, one in enumerate(data)]
+    argument = params[0] if method == "infer_batch" else params
+    expected = wire.encode_call(IDL, method, {"params": argument}, sequence=77)
+    assert sent == (struct.pack(">i", len(expected)) + expected if framed else expected)
+
+
+class ShortSender:
+    """A socket that takes a few bytes at a time."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+
+    def sendmsg(self, buffers: list[bytes]) -> int:
+        return self.send(b"".join(buffers))
+
+    def send(self, data: bytes | memoryview) -> int:
+        self.sent += bytes(data[:7])
+        return min(7, len(data))
+
+    def setsockopt(self, *_: object) -> None:
+        pass
+
+    def recv(self, _: int) -> bytes:
+        raise BlockingIOError
+
+
+def test_send_cut_short_goes_on_where_it_was(serve: Callable[..., ToyServer]) -> None:
+    connection = Connection(IDL, Endpoint("127.0.0.1", serve().port, False, 5.0))
+    connection.close()
+    connection._sock = ShortSender()
+    with pytest.raises(TimeoutError):
+        connection.call("ping", 0, [b"twelve bytes", b" and twelve more"])
+    assert connection._sock.sent == b"twelve bytes and twelve more"
+
+
+def test_tester_says_when_it_is_the_limit() -> None:
+    def cost(**changes: float) -> report.TesterCost:
+        return report.TesterCost(
+            **{"cpu": 1.0, "us_per_call": 9.0, "busiest": 0.5, "share": 0.4, "machine_busy": 1.0, "others": 0.0}
+            | changes
+        )
+
+    assert cost().limits == []
+    assert "91%" in cost(busiest=0.91).limits[0]
+    assert "saturated" in cost(share=0.6).limits[0]
+    assert cost(share=0.6, machine_busy=0.7).limits == []
+
+
+# --- whole runs
+
+
+def test_every_image_is_sent_once(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    server = serve()
+    done, result = load(
+        images(a="ok:a", b="ok:b"), server.port, "--total_number", 103, "--request_client", 4, "--warmup", 0
+    )
+    assert done.returncode == 0, done.stderr
+    assert Counter(uuid[:4] for uuid in server.uuids) == {"0000": 26, "0001": 26, "0002": 26, "0003": 25}
+    assert len(set(server.uuids)) == 103
+    assert (result["images_sent"], result["images_ok"], result["calls"]) == (103, 103, 103)
+    assert sum(result["images_ok_per_second"]) == 103
+    assert result["latency_ms"]["count"] == 103
+
+
+@pytest.mark.parametrize("transport", ["buffered", "framed"])
+def test_batches_and_their_rest(transport: str, serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    server = serve(framed=transport == "framed")
+    options = ("--total_number", 21, "--request_batch", 4, "--transport", transport, "--warmup", 0)
+    done, result = load(images(a="ok:a", b="ok:b" + "x" * 70_000), server.port, *options)
+    assert done.returncode == 0, done.stderr
+    assert Counter(server.call_sizes) == {4: 4, 3: 1, 2: 1}  # 11 and 10 images
+    assert len(set(server.uuids)) == 21
+    assert (result["images_ok"], result["calls"]) == (21, 6)
+
+
+def test_warm_up_is_not_counted(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    server = serve()
+    _, result = load(images(a="ok:a"), server.port, "--total_number", 10, "--warmup", 3)
+    assert len(server.uuids) == 16
+    assert result["images_sent"] == 10
+
+
+def test_report_is_complete(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    done, result = load(images(a="ok:a"), serve().port, "--total_number", 10)
+    assert set(result) >= {"command", "started_at", "settings", "versions", "machine", "window_s", "qps", "calls_per_s"}
+    assert set(result) >= {"goodput", "errors", "server_cpu_percent", "tester_cpu_percent", "tester_cpu_us_per_call"}
+    assert set(result["latency_ms"]) == {"count", "mean", "p50", "p90", "p99", "p99_9", "max", "min"}
+    assert result["tester_limited"] is (not result["valid"])
+    assert result["server_pids"] == [os.getpid()]
+    assert result["settings"]["request_client"] == 2
+    assert result["accuracy"] is None
+    assert all(name in done.stdout for name in ("QPS", "goodput", "latency", "p99.9", "server CPU", "tester CPU"))
+
+
+def test_declared_errors_are_counted_by_code(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    directory = images(a="ok:a", b="refuse", c="defect", d="ok:d")
+    done, result = load(directory, serve().port, "--total_number", 16, "--request_client", 4)
+    assert done.returncode == 2
+    assert result["errors"] == {"InferenceError:overloaded": 4, "TApplicationException:internal_error": 4}
+    assert (result["images_answered"], result["images_ok"], result["images_failed"]) == (16, 8, 8)
+    assert (result["latency_ms"]["count"], result["latency_failed_ms"]["count"]) == (8, 8)
+    assert "InferenceError:overloaded 4" in done.stderr
+
+
+def test_errors_of_single_items(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    directory = images(a="ok:a", b="refuse")
+    done, result = load(directory, serve().port, "--total_number", 16, "--request_batch", 4)
+    assert done.returncode == 2
+    assert result["errors"] == {"InferenceError:overloaded": 8}
+    assert result["images_ok"] == 8
+
+
+def test_wrong_number_of_results(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    options = ("--total_number", 4, "--request_batch", 2, "--request_client", 1, "--warmup", 0)
+    _, result = load(images(a="ok:a", b="lose"), serve().port, *options)
+    assert result["errors"] == {"ReplyError": 4}
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("close", "ConnectionClosed"),
+        ("reset", "ConnectionResetError"),
+        ("stall", "timeout"),
+        ("half", "timeout"),
+        ("trickle", "timeout"),
+    ],
+)
+def test_broken_calls(word: str, name: str, serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    options = ("--total_number", 4, "--request_client", 1, "--warmup", 0, "--timeout", 0.3)
+    done, result = load(images(a="ok:a", b=word), serve().port, *options)
+    assert done.returncode == 2
+    assert result["errors"] == {name: 2}
+    assert (result["images_sent"], result["images_answered"], result["images_ok"]) == (4, 2, 2)
+
+
+def test_server_that_reads_nothing(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    more_than_the_kernel_buffers = b"ok:" + b"x" * 16_000_000
+    options = ("--total_number", 1, "--request_client", 1, "--warmup", 0, "--timeout", 0.3)
+    done, result = load(images(a=more_than_the_kernel_buffers), serve(deaf=True).port, *options)
+    assert done.returncode == 2
+    assert result["errors"] == {"timeout": 1}
+    assert result["latency_failed_ms"]["max"] < 5000
+
+
+def test_hopeless_server_ends_the_run(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    done, result = load(images(a="close"), serve().port, "--total_number", 1000, "--request_client", 2)
+    assert done.returncode == 2
+    assert result["errors"] == {"ConnectionClosed": 20, "unsent": 980}
+    assert result["latency_ms"] is None
+
+
+def test_dead_client_is_counted(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    options = ("--total_number", 20, "--request_client", 2, "--warmup", 0)
+    done, result = load(images(a="kill", b="ok:b"), serve().port, *options)
+    assert done.returncode == 2
+    assert result["errors"] == {"ClientProcessDied": 20 - result["images_ok"]}
+
+
+def test_labels(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    directory = images(circle_01="ok:circle", red_square_02="ok:red_square", disc_03="ok:circle", star="ok:star")
+    _, result = load(directory, serve().port, "--total_number", 40, "--labels_from_names")
+    assert result["accuracy"] == 0.75
+
+
+def test_interrupt_reports_what_was_done(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    stalled = threading.Event()
+    server = serve(on_stall=stalled.set)
+    directory = images(a="ok:a", b="stall")
+    path = directory.parent / "report.json"
+    options = ("--request_client", 1, "--total_number", 9, "--warmup", 0, "--json", path)
+    with subprocess.Popen(command(directory, server.port, *options), stdout=-1, stderr=-1, text=True) as process:
+        assert stalled.wait(20)
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=20)
+    assert process.returncode == 130, complaints
+    assert path.exists(), complaints
+    assert "Traceback" not in complaints
+    result = json.loads(path.read_text())
+    assert (result["interrupted"], result["valid"], result["images_ok"]) == (True, False, 1)
+
+
+def test_clients_do_not_outlive_a_killed_parent(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    stalled = threading.Event()
+    server = serve(on_stall=stalled.set)
+    options = ("--request_client", 3, "--total_number", 3_000_000, "--warmup", 0)
+    # One client starts with the image that stalls: when it does, all are at work.
+    with subprocess.Popen(command(images(a="ok:a", b="ok:b", c="stall"), server.port, *options), stderr=-1) as process:
+        assert stalled.wait(20)
+        clients = psutil.Process(process.pid).children()
+        process.kill()
+    server.ended.set()
+    _, alive = psutil.wait_procs(clients, timeout=10)
+    assert len(clients) == 3
+    assert alive == []
+
+
+# --- refusals
+
+
+def refused(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=30)
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_unreachable_server(images: Callable[..., Path]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # bound, not listening: refuses
+        port = sock.getsockname()[1]
+        message = one_line(refused(command(images(a="ok:a"), port)))
+    assert f"cannot connect to 127.0.0.1:{port}: Connection refused" in message
+
+
+def test_server_that_does_not_answer(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        message = one_line(refused(command(images(a="ok:a"), port, "--timeout", 0.2)))
+    assert "does not answer ping (buffered transport): timeout" in message
+
+
+def test_directories_without_images(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no image")
+    assert "no image in it" in one_line(refused(command(tmp_path, 1)))
+    assert "no such directory" in one_line(refused(command(tmp_path / "missing", 1)))
+
+
+def test_report_that_could_not_be_written(images: Callable[..., Path]) -> None:
+    directory = images(a="ok:a")
+    assert "cannot be written" in one_line(refused(command(directory, 1, "--json", directory / "none" / "x.json")))
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")]
+)
+def test_wrong_arguments(wrong: tuple[str, object], tmp_path: Path) -> None:
+    done = refused(command(tmp_path, 1, *wrong))
+    assert done.returncode == 2
+    assert wrong[0] in done.stderr
