@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     names = list(BENCHMARKS) if args.name == "all" else [args.name]
     here = machine()
-    print(f"{here['cpu']}, {here['cores']} cores, Python {here['python']}; medians of {args.rounds} x {args.seconds:g} s")
+    print(
+        f"{here['cpu']}, {here['cores']} cores, Python {here['python']}; medians of {args.rounds} x {args.seconds:g} s"
+    )
     reports: list[Report] = []
     for name in names:
         outcome = BENCHMARKS[name](args.seconds, args.rounds)

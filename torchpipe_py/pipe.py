@@ -57,7 +57,9 @@ class pipe:
         requests, entries = self._prepare(data, lock.release, timeout)
         self._launch(requests, entries)
         try:
-            if not lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            if timeout is None:
+                lock.acquire()
+            elif not lock.acquire(timeout=max(0.0, timeout)):
                 for request in requests:
                     self._engine.complete(request, _too_late(timeout))
                 lock.acquire()
@@ -149,11 +151,11 @@ class pipe:
 
     def _prepare(
         self, data: Data | Sequence[Data], on_done: Callable[[], object], timeout: float | None
-    ) -> tuple[list[Request], list[Enter]]:
+    ) -> tuple[Sequence[Request], Sequence[Enter]]:
         """Requests and the roots they enter, all checked before any starts."""
         deadline = deadline_after(timeout)
         if isinstance(data, dict):
-            return [self._request(data, on_done, deadline)], [self._entry(data)]
+            return (self._request(data, on_done, deadline),), (self._entry(data),)
         items = _checked_list(data)
         countdown = _Countdown(len(items), on_done)
         entries = [self._entry(item) for item in items]
@@ -168,17 +170,17 @@ class pipe:
         return Request(data, on_done, deadline)
 
     def _entry(self, data: Data) -> Enter:
+        if self._only_root is not None and TASK_NODE_NAME_KEY not in data:
+            return self._only_root
         name = data.get(TASK_NODE_NAME_KEY)
         if name is None:
-            if self._only_root is not None:
-                return self._only_root
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self._roots)}")
-        enter = self._roots.get(name)
+        enter = self._roots.get(name) if isinstance(name, str) else None
         if enter is None:
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {name!r}; {nearest(str(name), self._roots)}")
         return enter
 
-    def _launch(self, requests: list[Request], entries: list[Enter]) -> None:
+    def _launch(self, requests: Sequence[Request], entries: Sequence[Enter]) -> None:
         self._engine.admit(requests)
         for request, enter in zip(requests, entries):  # noqa: B905 - equal by construction, and hot
             enter(request)

@@ -62,7 +62,9 @@ def batching(seconds: float, rounds: int) -> Report:
     clients = (1, 2, 3, 4, 10)
     report = Report("batching: one no-op node, batching_timeout 10 ms, max 4, one instance")
     with pipe({"backend": "BatchedNoOp", "batching_timeout": 10}) as run:
-        subjects = {f"{count} clients": partial(run_threads, lambda: run({"data": 1}), count, seconds) for count in clients}
+        subjects = {
+            f"{count} clients": partial(run_threads, lambda: run({"data": 1}), count, seconds) for count in clients
+        }
         loads = interleave(subjects, rounds)
         sizes = run.stats()["nodes"]["node"]["batch_sizes"]
     report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]

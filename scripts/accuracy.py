@@ -1,0 +1,55 @@
+"""Send every image of a folder to the service once and compare its label with the file's name.
+
+``python scripts/accuracy.py --img_dir configs/demo/images --port 8888``; an image is called ``<label>_<anything>``.
+Also an example of a client: it needs nothing but ``idl/inference.thrift`` and a Thrift library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import thriftpy2
+from thriftpy2.rpc import make_client
+
+IDL = thriftpy2.load(
+    str(Path(__file__).resolve().parents[1] / "idl" / "inference.thrift"), module_name="inference_thrift"
+)
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where enough labels are right, 1 where not."""
+    parser = argparse.ArgumentParser(description="Accuracy of a service on labelled images.")
+    parser.add_argument("--img_dir", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8888)
+    parser.add_argument("--at_least", type=float, default=0.0, help="accuracy below which the exit status is 1")
+    args = parser.parse_args(argv)
+    paths = sorted(path for path in args.img_dir.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
+        parser.error(f"no image below {args.img_dir}")
+    client = make_client(IDL.InferenceService, args.host, args.port, timeout=10_000)
+    right = sum(_is_right(client, path) for path in paths)
+    client.close()
+    print(f"accuracy {right / len(paths):.3f} ({right} of {len(paths)} images)")
+    return 0 if right >= args.at_least * len(paths) else 1
+
+
+def _is_right(client: object, path: Path) -> bool:
+    expected = path.stem.rsplit("_", 1)[0]
+    params = IDL.InferenceParams(uuid=path.name, data=path.read_bytes())
+    try:
+        result = client.infer_batch(params)  # type: ignore[attr-defined]
+    except IDL.InferenceError as error:
+        print(f"  {path.name}: {error.code}: {error.message}")
+        return False
+    if result.label != expected:
+        print(f"  {path.name}: {result.label} with score {result.score:.3f}")
+    return bool(result.label == expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The main job on real input: sets .venv up, serves configs/demo.toml, sends held-out JPEGs through Thrift, prints the
+# accuracy and a load test, stops the service.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+
+log=$(mktemp)
+.venv/bin/torchpipe-serve configs/demo.toml --host 127.0.0.1 --port 0 >"$log" 2>&1 &
+service=$!
+trap 'kill "$service" 2>/dev/null || true; rm -f "$log"' EXIT
+
+# The start line names the port; the service prints it when it is ready.
+until grep -q '^serving ' "$log"; do
+  if ! kill -0 "$service" 2>/dev/null; then cat "$log" >&2; exit 1; fi
+  sleep 0.1
+done
+grep '^serving ' "$log"
+port=$(sed -n 's/^serving .* on .*:\([0-9]*\) .*/\1/p' "$log")
+
+echo; echo "held-out images, one by one:"
+.venv/bin/python scripts/accuracy.py --img_dir configs/demo/images --port "$port" --at_least 0.95
+
+echo; echo "load test, 10 client processes:"
+.venv/bin/python scripts/client_qps.py --img_dir configs/demo/images --port "$port" \
+  --request_client 10 --request_batch 1 --total_number 10000 --labels_from_names --server_pid "$service"
+
+echo; echo "stopping the service"
+kill -TERM "$service"
+wait "$service"
