@@ -48,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_pipe(options: Options) -> pipe:
     """The pipe of the configuration file, its libraries told that the instances are the parallelism."""
     import cv2
+    import torch
 
     cv2.setNumThreads(1)
+    torch.set_num_threads(1)
     config: dict[str, Any] = parse_toml(options.config)
     if not options.max_inflight:
         return pipe(options.config)

@@ -49,8 +49,9 @@ def to_label_and_score(result: Any) -> tuple[str, float]:
     if is_label_and_score(result):
         return str(result[0]), float(result[1])
     if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
-        score, index = result.detach().float().flatten().softmax(0).max(0)
-        return str(int(index)), float(score)
+        values = result.detach().float().cpu().numpy().ravel()
+        exponentials = np.exp(values - values.max())
+        return str(int(values.argmax())), float(exponentials.max() / exponentials.sum())
     raise NoResult(f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead")
 
 

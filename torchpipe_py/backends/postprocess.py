@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.registry import find_postprocessor, postprocessor_names
 
@@ -40,6 +42,17 @@ def make_postprocessor(cls: type, config: Mapping[str, Any]) -> Postprocessor:
     return made
 
 
+def softmax(logits: Any) -> np.ndarray:
+    """Softmax over dimension 1 as a float32 array on the host.
+
+    By NumPy on purpose: PyTorch's CPU operators wake a pool of threads that spin beside the ones that decode.
+    """
+    values = logits.detach().float().cpu().numpy()
+    shifted = np.exp(values - values.max(1, keepdims=True))
+    result: np.ndarray = shifted / shifted.sum(1, keepdims=True)
+    return result
+
+
 class Cpu(Postprocessor):
     """Outputs as CPU tensors 1×…; several outputs as a list."""
 
@@ -53,7 +66,9 @@ class SoftmaxCpu(Postprocessor):
     """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        probabilities = outputs[0].float().softmax(1).cpu()
+        import torch
+
+        probabilities = torch.from_numpy(softmax(outputs[0]))
         return [probabilities[index : index + 1] for index in range(len(probabilities))]
 
 
@@ -73,7 +88,7 @@ class SoftmaxMax(Postprocessor):
             raise ValueError(f"SoftmaxMax takes an output NxC, got {'x'.join(map(str, logits.shape))}")
         if self._labels is not None and len(self._labels) != logits.shape[1]:
             raise ConfigError(f"{len(self._labels)} labels for {logits.shape[1]} classes")
-        scores, classes = logits.float().softmax(1).max(1)
-        indices, values = classes.tolist(), scores.tolist()
+        probabilities = softmax(logits)
+        indices, values = probabilities.argmax(1).tolist(), probabilities.max(1).tolist()
         labels = indices if self._labels is None else [self._labels[index] for index in indices]
         return list(zip(labels, values, strict=True))
