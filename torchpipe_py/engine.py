@@ -16,7 +16,7 @@ from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, O
 from torchpipe_py.filters import Filter, Status
 from torchpipe_py.graph import Graph
 from torchpipe_py.node import Node
-from torchpipe_py.request import Request
+from torchpipe_py.request import Request, deadline_after
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -120,16 +120,20 @@ class Engine:
         failure.__cause__ = error
         return failure
 
-    def close(self) -> None:
-        """End every thread; queued requests fail with ``PipeClosed``. Idempotent, from any thread."""
+    def close(self, timeout: float | None = None) -> bool:
+        """End every thread; queued requests fail with ``PipeClosed``. Idempotent, from any thread.
+
+        ``False`` if a backend still ran after ``timeout`` seconds; its requests have failed nevertheless.
+        """
+        until = deadline_after(timeout)
         with self._lock:
             self._closed = self._closed or "the pipe is closed"
         for name in self.graph.order:
             self.nodes[name].close()
-        for node in self.nodes.values():
-            node.join()
+        ended = [node.join(until) for node in self.nodes.values()]
         for request in list(self._inflight):
             self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
+        return all(ended)
 
     def after_fork(self) -> None:
         """In a forked child the threads are gone: refuse instead of waiting for them."""

@@ -106,11 +106,14 @@ class Node:
         except Empty:
             self.put(_WAKE)
 
-    def join(self) -> None:
-        """Wait for the threads to end, except the calling one."""
+    def join(self, until: float | None = None) -> bool:
+        """Wait for the threads to end, except the calling one, no longer than ``until``; whether they did."""
         for instance in self.instances:
             if instance.thread is not None and instance.thread is not threading.current_thread():
-                instance.thread.join()
+                instance.thread.join(None if until is None else max(0.0, until - perf_counter()))
+                if instance.thread.is_alive():
+                    return False
+        return True
 
     def load(self) -> int:
         """Requests here that are not delivered yet; a moment's estimate."""

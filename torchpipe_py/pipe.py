@@ -132,9 +132,12 @@ class pipe:
             "nodes": {name: node_stats(engine.nodes[name]) for name in engine.graph.order},
         }
 
-    def close(self) -> None:
-        """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent."""
-        self._engine.close()
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
+
+        ``False`` if a backend still runs after ``timeout`` seconds; its requests have failed nevertheless.
+        """
+        return self._engine.close(timeout)
 
     def __enter__(self) -> pipe:
         return self

@@ -7,28 +7,31 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torchpipe_py import TorchpipeError, parse_toml, pipe
-from torchpipe_server.handler import InferenceHandler
-from torchpipe_server.idl import load_idl
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.server import Server
+
+if TYPE_CHECKING:
+    from torchpipe_py import pipe
 
 logger = logging.getLogger("torchpipe_server")
 
 LISTEN_BACKLOG = 1024
+CLOSE_SECONDS = 2.0  # for a backend to return once every request is answered or given up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a stop by signal, 1 where the service could not start; wrong arguments exit with 2."""
+    """0 after a stop by signal, 1 where the service could not start or lost a request; wrong arguments exit with 2."""
+    # Until there is a server to stop, a signal ends the process at once: nothing was accepted yet.
+    _on_stop_signal(lambda *_: os._exit(0))
     options = parse_options(argv)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    # Until there is a server to stop, a signal ends the process: nothing was accepted yet.
-    _on_stop_signal(lambda *_: sys.exit(0))
+    # NOTE: imported only now, under the signal handler: it takes seconds.
+    from torchpipe_py import TorchpipeError
+
     try:
         listener = socket.create_server((options.host, options.port), backlog=LISTEN_BACKLOG)
     except OSError as error:
@@ -40,9 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except TorchpipeError as error:
             print(f"torchpipe-serve: {error}", file=sys.stderr)
             return 1
-        with run:
-            serve(listener, run, options)
-    return 0
+        answered = serve(listener, run, options)
+    if not run.close(CLOSE_SECONDS):
+        logger.error("a backend does not return; leaving it behind")
+        _leave(1)
+    return 0 if answered else 1
 
 
 def build_pipe(options: Options) -> pipe:
@@ -50,25 +55,40 @@ def build_pipe(options: Options) -> pipe:
     import cv2
     import torch
 
+    from torchpipe_py import parse_toml, pipe
+
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
-    config: dict[str, Any] = parse_toml(options.config)
     if not options.max_inflight:
         return pipe(options.config)
+    config: dict[str, Any] = parse_toml(options.config)
     config["global"]["max_inflight"] = options.max_inflight
     return pipe(config)
 
 
-def serve(listener: socket.socket, run: pipe, options: Options) -> None:
-    """Serve on the calling thread, which must be the main one, until a signal; then finish what was accepted."""
+def serve(listener: socket.socket, run: pipe, options: Options) -> bool:
+    """Serve on the calling thread, the main one, until a signal; whether everything accepted was answered."""
+    from torchpipe_server.handler import InferenceHandler
+    from torchpipe_server.idl import load_idl
+    from torchpipe_server.server import Server
+
     server = Server(listener, InferenceHandler(run, load_idl()), options)
     _on_stop_signal(lambda *_: server.stop())
     host, port = listener.getsockname()[:2]
     print(f"serving {options.config} on {host}:{port} (pid {os.getpid()})", flush=True)
-    server.serve()
-    logger.info("stopped; every accepted request is answered")
+    answered = server.serve()
+    if answered:
+        logger.info("stopped; every accepted request is answered")
+    return answered
 
 
-def _on_stop_signal(handler: Any) -> None:
+def _on_stop_signal(handler: Callable[..., object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
+
+
+def _leave(status: int) -> None:
+    """End the process without waiting for its threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)

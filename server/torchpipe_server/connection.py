@@ -14,14 +14,14 @@ from torchpipe_server.protocol import Message, MessageReader, ProtocolError
 class Connection:
     """Requests of a connection are answered one after the other, in their order.
 
-    The I/O thread owns everything but the socket's sending side, ``busy`` and ``unsent``, which whoever finishes a
-    request touches under ``lock``. The socket is closed under that lock as well, so that no reply can go out on a
-    descriptor that belongs to another connection by then.
+    The I/O thread owns everything but the sending side of the socket, ``busy``, ``ticket`` and ``unsent``, which
+    whoever finishes a request touches under ``lock``. The socket is closed under that lock as well, so that no reply
+    can go out on a descriptor that belongs to another connection by then.
     """
 
     __slots__ = (
-        "backlog", "broken", "busy", "closed", "closing", "events", "last_active", "linger_until", "lock",
-        "message_since", "reader", "refused", "sock", "ticket", "unsent", "unsent_since",
+        "answered", "backlog", "broken", "busy", "closed", "closing", "events", "last_active", "linger_until", "lock",
+        "message_since", "reader", "refused", "serial", "sock", "ticket", "unsent", "unsent_since",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, reader: MessageReader, refused: bool) -> None:
@@ -31,7 +31,8 @@ class Connection:
         self.lock = threading.Lock()
         self.backlog: deque[Message] = deque()
         self.broken: tuple[Message, ProtocolError] | None = None  # what the stream broke off in, after the backlog
-        self.busy = False  # a request is being answered
+        self.busy = False  # a request is being answered, its reply not yet handed to the socket
+        self.serial = self.answered = 0  # of the last request begun, of the last one answered
         self.ticket: Cancellable | None = None
         self.unsent: memoryview | None = None
         self.unsent_since = 0.0
@@ -42,17 +43,28 @@ class Connection:
         self.linger_until = 0.0  # after an error: discarding what the client still sends, so that it reads the reply
         self.closed = False
 
-    def send(self, reply: bytes) -> bool:
-        """Write the reply to the request in work, which ends with it; ``False`` if something remains unsent."""
+    def begin(self) -> int:
+        """A request's work begins; returns its serial number."""
+        self.busy = True
+        self.serial += 1
+        return self.serial
+
+    def attach(self, serial: int, ticket: Cancellable) -> None:
+        """Keep what can end the request, unless it is answered already."""
         with self.lock:
-            self.busy = False
+            if self.answered < serial:
+                self.ticket = ticket
+
+    def send(self, reply: bytes) -> None:
+        """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent."""
+        with self.lock:
+            if not self.closed:
+                self._write(memoryview(reply), monotonic())
+            self.last_active = monotonic()
+            self.answered = self.serial
             self.ticket = None
-            if self.closed:
-                return True
-            if self.unsent is not None:
-                self.unsent = memoryview(bytes(self.unsent) + reply)
-                return False
-            return self._write(memoryview(reply))
+            # NOTE: last, since the I/O thread takes it for the end of the request.
+            self.busy = False
 
     def send_rest(self) -> bool:
         """Write what remained; ``False`` if something still does."""
@@ -60,7 +72,15 @@ class Connection:
             if self.closed or self.unsent is None:
                 return True
             rest, self.unsent = self.unsent, None
-            return self._write(rest)
+            self._write(rest, self.unsent_since)
+            return self.unsent is None
+
+    def cancel(self, serial: int, error: BaseException) -> None:
+        """End the request of that number, if it is still in work."""
+        with self.lock:
+            ticket = self.ticket if self.serial == serial else None
+        if ticket is not None:
+            ticket.cancel(error)
 
     def close(self) -> Cancellable | None:
         """Close the socket; the work that nobody waits for any more, if any, to be cancelled outside the lock."""
@@ -73,17 +93,19 @@ class Connection:
             return ticket
 
     def has_work(self) -> bool:
-        """Whether a request is being answered, waits, or its reply is not written yet."""
-        return self.busy or bool(self.backlog) or self.unsent is not None or self.broken is not None
+        """Whether a request is being answered or waits, or something is not written yet."""
+        return self.busy or self.unsent is not None or self.has_next()
 
-    def _write(self, data: memoryview) -> bool:
+    def has_next(self) -> bool:
+        """Whether something waits for the request in work to be answered."""
+        return bool(self.backlog) or self.broken is not None
+
+    def _write(self, data: memoryview, since: float) -> None:
         try:
             sent = self.sock.send(data)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return True  # the client is gone; the I/O thread learns it from its own read
+            return  # the client is gone; the I/O thread learns it from its own read
         if sent < len(data):
-            self.unsent, self.unsent_since = data[sent:], monotonic()
-            return False
-        return True
+            self.unsent, self.unsent_since = data[sent:], since

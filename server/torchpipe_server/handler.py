@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, Protocol
 
 from torchpipe_py import InvalidRequest, NoResult, TorchpipeError, pipe
@@ -109,11 +110,12 @@ class InferenceHandler:
 
     def _to_error(self, error: BaseException) -> Any:
         code = error.code if isinstance(error, TorchpipeError) else "internal"
-        if code == "internal":
+        if isinstance(error, CancelledError):
+            code = "cancelled"  # nobody reads it: the client is gone
+        elif code == "internal":
             logger.error("a request failed", exc_info=error)
-        message = str(error) or type(error).__name__
         return self._idl.InferenceError(
-            code=code, message=message, retry_after_ms=getattr(error, "retry_after_ms", None)
+            code=code, message=describe_error(error), retry_after_ms=getattr(error, "retry_after_ms", None)
         )
 
 
@@ -138,7 +140,7 @@ class _Many:
             try:
                 ticket = self._handler._pipe.dispatch(data, self._finisher(index), timeout=self._timeout)
                 self._tickets.append(ticket)
-            except TorchpipeError as error:
+            except Exception as error:
                 self._finisher(index)(data, error)
 
     def cancel(self, error: BaseException | None = None) -> None:
@@ -159,6 +161,14 @@ class _Many:
 
     def _reply(self) -> None:
         self._done(self._handler._idl.InferenceService.infer_many_result(success=self._outcomes))
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's text, whatever its ``__str__`` does."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
 
 
 def _given(value: Any, name: str) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 MEBIBYTE = 2**20
 
 
-def _option(default: Any, doc: str, low: float = 0) -> Any:
-    return field(default=default, metadata={"doc": doc, "low": low})
+def _option(default: Any, doc: str, low: float = 0, high: float = 2**62) -> Any:
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Options:
 
     config: str
     host: str = _option("0.0.0.0", "address to listen on")
-    port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which")
+    port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which", 0, 65535)
     max_connections: int = _option(1024, "connections at a time; further ones are answered 'overloaded' and closed", 1)
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
     max_items: int = _option(2**16, "fields, list elements and map entries of one message, all together", 16)
@@ -46,8 +46,10 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     options = Options(**vars(parser.parse_args(argv)))
     for option in fields(Options):
         value = getattr(options, option.name)
-        if isinstance(value, (int, float)) and not value >= option.metadata["low"]:
-            parser.error(f"--{option.name.replace('_', '-')}: expected at least {option.metadata['low']}, got {value}")
+        if isinstance(value, (int, float)):
+            low, high = option.metadata["low"], option.metadata["high"]
+            if not low <= value <= high:
+                parser.error(f"--{option.name.replace('_', '-')}: expected {low:g} to {high:g}, got {value}")
     if options.log_level not in ("debug", "info", "warning", "error"):
         parser.error(f"--log-level: expected debug, info, warning or error, got {options.log_level!r}")
     return options

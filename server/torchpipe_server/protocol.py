@@ -26,6 +26,7 @@ __all__ = ["CALL", "EXCEPTION", "ONEWAY", "REPLY", "Framing", "Limits", "Message
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
+HEADER_BYTES = NAME_BYTES + 16  # no header is longer
 
 _u32_at = Struct(">I").unpack_from
 _i32_at = Struct(">i").unpack_from
@@ -163,6 +164,8 @@ class MessageReader:
         header = _read_header(framing.protocol, buffer, start, min(end, limit))
         self._header = header
         if size > self._limits.message_bytes:
+            if header is None and end - start < HEADER_BYTES:
+                return None  # with its name and number, the refusal can be answered
             raise ProtocolError("too_large", f"a frame of {size} bytes; the limit is {self._limits.message_bytes}")
         if header is None:
             if end >= limit:
@@ -172,14 +175,14 @@ class MessageReader:
         return header
 
     def _detect(self, buffer: Buffer, start: int, end: int) -> Framing | None:
-        framing = detect(buffer, start, end, self._limits)
+        framing = detect(buffer, start, end)
         if framing is not None:
             self._framing = framing
             self._scanner = (CompactScanner if framing.protocol == "compact" else BinaryScanner)(self._limits)
         return framing
 
 
-def detect(buffer: Buffer, start: int, end: int, limits: Limits) -> Framing | None:
+def detect(buffer: Buffer, start: int, end: int) -> Framing | None:
     """What a stream that begins so is written in, None while it may be several. Raises `ProtocolError`."""
     size = end - start
     if size == 0:
@@ -200,8 +203,6 @@ def detect(buffer: Buffer, start: int, end: int, limits: Limits) -> Framing | No
     if length == 0:
         raise ProtocolError("not_thrift", "a stream that begins with a zero length")
     if size == 4:
-        if length > limits.message_bytes:
-            raise ProtocolError("too_large", f"a frame of {length} bytes; the limit is {limits.message_bytes}")
         return None
     fifth = buffer[start + 4]
     if fifth == 0x80:

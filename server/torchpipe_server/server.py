@@ -6,14 +6,15 @@ at once comes back to the loop.
 
 from __future__ import annotations
 
-import errno
 import heapq
 import itertools
 import logging
 import selectors
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from thriftpy2.thrift import TApplicationException
 from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
 from torchpipe_server.codec import BadArgumentsError, Codec
 from torchpipe_server.connection import Connection
-from torchpipe_server.handler import Cancellable, InferenceHandler
+from torchpipe_server.handler import InferenceHandler, describe_error
 from torchpipe_server.options import Options
 from torchpipe_server.protocol import ONEWAY, Limits, Message, MessageReader, ProtocolError
 
@@ -51,8 +52,9 @@ class Server:
         self._codec = Codec(self._limits)
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
+        self._served: set[Connection] = set()  # those that count against max_connections
         self._calls: deque[Callable[[], None]] = deque()
-        self._deadlines: list[tuple[float, int, Cancellable]] = []
+        self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial
         self._counter = itertools.count()
         self._accepting = False
         self._stopping_until: float | None = None
@@ -78,14 +80,15 @@ class Server:
             pass  # full: it wakes anyway; closed: the loop is gone
 
     def _reply(self, connection: Connection, reply: bytes) -> None:
-        finished = connection.send(reply)
-        if not finished or connection.backlog or connection.closing or self._stopping_until is not None:
-            self._call(lambda: self._advance(connection))
+        connection.send(reply)
+        stopping = self._stopping_until is not None
+        if stopping or connection.unsent is not None or connection.closing or connection.has_next():
+            self._call(partial(self._guard, connection, self._advance))
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Run until stopped; returns when every accepted request is answered or ``drain_seconds`` are over."""
+    def serve(self) -> bool:
+        """Run until stopped; whether every accepted request was answered before ``drain_seconds`` were over."""
         self._resume_accepting()
         try:
             while not self._is_finished():
@@ -94,8 +97,20 @@ class Server:
                 self._expire()
                 if monotonic() >= self._next_tick:
                     self._tick()
+            return not any(connection.has_work() for connection in self._connections)
         finally:
             self._close_all()
+
+    def _guard(self, connection: Connection, step: Callable[[Connection], None]) -> None:
+        """Do something for a connection; a defect ends that connection and nothing else."""
+        try:
+            step(connection)
+        except Exception:
+            logger.exception("a defect; closing the connection")
+            try:
+                self._drop(connection)
+            except Exception:
+                logger.exception("closing it failed as well")
 
     def _is_finished(self) -> bool:
         if self._stopping_until is None:
@@ -124,7 +139,9 @@ class Server:
         """Answer requests whose deadline is over; those that are finished already ignore it."""
         now = perf_counter()
         while self._deadlines and self._deadlines[0][0] <= now:
-            heapq.heappop(self._deadlines)[2].cancel(DeadlineExceeded("not finished by its deadline"))
+            _, _, connection, serial = heapq.heappop(self._deadlines)
+            late = DeadlineExceeded("not finished by its deadline")
+            self._guard(connection, lambda one, serial=serial, late=late: one.cancel(serial, late))  # type: ignore[misc]
 
     def _tick(self) -> None:
         """Enforce the limits that are a matter of time."""
@@ -132,15 +149,19 @@ class Server:
         self._next_tick = now + TICK_SECONDS
         if self._stopping_until is None:
             self._resume_accepting()
-        seconds = self._options.message_seconds
         for connection in list(self._connections):
-            if connection.linger_until:
-                if now >= connection.linger_until:
-                    self._drop(connection)
-            elif connection.message_since and now - connection.message_since > seconds:
-                self._refuse(connection, ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
-            elif self._is_unwanted(connection, now):
+            self._guard(connection, self._check_time)
+
+    def _check_time(self, connection: Connection) -> None:
+        now, seconds = monotonic(), self._options.message_seconds
+        if connection.linger_until:
+            if now >= connection.linger_until:
                 self._drop(connection)
+        elif self._is_unwanted(connection, now):
+            self._drop(connection)
+        # While the server itself does not read, a message that is not whole is not the client's slowness.
+        elif connection.events & READ and connection.message_since and now - connection.message_since > seconds:
+            self._refuse(connection, ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
 
     def _is_unwanted(self, connection: Connection, now: float) -> bool:
         """Whether the client does not take its reply, or has been silent for too long."""
@@ -161,38 +182,44 @@ class Server:
             self._selector.unregister(self._listener)
             self._accepting = False
 
-    def _accept(self, events: int = READ) -> None:
-        for _ in range(ACCEPTS_AT_ONCE):
+    def _accept(self, events: int = READ, at_once: int = ACCEPTS_AT_ONCE) -> None:
+        for _ in range(at_once):
+            if not self._accepting:
+                return  # paused or stopped while this event was on its way
             try:
                 sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+            except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    # Level-triggered, the listener would report ready without end: look again at the next tick.
-                    logger.error("cannot accept: %s", error.strerror)
-                    self._pause_accepting()
-                    return
-                raise
-            self._add(sock)
+                # Level-triggered, the listener could report ready without end: look again at the next tick.
+                logger.error("cannot accept: %s", error)
+                self._pause_accepting()
+                return
+            try:
+                self._add(sock)
+            except OSError:
+                sock.close()  # gone before it was looked at
 
     def _add(self, sock: socket.socket) -> None:
-        excess = len(self._connections) - self._options.max_connections
-        if excess >= REFUSED_AT_ONCE:
+        refused = len(self._served) >= self._options.max_connections
+        if refused and len(self._connections) >= self._options.max_connections + REFUSED_AT_ONCE:
             sock.close()
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(sock, MessageReader(self._limits), refused=excess >= 0)
-        self._connections.add(connection)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = Connection(sock, MessageReader(self._limits), refused)
         self._watch(connection, READ)
+        self._connections.add(connection)
+        if not refused:
+            self._served.add(connection)
 
     def _watch(self, connection: Connection, events: int) -> None:
         """Ask for ``events`` of the connection's socket; 0 asks for none."""
         if events == connection.events or connection.closed:
             return
         if not connection.events:
-            self._selector.register(connection.sock, events, lambda ready: self._on_event(connection, ready))
+            self._selector.register(connection.sock, events, partial(self._on_event, connection))
         elif events:
             key = self._selector.get_key(connection.sock)
             self._selector.modify(connection.sock, events, key.data)
@@ -202,9 +229,9 @@ class Server:
 
     def _on_event(self, connection: Connection, events: int) -> None:
         if events & WRITE:
-            self._advance(connection)
+            self._guard(connection, self._advance)
         if events & READ and not connection.closed:
-            self._read(connection)
+            self._guard(connection, self._read)
 
     def _read(self, connection: Connection) -> None:
         try:
@@ -242,7 +269,9 @@ class Server:
         if connection.closing and not connection.has_work():
             self._linger(connection)
             return
-        reading = READ if len(connection.backlog) <= BACKLOG and not connection.broken else 0
+        reading = READ if len(connection.backlog) <= BACKLOG and written and not connection.broken else 0
+        if reading and not connection.events & READ and connection.message_since:
+            connection.message_since = monotonic()
         self._watch(connection, reading | (0 if written else WRITE))
         if self._stopping_until is not None:
             self._close_if_idle(connection)
@@ -251,9 +280,10 @@ class Server:
         """Close a connection nobody listens on any more; what it asked for and is still queued is not computed."""
         self._watch(connection, 0)
         self._connections.discard(connection)
+        self._served.discard(connection)
         ticket = connection.close()
         if ticket is not None:
-            ticket.cancel(ConnectionAbortedError("the client is gone"))
+            ticket.cancel()
 
     def _refuse(self, connection: Connection, error: ProtocolError) -> None:
         """A stream that cannot be read any further: answer what came before, then the error, then close."""
@@ -269,6 +299,7 @@ class Server:
     def _linger(self, connection: Connection) -> None:
         """Everything is said: a client that is still sending gets the time to read it before the reset."""
         connection.linger_until = monotonic() + LINGER_SECONDS
+        self._served.discard(connection)
         try:
             connection.sock.shutdown(socket.SHUT_WR)
         except OSError:
@@ -279,29 +310,31 @@ class Server:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _start_next(self, connection: Connection) -> None:
-        while connection.backlog and not connection.busy:
+        while connection.backlog and not connection.busy and connection.unsent is None:
             self._dispatch(connection, connection.backlog.popleft())
-        if connection.broken is not None and not connection.busy:
+        if connection.broken is not None and not (connection.busy or connection.backlog or connection.unsent):
             (message, error), connection.broken = connection.broken, None
             connection.closing = True
             failure = InvalidRequest(str(error))
             failure.code = error.kind
+            connection.begin()
             self._fail(connection, message, failure)
 
     def _dispatch(self, connection: Connection, message: Message) -> None:
+        serial = connection.begin()
+        connection.closing = connection.closing or connection.refused
         method = self._handler.methods.get(message.name)
         if method is None:
             self._answer_exception(
                 connection, message, TApplicationException.UNKNOWN_METHOD, f"no method {message.name!r}"
             )
             return
-        connection.busy = True
+        head = message._replace(buffer=b"")  # what the answer needs; the image is not kept until then
         try:
             if connection.refused:
-                connection.closing = True
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
             args = self._codec.decode_args(message, method.args)
-            ticket = method.start(args, lambda result: self._answer(connection, message, result))
+            ticket = method.start(args, lambda result: self._answer(connection, head, result))
         except BadArgumentsError as error:
             self._answer_exception(connection, message, TApplicationException.PROTOCOL_ERROR, str(error))
             return
@@ -309,9 +342,9 @@ class Server:
             self._fail(connection, message, error)
             return
         if ticket is not None:
-            connection.ticket = ticket
+            connection.attach(serial, ticket)
             if ticket.deadline is not None:
-                heapq.heappush(self._deadlines, (ticket.deadline, next(self._counter), ticket))
+                heapq.heappush(self._deadlines, (ticket.deadline, next(self._counter), connection, serial))
 
     def _answer(self, connection: Connection, message: Message, result: Any) -> None:
         """Reply with a result struct; called on whichever thread finished the request."""
@@ -319,7 +352,7 @@ class Server:
             reply = self._codec.encode_reply(message, result)
         except Exception as error:
             logger.exception("a result of %s cannot be encoded", message.name)
-            self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, str(error))
+            self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, describe_error(error))
             return
         self._reply(connection, b"" if message.type == ONEWAY else reply)
 
@@ -331,13 +364,12 @@ class Server:
                 raise error
             result = method.fail(error)
         except BaseException:
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {describe_error(error)}"
             self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, text)
             return
         self._answer(connection, message, result)
 
     def _answer_exception(self, connection: Connection, message: Message, kind: int, text: str) -> None:
-        connection.busy = True
         reply = self._codec.encode_exception(message, TApplicationException(kind, text))
         self._reply(connection, b"" if message.type == ONEWAY else reply)
 
@@ -346,26 +378,27 @@ class Server:
     def _begin_stop(self) -> None:
         if self._stopping_until is not None:
             return
-        self._accept()  # connections the system has accepted for us already
+        self._accept(at_once=sys.maxsize)  # connections the system has accepted for us already
         self._stopping_until = monotonic() + self._options.drain_seconds
         self._pause_accepting()
         self._listener.close()
         for connection in list(self._connections):
-            self._close_if_idle(connection)
+            self._guard(connection, self._close_if_idle)
 
     def _close_if_idle(self, connection: Connection) -> None:
         """While stopping: close it once it has nothing to do, not even something that has arrived unread."""
         if connection.closed or connection.has_work() or connection.linger_until:
             return
         self._read(connection)
-        if not (connection.closed or connection.has_work() or connection.reader.pending_bytes):
-            self._drop(connection)
+        if connection.closed or connection.has_work() or connection.linger_until or connection.reader.pending_bytes:
+            return
+        self._drop(connection)
 
     def _close_all(self) -> None:
         self._pause_accepting()
         self._listener.close()
         for connection in list(self._connections):
-            self._drop(connection)
+            self._guard(connection, self._drop)
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchpipe_py import InvalidRequest, NoResult
+from torchpipe_py.errors import nearest
+
+# Data types that PyTorch and NumPy share; only these cross the wire.
+DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
@@ -61,20 +66,24 @@ def is_label_and_score(value: Any) -> bool:
         isinstance(value, tuple)
         and len(value) == 2
         and isinstance(value[0], (str, int))
-        and isinstance(value[1], (int, float))
+        and isinstance(value[1], (int, float, np.number))
     )
 
 
 def _to_tensor(tensor: Any) -> torch.Tensor:
-    try:
-        dtype = np.dtype(tensor.dtype).newbyteorder("<")
-        array = np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
-        return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"tensor of dtype {tensor.dtype!r} and shape {tensor.shape}: {error}") from None
+    if tensor.dtype not in DTYPES:
+        raise InvalidRequest(f"tensor of dtype {tensor.dtype[:40]!r}; {nearest(tensor.dtype[:40], DTYPES)}")
+    dtype, shape = np.dtype(tensor.dtype), tuple(tensor.shape)
+    wanted = math.prod(shape) * dtype.itemsize
+    if any(size < 0 for size in shape) or len(shape) > 32 or wanted != len(tensor.data):
+        raise InvalidRequest(f"tensor of dtype {dtype} and shape {shape[:32]}: {len(tensor.data)} bytes do not fit")
+    array = np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape)
+    return torch.from_numpy(array.astype(dtype))
 
 
 def _from_array(idl: Any, value: Any) -> Any:
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    if array.dtype.name not in DTYPES:
+        raise NoResult(f"an array of {array.dtype} has no form on the wire")
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())

@@ -1,0 +1,124 @@
+"""What every test may use: small images and models, fake backends, and the check that no thread is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from torchpipe_py import register_backend, registry
+
+Register = Callable[[type], str]
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """A test that leaves a thread of a pipe behind fails; nothing is closed for it."""
+    before = set(threading.enumerate())
+    yield
+    left = [one.name for one in threading.enumerate() if one.name.startswith("torchpipe-") and one not in before]
+    assert left == []
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Registers a backend class for this test, under a name that no other has; returns the name."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+
+    def register_unique(cls: type) -> str:
+        name = f"{cls.__name__}{next(_numbers)}"
+        register_backend(cls, name)
+        return name
+
+    return register_unique
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """A smooth colorful Mat, the same for the same arguments."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (max(2, height // 25), max(2, width // 25), 3), np.uint8)
+    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+
+
+def encode(mat: np.ndarray, extension: str = ".jpg", *options: int) -> bytes:
+    done, encoded = cv2.imencode(extension, mat, options)
+    assert done
+    return encoded.tobytes()
+
+
+@pytest.fixture(scope="session")
+def jpeg() -> bytes:
+    """500×375, quality 90."""
+    return encode(picture(375, 500), ".jpg", cv2.IMWRITE_JPEG_QUALITY, 90)
+
+
+def save_model(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: dict[str, list[int | str]],
+    outputs: dict[str, list[int | str]],
+    constants: dict[str, np.ndarray] | None = None,
+    dtype: int = TensorProto.FLOAT,
+) -> str:
+    """Write an ONNX model; ``inputs`` and ``outputs`` give dimensions by name, a string is a free one."""
+    graph = helper.make_graph(
+        nodes,
+        "test",
+        [helper.make_tensor_value_info(name, dtype, dims) for name, dims in inputs.items()],
+        [helper.make_tensor_value_info(name, dtype, dims) for name, dims in outputs.items()],
+        [numpy_helper.from_array(value, name) for name, value in (constants or {}).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    onnx.checker.check_model(model)
+    onnx.save(model, str(path))
+    return str(path)
+
+
+def _classifier(path: Path, dims: list[int | str]) -> str:
+    rng = np.random.default_rng(7)
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel"], ["conv"], pads=[1, 1, 1, 1]),
+        helper.make_node("GlobalAveragePool", ["conv"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "weight", "bias"], ["y"]),
+    ]
+    constants = {
+        "kernel": rng.normal(0, 0.05, (4, 3, 3, 3)).astype(np.float32),
+        "weight": rng.normal(0, 1, (4, 5)).astype(np.float32),
+        "bias": rng.normal(0, 1, 5).astype(np.float32),
+    }
+    return save_model(path, nodes, {"x": dims}, {"y": [dims[0], 5]}, constants)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def classifier(models: Path) -> str:
+    """N×3×H×W to N×5."""
+    return _classifier(models / "classifier.onnx", ["N", 3, "H", "W"])
+
+
+@pytest.fixture(scope="session")
+def fixed_batch(models: Path) -> str:
+    """2×3×8×8 to 2×5, and no other batch."""
+    return _classifier(models / "fixed_batch.onnx", [2, 3, 8, 8])
+
+
+@pytest.fixture(scope="session")
+def sum_and_difference(models: Path) -> str:
+    """a and b, N×2, to a+b and a-b."""
+    nodes = [helper.make_node("Add", ["a", "b"], ["sum"]), helper.make_node("Sub", ["a", "b"], ["difference"])]
+    both: dict[str, list[int | str]] = {"a": ["N", 2], "b": ["N", 2]}
+    return save_model(models / "sum_and_difference.onnx", nodes, both, {"sum": ["N", 2], "difference": ["N", 2]})

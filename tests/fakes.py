@@ -1,0 +1,96 @@
+"""Backends that tests steer, and waits that fail instead of hanging."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+from torchpipe_py import Backend
+
+WAIT = 30.0
+"""Seconds after which something that must happen counts as not happening."""
+
+
+class Gate:
+    """A backend that blocks in ``forward`` until the gate opens; ``batches`` holds the data of each call.
+
+    Leaving ``with gate`` opens it, so that a failing test does not hang in ``close``.
+    """
+
+    def __init__(self, most: int = 1, blocks: Callable[[Any], bool] = lambda data: True) -> None:
+        gate = self
+        self.batches: list[list[Any]] = []
+        self.opened = threading.Event()
+        self.arrived = threading.Event()
+        """Set when a leader has taken a request for its batch."""
+        self._entered = threading.Semaphore(0)
+
+        class Gated(Backend):
+            """Result is data, once the gate is open."""
+
+            def forward(self, items: list[dict[str, Any]]) -> None:
+                gate.batches.append([item["data"] for item in items])
+                if any(blocks(item["data"]) for item in items):
+                    gate._entered.release()
+                    assert gate.opened.wait(WAIT)
+                for item in items:
+                    item["result"] = item["data"]
+
+            def batch_key(self, item: dict[str, Any]) -> Hashable:
+                gate.arrived.set()
+                return super().batch_key(item)
+
+            def max(self) -> int:
+                return most
+
+        self.backend = Gated
+
+    def wait_entered(self, count: int = 1) -> None:
+        """Wait until ``count`` further calls block."""
+        for _ in range(count):
+            assert self._entered.acquire(timeout=WAIT)
+
+    def open(self) -> None:
+        self.opened.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.open()
+
+
+def outcome(future: Future[Any]) -> Any:
+    """The future's result; its error raised."""
+    return future.result(WAIT)
+
+
+def error_of(future: Future[Any]) -> BaseException | None:
+    return future.exception(WAIT)
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Run ``work(index)`` in ``count`` threads at once, and raise the first error."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(WAIT)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * WAIT)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

@@ -1,0 +1,342 @@
+"""A server in this process or in another one, and clients that share no code with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fakes import WAIT
+from thrift.protocol.TBinaryProtocol import TBinaryProtocol
+from thrift.protocol.TCompactProtocol import TCompactProtocol
+from thrift.Thrift import TApplicationException, TMessageType, TType
+from thrift.transport.TSocket import TSocket
+from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
+from torchpipe_server.handler import InferenceHandler
+from torchpipe_server.idl import load_idl
+from torchpipe_server.options import Options
+from torchpipe_server.server import Server
+
+from torchpipe_py import pipe
+
+ROOT = Path(__file__).parents[2]
+DEMO = "configs/demo.toml"
+IDL = load_idl()
+FRAMINGS = [(framed, compact) for framed in (False, True) for compact in (False, True)]
+BINARY_CALL = 0x80010001
+BINARY = 18  # how thriftpy2's specs tell `binary` from `string`
+
+
+def eventually(is_true: Callable[[], object], what: str = "it does not come true", seconds: float = WAIT) -> None:
+    """Wait until `is_true()`, for a bounded time."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+# -- servers --------------------------------------------------------------------------------------------------------
+
+
+class LocalServer:
+    """A `Server` on a loopback socket and a thread of this process."""
+
+    def __init__(self, run: Any, listener: Any = None, **options: Any) -> None:
+        listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = listener.getsockname()[1]
+        settings = {"host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options}
+        self.run = run
+        self.server = Server(listener, InferenceHandler(run, IDL), Options(config="test", **settings))
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    def _serve(self) -> None:
+        try:
+            self.server.serve()
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> LocalServer:
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.server.stop()
+        self.thread.join(WAIT)
+        if error is None:
+            assert not self.thread.is_alive(), "the server does not stop"
+            assert self.error is None, f"the I/O thread died of {self.error!r}"
+
+
+@contextmanager
+def serving(config: Any, **options: Any) -> Iterator[LocalServer]:
+    """A pipe and its server; `config` is what `pipe` takes, or the name of one backend."""
+    config = {"node": {"backend": config}} if isinstance(config, str) and not config.endswith(".toml") else config
+    with pipe(config) as run, LocalServer(run, **options) as server:
+        yield server
+
+
+class Process:
+    """`python -m torchpipe_server` in a process of its own."""
+
+    def __init__(self, *args: str, config: str = DEMO, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "torchpipe_server", config, "--host", "127.0.0.1", "--port", "0", *args]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+        self._stderr: list[str] = []
+        self._reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._reader.start()
+        self.port = 0
+
+    def _read_stderr(self) -> None:
+        self._stderr.extend(self.process.stderr)
+
+    def wait_started(self) -> Process:
+        line = self.process.stdout.readline()
+        found = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)$", line.strip())
+        assert found, f"{line!r} {self.stderr}"
+        self.port = int(found[1])
+        assert int(found[2]) == self.pid
+        return self
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = WAIT) -> int:
+        """The exit code."""
+        code = self.process.wait(seconds)
+        self._reader.join(WAIT)
+        return code
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self._stderr)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+# -- the Apache Thrift library, driven by the IDL -------------------------------------------------------------------
+
+
+def _inner(spec: Any) -> tuple[int, Any]:
+    ttype, inner = spec if isinstance(spec, tuple) else (spec, None)
+    return ttype, inner
+
+
+def write_value(protocol: Any, ttype: int, spec: Any, value: Any) -> None:
+    if ttype == TType.STRUCT:
+        write_struct(protocol, value)
+    elif ttype == TType.LIST:
+        inner, inner_spec = _inner(spec)
+        protocol.writeListBegin(TType.STRING if inner == BINARY else inner, len(value))
+        for item in value:
+            write_value(protocol, inner, inner_spec, item)
+        protocol.writeListEnd()
+    elif ttype == TType.MAP:
+        (key, key_spec), (held, held_spec) = _inner(spec[0]), _inner(spec[1])
+        protocol.writeMapBegin(key, held, len(value))
+        for name, item in value.items():
+            write_value(protocol, key, key_spec, name)
+            write_value(protocol, held, held_spec, item)
+        protocol.writeMapEnd()
+    else:
+        kind = {BINARY: "Binary", TType.STRING: "String", TType.I32: "I32", TType.I64: "I64", TType.DOUBLE: "Double"}
+        getattr(protocol, "write" + kind[ttype])(value)
+
+
+def write_struct(protocol: Any, value: Any) -> None:
+    protocol.writeStructBegin(type(value).__name__)
+    for number, (ttype, name, *rest) in type(value).thrift_spec.items():
+        field = getattr(value, name)
+        if field is not None:
+            protocol.writeFieldBegin(name, TType.STRING if ttype == BINARY else ttype, number)
+            write_value(protocol, ttype, rest[0], field)
+            protocol.writeFieldEnd()
+    protocol.writeFieldStop()
+    protocol.writeStructEnd()
+
+
+def read_value(protocol: Any, ttype: int, spec: Any) -> Any:
+    if ttype == TType.STRUCT:
+        return read_struct(protocol, spec)
+    if ttype == TType.LIST:
+        _, size = protocol.readListBegin()
+        items = [read_value(protocol, *_inner(spec)) for _ in range(size)]
+        protocol.readListEnd()
+        return items
+    if ttype == TType.MAP:
+        _, _, size = protocol.readMapBegin()
+        pairs = {}
+        for _ in range(size):
+            key = read_value(protocol, *_inner(spec[0]))
+            pairs[key] = read_value(protocol, *_inner(spec[1]))
+        protocol.readMapEnd()
+        return pairs
+    kind = {BINARY: "Binary", TType.STRING: "String", TType.I32: "I32", TType.I64: "I64", TType.DOUBLE: "Double"}
+    return getattr(protocol, "read" + kind[ttype])()
+
+
+def read_struct(protocol: Any, cls: type) -> Any:
+    made = cls()
+    protocol.readStructBegin()
+    while True:
+        _, wire, number = protocol.readFieldBegin()
+        if wire == TType.STOP:
+            break
+        ttype, name, *rest = cls.thrift_spec[number]
+        assert wire == (TType.STRING if ttype == BINARY else ttype)
+        setattr(made, name, read_value(protocol, ttype, rest[0]))
+        protocol.readFieldEnd()
+    protocol.readStructEnd()
+    return made
+
+
+class Client:
+    """A client made of the Apache Thrift library; `send` and `receive` apart, so that calls can be pipelined."""
+
+    def __init__(self, port: int, framed: bool = False, compact: bool = False, timeout: float = WAIT) -> None:
+        self._socket = TSocket("127.0.0.1", port)
+        self._socket.setTimeout(timeout * 1000)
+        self._transport = TFramedTransport(self._socket) if framed else TBufferedTransport(self._socket)
+        self._protocol = TCompactProtocol(self._transport) if compact else TBinaryProtocol(self._transport)
+        self._seqid = 0
+        self._transport.open()
+
+    @property
+    def sock(self) -> socket.socket:
+        return self._socket.handle
+
+    def send(self, method: str, **args: Any) -> int:
+        self._seqid += 1
+        self._protocol.writeMessageBegin(method, TMessageType.CALL, self._seqid)
+        args_type = getattr(IDL.InferenceService, method + "_args", IDL.InferenceService.ping_args)
+        write_struct(self._protocol, args_type(**args))
+        self._protocol.writeMessageEnd()
+        self._transport.flush()
+        return self._seqid
+
+    def receive(self, seqid: int | None = None) -> Any:
+        """The next answer; an error that it carries is raised."""
+        name, kind, found = self._protocol.readMessageBegin()
+        assert seqid is None or found == seqid
+        if kind == TMessageType.EXCEPTION:
+            error = TApplicationException()
+            error.read(self._protocol)
+            self._protocol.readMessageEnd()
+            raise error
+        assert kind == TMessageType.REPLY
+        result = read_struct(self._protocol, getattr(IDL.InferenceService, name + "_result"))
+        self._protocol.readMessageEnd()
+        if getattr(result, "error", None) is not None:
+            raise result.error
+        return getattr(result, "success", None)
+
+    def call(self, method: str, **args: Any) -> Any:
+        return self.receive(self.send(method, **args))
+
+    def ping(self) -> None:
+        assert self.call("ping") is None
+
+    def send_batch(self, data: bytes) -> int:
+        return self.send("infer_batch", params=IDL.InferenceParams(uuid="test", data=data))
+
+    def infer_batch(self, data: bytes) -> tuple[str, float]:
+        result = self.receive(self.send_batch(data))
+        return result.label, result.score
+
+    def infer_many(self, items: list[bytes], deadline_ms: int | None = None) -> list[Any]:
+        params = [IDL.InferenceParams(uuid="test", data=item) for item in items]
+        return self.call("infer_many", params=params, deadline_ms=deadline_ms)
+
+    def send_infer(self, inputs: dict[str, Any], **options: Any) -> int:
+        return self.send("infer", request=IDL.InferRequest(uuid="test", inputs=inputs, **options))
+
+    def infer(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        answer = self.receive(self.send_infer(inputs, **options))
+        assert answer.uuid == "test"
+        return answer.outputs
+
+    def error_of(self, method: str, **args: Any) -> Any:
+        """The `InferenceError` that the call is answered with."""
+        try:
+            found = self.call(method, **args)
+        except IDL.InferenceError as error:
+            return error
+        raise AssertionError(f"no error but {found!r}")
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+# -- bytes by hand --------------------------------------------------------------------------------------------------
+
+
+def pack_call(name: str, body: bytes = b"\0", seqid: int = 1) -> bytes:
+    """A call in the binary protocol; `body` is the arguments struct."""
+    encoded = name.encode()
+    return struct.pack(">II", BINARY_CALL, len(encoded)) + encoded + struct.pack(">i", seqid) + body
+
+
+def pack_string(number: int, value: bytes) -> bytes:
+    return struct.pack(">bhI", 11, number, len(value)) + value
+
+
+def pack_batch(data: bytes, seqid: int = 1) -> bytes:
+    params = pack_string(1, b"raw") + pack_string(2, data) + b"\0"
+    return pack_call("infer_batch", struct.pack(">bh", 12, 1) + params + b"\0", seqid)
+
+
+def pack_infer(text: bytes, seqid: int = 1) -> bytes:
+    value = pack_string(2, text) + b"\0"
+    inputs = struct.pack(">bhbbi", 13, 2, 11, 12, 1) + struct.pack(">I", 4) + b"data" + value
+    return pack_call("infer", struct.pack(">bh", 12, 1) + pack_string(1, b"u") + inputs + b"\0\0", seqid)
+
+
+def framed(message: bytes) -> bytes:
+    return struct.pack(">I", len(message)) + message
+
+
+def connect(port: int, timeout: float = WAIT) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes; a reset counts as such, a timeout does not."""
+    received = b""
+    try:
+        while piece := sock.recv(65536):
+            received += piece
+    except ConnectionError:
+        pass
+    return received

@@ -1,0 +1,649 @@
+"""Clients that send too much, too slowly, nonsense, or do not listen, while others are served."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torchpipe_server.connection
+import torchpipe_server.server
+from conftest import Register
+from fakes import WAIT, Gate
+from service import (
+    IDL,
+    Client,
+    LocalServer,
+    Process,
+    connect,
+    eventually,
+    framed,
+    pack_batch,
+    pack_call,
+    pack_infer,
+    read_all,
+    serving,
+)
+from thrift.Thrift import TApplicationException
+
+from torchpipe_py import Backend
+
+KIBIBYTE = 1024
+LIMIT = 64 * KIBIBYTE
+
+
+class Length(Backend):
+    """(label, score): the data's length."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            item["result"] = (str(len(item["data"])), 1.0)
+
+
+@pytest.fixture
+def length(register: Register) -> str:
+    return register(Length)
+
+
+def batch_of(size: int) -> bytes:
+    """An infer_batch message of exactly so many bytes."""
+    return pack_batch(b"x" * (size - len(pack_batch(b""))))
+
+
+def assert_dies(sock: socket.socket) -> bytes:
+    """The server closes the connection; what it said before."""
+    sock.settimeout(WAIT)
+    return read_all(sock)
+
+
+def assert_typed_error(reply: bytes, code: bytes) -> None:
+    assert reply[:4] == b"\x80\x01\x00\x02", reply
+    assert struct.pack(">I", len(code)) + code in reply
+
+
+# -- size -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_message_is_served(length):
+    with serving(length, max_message_bytes=LIMIT) as server:
+        for wrap in (bytes, framed):
+            with connect(server.port) as sock:
+                sock.sendall(wrap(batch_of(LIMIT)))
+                assert sock.recv(4)
+            with connect(server.port) as sock:
+                sock.sendall(wrap(batch_of(LIMIT + 1)))
+                reply = assert_dies(sock)
+                assert_typed_error(reply[4:] if wrap is framed else reply, b"too_large")
+
+
+def test_the_default_limit(length):
+    with serving(length) as server, Client(server.port, framed=True) as client:
+        size = 16 * KIBIBYTE**2
+        client.sock.sendall(framed(batch_of(size)))
+        assert client.receive().label == str(size - len(pack_batch(b"")))
+        client.sock.sendall(framed(batch_of(size + 1)))
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive()
+        assert caught.value.code == "too_large"
+
+
+@pytest.mark.parametrize("wrap", [bytes, framed], ids=["buffered", "framed"])
+def test_too_large_is_said_while_the_client_still_sends(length, wrap):
+    """The client blocks in send far beyond the limit, and only then reads."""
+    message = wrap(batch_of(400 * LIMIT))
+    with serving(length, max_message_bytes=LIMIT) as server, connect(server.port) as sock, Client(server.port) as other:
+        sock.sendall(message)
+        reply = read_all(sock)
+        assert_typed_error(reply[4:] if wrap is framed else reply, b"too_large")
+        other.ping()
+
+
+def test_too_large_is_said_though_the_frames_length_comes_alone(length):
+    """As clients send it that write the four bytes first."""
+    message = framed(batch_of(2 * LIMIT))
+    with serving(length, max_message_bytes=LIMIT) as server, connect(server.port) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(message[:4])
+        sock.settimeout(0.3)  # enough for a server that closes; one that waits for the header is right
+        with pytest.raises(TimeoutError):
+            assert sock.recv(1), "closed without a word"
+        sock.settimeout(WAIT)
+        sock.sendall(message[4:])
+        assert_typed_error(read_all(sock)[4:], b"too_large")
+
+
+def test_requests_before_the_one_that_is_too_large_are_answered(length):
+    with serving(length, max_message_bytes=LIMIT) as server, Client(server.port) as client:
+        client.sock.sendall(pack_batch(b"abc", 1) + pack_call("ping", seqid=2) + batch_of(LIMIT + 1))
+        assert client.receive(1).label == "3"
+        client.receive(2)
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive()
+        assert caught.value.code == "too_large"
+        assert read_all(client.sock) == b""
+
+
+def test_a_broken_message_behind_a_request_in_work_is_answered_and_closed(register: Register):
+    """The reply of the first finishes on another thread; nothing but that can wake the connection."""
+    gate = Gate()
+    options = {"max_message_bytes": LIMIT, "drain_seconds": 1}
+    with (
+        serving(register(gate.backend), **options) as server,
+        gate,
+        Client(server.port, timeout=5) as client,
+        Client(server.port) as other,
+    ):
+        seqid = client.send_infer({"data": IDL.Value(text="first")})
+        gate.wait_entered()
+        client.sock.sendall(batch_of(LIMIT + 1))
+        other.ping()
+        other.ping()
+        gate.open()
+        assert client.receive(seqid).outputs["result"].text == "first"
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive()
+        assert caught.value.code == "too_large"
+        assert read_all(client.sock) == b""
+
+
+BROKEN_BODIES = {
+    "negative string": struct.pack(">bhi", 11, 1, -1),
+    "huge string": struct.pack(">bhi", 11, 1, 2**31 - 1),
+    "negative list": struct.pack(">bhbi", 15, 1, 12, -5),
+    "huge list": struct.pack(">bhbi", 15, 1, 3, 2**31 - 1),
+    "huge list of nothing": struct.pack(">bhbi", 15, 1, 12, 2**20) + b"\0" * 2**20,
+    "huge map": struct.pack(">bhbbi", 13, 1, 3, 3, 2**31 - 1),
+    "bad type": struct.pack(">bh", 99, 1),
+    "too deep": struct.pack(">bh", 12, 1) * 65 + b"\0" * 66,
+    "very deep": struct.pack(">bh", 12, 1) * 20000,
+    "deep lists": struct.pack(">bh", 15, 1) + struct.pack(">bi", 15, 1) * 5000,
+}
+
+
+@pytest.mark.parametrize("body", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
+@pytest.mark.parametrize("method", ["infer_batch", "ping", "no_such_method"])
+def test_broken_bodies_are_answered_by_name_and_closed(length, body, method):
+    with serving(length) as server, connect(server.port) as sock, Client(server.port) as other:
+        sock.sendall(pack_call(method, body))
+        reply = assert_dies(sock)
+        assert reply[:3] == b"\x80\x01\x00"
+        assert reply[3] == (2 if method == "infer_batch" else 3)
+        other.ping()
+
+
+def test_the_deepest_message_is_served(length):
+    """64 structs, the arguments the first, in a field that nobody knows."""
+    with serving(length) as server, Client(server.port) as client:
+        client.sock.sendall(pack_call("ping", struct.pack(">bh", 12, 9) * 63 + b"\0" * 64))
+        client.receive(1)
+
+
+HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(range(256))
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": HELLO,
+    "zeros": b"\0" * 100,
+    "ones": b"\xff" * 100,
+    "text": b"hello, world\r\n",
+    "huge frame": b"\x7f\xff\xff\xff\x80\x01\0\x01\0\0\0\x04ping",
+    "negative frame": b"\xff\xff\xff\xf0\x80\x01\0\x01",
+    "empty name": struct.pack(">III", 0x80010001, 0, 1) + b"\0",
+    "reply": b"\x80\x01\0\x02" + pack_call("ping")[4:],
+    "empty frame": framed(pack_call("ping")) + b"\0\0\0\0",
+    "frame with more": framed(pack_call("ping") + b"\0"),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_closes_only_its_own_connection(length, data):
+    with serving(length) as server, connect(server.port) as sock, Client(server.port) as other:
+        sock.sendall(data)
+        assert_dies(sock)
+        assert other.infer_batch(b"abc") == ("3", 1.0)
+
+
+def test_random_bytes_and_mutated_messages_harm_nobody(length):
+    rng = random.Random(11)
+    whole = pack_batch(b"data") + pack_call("ping") + pack_call("infer", struct.pack(">bh", 12, 1) + b"\0\0")
+    with serving(length) as server, Client(server.port) as other:
+        for round_ in range(300):
+            data = bytearray(whole)
+            for _ in range(rng.randint(1, 6)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            wrapped = framed(bytes(data)) if round_ % 2 else bytes(data)
+            with connect(server.port) as sock:
+                sock.sendall(rng.randbytes(60) if round_ % 10 == 0 else wrapped)
+            if round_ % 20 == 0:
+                assert other.infer_batch(b"abc") == ("3", 1.0)
+        assert other.infer_batch(b"abc") == ("3", 1.0)
+        eventually(lambda: len(server.server._connections) == 1)
+    assert server.error is None
+
+
+# -- speed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [bytes, framed], ids=["buffered", "framed"])
+def test_one_byte_at_a_time_finishes(length, wrap):
+    with serving(length) as server, Client(server.port, framed=wrap is framed) as client:
+        client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in wrap(pack_batch(b"abc") + b"") + wrap(pack_call("ping", seqid=2)):
+            client.sock.sendall(bytes([byte]))
+        assert client.receive(1).label == "3"
+        client.receive(2)
+
+
+def test_a_message_that_never_ends_is_refused(length):
+    with serving(length, message_seconds=0.3) as server, connect(server.port) as silent, connect(server.port) as mute:
+        mute.sendall(pack_batch(b"abc")[:5])  # not even a name
+        silent.sendall(pack_batch(b"abc")[:-1])
+        assert_typed_error(assert_dies(silent), b"too_slow")
+        assert assert_dies(mute) == b""
+
+
+def test_a_trickle_is_refused_as_well(length):
+    """Bytes that keep coming do not restart the clock of a message."""
+    with serving(length, message_seconds=0.3) as server, connect(server.port) as sock:
+        sock.sendall(pack_batch(b"x" * 100_000)[:100])
+        reply = b""
+        sock.settimeout(0.02)
+        deadline = time.monotonic() + WAIT
+        while not reply and time.monotonic() < deadline:
+            sock.sendall(b"x")
+            try:
+                reply = sock.recv(4096)
+            except TimeoutError:
+                continue
+        assert_typed_error(reply, b"too_slow")
+
+
+def test_waiting_for_a_busy_pipe_is_not_the_clients_slowness(register: Register):
+    """The server stops reading at 64 waiting requests; what it does not read is not late."""
+    gate = Gate(blocks=lambda data: data == b"block")
+    with serving(register(gate.backend), message_seconds=0.3) as server, gate, Client(server.port) as client:
+        count = 100
+        requests = [pack_call("ping", seqid=index + 2) for index in range(count)]
+        client.sock.sendall(pack_batch(b"block", 1))
+        gate.wait_entered()
+        client.sock.sendall(b"".join(requests)[:-1])
+        wait_ticks(server, 3)
+        client.sock.sendall(requests[-1][-1:])
+        gate.open()
+        with pytest.raises(IDL.InferenceError):
+            client.receive(1)
+        for index in range(count):
+            client.receive(index + 2)
+
+
+def wait_ticks(server: LocalServer, count: int) -> None:
+    """Wait until the server's clock has enforced its limits so many times."""
+    for _ in range(count):
+        last = server.server._next_tick
+        eventually(lambda last=last: server.error or server.server._next_tick > last)
+        assert server.error is None, f"the I/O thread died of {server.error!r}"
+
+
+class Large(Backend):
+    """Answers a mebibyte, and counts."""
+
+    started = 0
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            type(self).started += 1
+            item["result"] = b"r" * 2**20
+
+
+@pytest.fixture
+def large(register: Register) -> str:
+    Large.started = 0
+    return register(Large)
+
+
+def held_bytes(server: LocalServer) -> int:
+    return sum(len(one.unsent or b"") for one in list(server.server._connections))
+
+
+def narrow(port: int) -> socket.socket:
+    """A connection with a small receive buffer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(WAIT)
+    sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def test_a_client_that_does_not_read_is_not_computed_for(large):
+    """Replies pile up in the server only as far as one does not fit the socket."""
+    with serving(large, message_seconds=60) as server, narrow(server.port) as sock, Client(server.port) as other:
+        sock.sendall(b"".join(pack_infer(b"x", index) for index in range(60)))
+        eventually(lambda: held_bytes(server) > 0)
+        for _ in range(50):
+            other.ping()
+        wait_ticks(server, 1)
+        assert Large.started < 20, f"{Large.started} computed, {held_bytes(server)} bytes held"
+        received = 0
+        while received < 60 * 2**20:  # and all of it arrives when it reads at last
+            piece = sock.recv(2**20)
+            assert piece
+            received += len(piece)
+
+
+def test_a_client_that_does_not_read_is_dropped(large):
+    with serving(large, message_seconds=0.3) as server, narrow(server.port) as sock:
+        sock.sendall(b"".join(pack_infer(b"x", index) for index in range(20)))
+        eventually(lambda: Large.started)
+        eventually(lambda: not server.server._connections, "still there")
+
+
+def test_a_client_that_does_not_read_but_keeps_sending_is_dropped(length):
+    """Small replies without end; each must not renew the client's time."""
+    pings = pack_call("no_such_method" * 10) * 200
+    with serving(length, message_seconds=0.5) as server, narrow(server.port) as sock:
+        sock.settimeout(0.1)
+        most = 0
+        deadline = time.monotonic() + 15
+        try:
+            while time.monotonic() < deadline:
+                most = max(most, held_bytes(server))
+                assert most < 4 * 2**20, f"{most} bytes held for a client that reads nothing"
+                try:
+                    sock.sendall(pings)
+                except TimeoutError:
+                    continue
+            raise AssertionError("not dropped")
+        except ConnectionError:
+            pass
+
+
+def test_a_reader_by_the_byte_gets_everything(large):
+    with serving(large) as server, narrow(server.port) as sock:
+        sock.sendall(pack_infer(b"x") + pack_call("ping", seqid=2))
+        reply = b""
+        while len(reply) < 2**20:
+            reply += sock.recv(3000)
+        while not reply.endswith(pack_call("ping", seqid=2)[4:]):
+            reply += sock.recv(3000)
+        assert reply.count(b"r" * 2**20) == 1
+
+
+# -- connections ----------------------------------------------------------------------------------------------------
+
+
+def assert_overloaded(client: Client) -> None:
+    error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=b"abc"))
+    assert error.code == "overloaded"
+    assert error.retry_after_ms >= 1
+
+
+def test_the_connection_beyond_the_limit_is_told_and_a_freed_place_is_usable(length):
+    with serving(length, max_connections=2) as server:
+        first, second = Client(server.port), Client(server.port)
+        first.ping()
+        second.ping()
+        for _ in range(3):
+            with Client(server.port) as third:
+                assert_overloaded(third)
+                assert read_all(third.sock) == b""
+        first.close()
+        eventually(lambda: len(server.server._connections) == 1)
+        with Client(server.port) as third:
+            assert third.infer_batch(b"abc") == ("3", 1.0)
+        second.close()
+
+
+def test_refused_connections_do_not_take_the_places_of_served_ones(length):
+    """Clients that were told 'overloaded' and have not closed yet."""
+    with serving(length, max_connections=2) as server:
+        clients = [Client(server.port) for _ in range(5)]
+        for client in clients[:2]:
+            client.ping()
+        assert_overloaded(clients[2])  # lingers; the others have said nothing so far
+        clients[0].close()
+        eventually(lambda: len(server.server._connections) <= 4)
+        with Client(server.port) as late:
+            late.send_batch(b"abc")
+            for client in clients:
+                client.close()
+            assert late.receive().label == "3"
+
+
+def test_ping_and_unknown_methods_beyond_the_limit_are_answered_and_closed(length):
+    with serving(length, max_connections=1) as server, Client(server.port) as first:
+        first.ping()
+        for method in ("ping", "no_such_method"):
+            with Client(server.port, timeout=5) as second:
+                with pytest.raises(TApplicationException):
+                    second.call(method)
+                assert read_all(second.sock) == b""
+
+
+def test_connections_far_beyond_the_limit_are_closed(length):
+    with serving(length, max_connections=1) as server, Client(server.port) as first:
+        first.ping()
+        rest = [connect(server.port) for _ in range(200)]
+        first.ping()
+        eventually(lambda: len(server.server._connections) <= 129)
+        for sock in rest:
+            sock.close()
+        eventually(lambda: len(server.server._connections) == 1)
+        first.ping()
+
+
+def test_two_hundred_abandoned_connections_leave_nothing(register: Register):
+    gate = Gate(blocks=lambda data: data == b"block")
+    with serving(register(gate.backend)) as server, gate, Client(server.port) as client:
+        client.send_batch(b"block")
+        gate.wait_entered()
+        process = psutil.Process()
+        descriptors, threads = process.num_fds(), threading.active_count()
+        for index in range(200):
+            with connect(server.port) as sock:
+                if index % 4 == 1:
+                    sock.sendall(pack_batch(b"x")[:20])
+                elif index % 4 == 2:
+                    sock.sendall(pack_batch(b"x") * 3)
+                elif index % 4 == 3:
+                    sock.sendall(pack_batch(b"x"))
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        eventually(lambda: len(server.server._connections) == 1)
+        eventually(lambda: server.run.stats()["inflight"] == 1)
+        eventually(lambda: process.num_fds() <= descriptors, "descriptors are left")
+        assert threading.active_count() == threads
+        gate.open()
+
+
+def test_connections_reset_before_they_are_accepted(length):
+    """The server starts after they are gone."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    for _ in range(20):
+        sock = connect(listener.getsockname()[1])
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    with LocalServer(None, listener) as server, Client(server.port) as client:
+        client.ping()
+        eventually(lambda: len(server.server._connections) == 1)
+
+
+class Clock:
+    """A monotonic clock that tests set forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(torchpipe_server.server, "monotonic", made)
+    monkeypatch.setattr(torchpipe_server.connection, "monotonic", made)
+    return made
+
+
+def test_silent_connections_are_closed_after_idle_seconds(length, clock):
+    with serving(length, idle_seconds=100) as server, Client(server.port) as silent, Client(server.port) as busy:
+        silent.ping()
+        clock.ahead = 99
+        busy.ping()
+        wait_ticks(server, 1)
+        clock.ahead = 101
+        busy.ping()
+        assert read_all(silent.sock) == b""
+        busy.ping()
+
+
+def test_a_client_is_not_idle_while_it_waits_for_its_answer(register: Register, clock):
+    gate = Gate()
+    with serving(register(gate.backend), idle_seconds=100) as server, gate, Client(server.port) as client:
+        seqid = client.send_infer({"data": IDL.Value(text="long")})
+        gate.wait_entered()
+        clock.ahead = 200
+        wait_ticks(server, 1)
+        gate.open()
+        client.receive(seqid)
+        wait_ticks(server, 2)
+        client.ping()
+
+
+# -- what must not end the I/O thread -------------------------------------------------------------------------------
+
+
+class FailingListener:
+    """A listener whose `accept` fails with each of the errors once, then works."""
+
+    def __init__(self, errors: list[int]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._errors = errors
+
+    def accept(self) -> Any:
+        if self._errors:
+            number = self._errors.pop()
+            raise OSError(number, os.strerror(number))
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+@pytest.mark.parametrize("number", [errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EMFILE])
+def test_an_error_of_accept_does_not_end_the_server(number):
+    """accept(2): pending network errors of the new socket are returned as its own."""
+    with LocalServer(None, FailingListener([number])) as server, Client(server.port, timeout=10) as client:
+        client.ping()
+
+
+def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch):
+    feed = torchpipe_server.server.MessageReader.feed
+
+    def failing(self: Any, data: bytes) -> Any:
+        if b"poison" in data:
+            raise RuntimeError("a defect")
+        return feed(self, data)
+
+    monkeypatch.setattr(torchpipe_server.server.MessageReader, "feed", failing)
+    with serving(length) as server, Client(server.port) as other:
+        other.ping()
+        with connect(server.port) as sock:
+            sock.sendall(b"poison")
+            assert_dies(sock)
+        other.ping()
+
+
+class BadTicket:
+    """A ticket whose `cancel` fails."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self.deadline = deadline
+
+    def cancel(self, error: BaseException | None = None) -> bool:
+        raise RuntimeError("a defect")
+
+
+class BadTickets:
+    def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
+        return BadTicket(None if timeout is None else time.perf_counter() + timeout)
+
+
+@pytest.mark.parametrize("deadline_ms", [None, 1], ids=["disconnect", "deadline"])
+def test_a_ticket_that_fails_to_cancel_does_not_end_the_server(deadline_ms):
+    with LocalServer(BadTickets(), drain_seconds=0.1) as server, Client(server.port) as other:
+        other.ping()
+        with Client(server.port) as client:
+            client.send_infer({"data": IDL.Value(text="x")}, deadline_ms=deadline_ms)
+            client.send("ping")
+            wait_ticks(server, 1)
+        other.ping()
+        wait_ticks(server, 1)
+        other.ping()
+
+
+# -- a process of its own -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Process]:
+    with Process() as process:
+        yield process.wait_started()
+
+
+def cpu_share(pid: int, until: Callable[[], object]) -> float:
+    """CPU seconds per second of the process until `until` returns."""
+    process = psutil.Process(pid)
+    times, began = process.cpu_times(), time.monotonic()
+    until()
+    after = process.cpu_times()
+    return (after.user + after.system - times.user - times.system) / (time.monotonic() - began)
+
+
+def test_an_idle_server_uses_no_cpu(demo):
+    with connect(demo.port) as half, Client(demo.port) as client, connect(demo.port) as refused:
+        client.ping()
+        half.sendall(pack_batch(b"abc")[:10])
+        refused.sendall(GARBAGE["zeros"])
+        assert cpu_share(demo.pid, lambda: threading.Event().wait(1.0)) < 0.2
+
+
+def test_without_descriptors_the_server_waits_and_recovers(demo):
+    with Client(demo.port) as client:
+        client.ping()
+        used = psutil.Process(demo.pid).num_fds()
+        before = resource.prlimit(demo.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(demo.pid, resource.RLIMIT_NOFILE, (used + 5, before[1]))
+        try:
+            rest = [connect(demo.port) for _ in range(20)]
+            client.ping()
+            assert cpu_share(demo.pid, lambda: threading.Event().wait(1.0)) < 0.3
+            client.ping()
+            for sock in rest:
+                sock.close()
+            with Client(demo.port) as other:
+                other.ping()
+        finally:
+            resource.prlimit(demo.pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_malformed_bytes_take_no_memory(demo):
+    process = psutil.Process(demo.pid)
+    with Client(demo.port) as client:
+        client.ping()
+        before = process.memory_info().rss
+        socks = [connect(demo.port) for _ in range(50)]
+        for sock in socks:
+            sock.sendall(framed(pack_call("infer_batch"))[:30].replace(b"\0\0\0\x1c", b"\0\xff\xff\xff"))
+            sock.sendall(pack_call("ping", struct.pack(">bhi", 11, 1, 2**24 - 1000) + b"x"))
+        client.ping()
+        assert process.memory_info().rss - before < 16 * 2**20
+        for sock in socks:
+            sock.close()

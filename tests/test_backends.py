@@ -1,0 +1,393 @@
+"""Names to backends, the contract all of them keep, and those that pass on to others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+from conftest import Register
+
+from torchpipe_py import (
+    Backend,
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    ItemBackend,
+    Param,
+    pipe,
+    register_backend,
+    registry,
+)
+from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.build import plan_nodes
+from torchpipe_py.config import load_config
+from torchpipe_py.graph import build_graph
+from torchpipe_py.values import to_int, to_strings
+
+Data = dict[str, Any]
+
+
+# -- the contract -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted({*registry.BUILT_IN_BACKENDS, *registry.ALIASES}))
+def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str) -> None:
+    cls = registry.find_backend(name)
+    assert cls is not None
+    assert issubclass(cls, Backend)
+    assert cls.__doc__
+    assert cls.__doc__ != Backend.__doc__
+    params = cls.parameters()
+    assert all(param.doc and param.key for param in params.values())
+    samples = {"model": classifier, "color": "rgb", "resize_h": 2, "resize_w": 3, "max_h": 2, "max_w": 3}
+    needed = {param.key: samples[param.key] for param in params.values() if "required" in repr(param.default)}
+    brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
+    spec = load_config({"backend": name + brackets, **needed})
+    backend = plan_nodes(spec, build_graph(spec).roots)["node"].backend.create(BackendConfig())
+    assert {key: getattr(backend, key) for key in params} == dict(backend.params)
+    assert backend.config.label == name + brackets
+    with contextlib.suppress(BackendUnavailable):
+        backend.setup()
+        assert 1 <= backend.min() <= backend.max()
+        hash(backend.batch_key({"data": b"bytes"}))
+    backend.close()
+    backend.close()
+
+
+def test_every_name_of_the_design_is_there() -> None:
+    names = {"Identity", "Sequential", "S", "FirstAvailable", "Python", "DecodeMat", "cvtColorMat", "CvtColorMat"}
+    names |= {"ResizeMat", "PillowResizeMat", "ResizePadMat", "Mat2Tensor", "SyncTensor", "StreamGuard", "TensorSync"}
+    names |= {"Torch", "OnnxTensor", "TensorrtTensor"}
+    assert names <= set(registry.backend_names())
+    assert {"cpu", "SoftmaxCpu", "SoftmaxMax"} <= set(registry.postprocessor_names())
+
+
+def test_identity_is_the_default() -> None:
+    value = object()
+    item: Data = {"data": value, "mine": 1}
+    with pipe({"node": {}}) as p:
+        p(item)
+    assert item == {"data": value, "result": value, "mine": 1}
+
+
+# -- registered classes -------------------------------------------------------------------------------------------
+
+
+class Duck:
+    """Not a Backend; multiplies."""
+
+    def init(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = (item["data"], self.config, len(items))
+
+
+@pytest.mark.parametrize("form", ["{0}", "Python[{0}]", "S[Identity,Python[{0}]]", "SyncTensor[{0}]"])
+def test_a_class_with_init_and_forward(register: Register, form: str) -> None:
+    name = register(Duck)
+    item = {"data": 1}
+    config = {"backend": form.format(name), "a": 1, "b": "x", f"{name}::b": "y", f"{name}::c": [1], "instance_num": 2}
+    with pipe(config) as p:
+        p(item)
+        assert p.max() == 1
+    data, given, count = item["result"]  # type: ignore[misc]
+    assert (data, count) == (1, 1)
+    assert given == {"a": 1, "b": "y", "c": [1]}
+
+
+def test_a_class_with_a_range(register: Register) -> None:
+    class Range(Duck):
+        """Takes up to four."""
+
+        def max(self) -> int:
+            return 4
+
+        def min(self) -> int:
+            return 1
+
+    with pipe({"backend": f"Python[{register(Range)}]"}) as p:
+        assert (p.max(), p.min()) == (4, 1)
+        p([{"data": number} for number in range(5)])
+
+
+def test_a_class_with_forward_alone(register: Register) -> None:
+    closed: list[int] = []
+
+    class Bare:
+        """forward, and a close that is called."""
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                item["result"] = -item["data"]
+
+        def close(self) -> None:
+            closed.append(1)
+
+    item = {"data": 1}
+    with pipe({"backend": register(Bare)}) as p:
+        p(item)
+    assert item["result"] == -1
+    assert closed == [1]
+
+
+def test_a_class_that_raises_in_init(register: Register) -> None:
+    class Fails(Duck):
+        """Fails."""
+
+        def init(self, config: dict[str, Any]) -> None:
+            raise ValueError("no such thing")
+
+    with pytest.raises(BackendError, match=r"config: node 'node': Python\[Fails\d+\]: no such thing"):
+        pipe({"backend": f"Python[{register(Fails)}]"})
+
+
+def test_python_needs_a_registered_name() -> None:
+    with pytest.raises(ConfigError, match="node 'node': key 'backend': no backend 'Nobody'"):
+        pipe({"backend": "Python[Nobody]"})
+
+
+class Shift(ItemBackend):
+    """Adds ``by``, which must be given, and notes the words."""
+
+    by = Param(to_int, doc="how much", low=1, high=9)
+    words = Param(to_strings, ("a",), doc="some words", key="some::words")
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = (item["data"] + self.by, self.words)
+
+
+class ShiftMore(Shift):
+    """Inherits parameters."""
+
+    more = Param(to_int, 100, doc="more")
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = item["data"] + self.by + self.more
+
+
+def test_declared_parameters(register: Register) -> None:
+    name = register(Shift)
+    item: Data = {"data": 1}
+    with pipe({"backend": name, "by": "2", "some::words": "x, y"}) as p:
+        p(item)
+    assert item["result"] == (3, ("x", "y"))
+    for config, problem in (
+        ({}, f"config: node 'node': key 'by': {name} needs it: how much"),
+        ({"by": 10}, "config: node 'node': key 'by': expected at most 9, got 10"),
+        ({"by": 1, "bye": 1}, "config: node 'node': key 'bye': unknown key; did you mean 'by'?"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            pipe({"backend": name, **config})
+        assert str(caught.value) == problem
+
+
+def test_inherited_parameters(register: Register) -> None:
+    item: Data = {"data": 1}
+    with pipe({"backend": register(ShiftMore), "by": 1, "more": 1000}) as p:
+        p(item)
+    assert item["result"] == 1002
+    assert list(ShiftMore.parameters()) == ["by", "words", "more"]
+
+
+@pytest.mark.parametrize("name", ["Identity", "S", "Torch"])
+def test_a_built_in_name_is_taken(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is registered already"):
+        register_backend(Shift, name)
+
+
+def test_a_registered_name_is_taken(register: Register) -> None:
+    name = register(Shift)
+    assert register_backend(Shift, name) is Shift
+    with pytest.raises(ConfigError, match="is registered already"):
+        register_backend(ShiftMore, name)
+
+
+@pytest.mark.usefixtures("register")
+def test_registration_as_a_decorator() -> None:
+    @register_backend
+    class Decorated(Duck):
+        """Named after itself."""
+
+    assert registry.find_backend("Decorated") is Decorated
+
+
+@pytest.mark.parametrize(
+    ("thing", "problem"),
+    [
+        (type("Empty", (), {}), "class Empty has no method 'forward'"),
+        (len, "expected a class"),
+        (3, "expected a class"),
+    ],
+)
+def test_things_that_cannot_be_registered(thing: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        register_backend(thing, "Unusable")
+    assert registry.find_backend("Unusable") is None
+
+
+class FakeEntryPoint:
+    """An installed package's entry in the group ``torchpipe_py.backends``."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def load(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [FakeEntryPoint("Installed", Shift), FakeEntryPoint("NoClass", 3), FakeEntryPoint("Broken", ImportError())]
+
+    def entry_points(group: str) -> list[FakeEntryPoint]:
+        assert group == "torchpipe_py.backends"
+        return points
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    item: Data = {"data": 1}
+    with pipe({"backend": "Installed", "by": 1}) as p:
+        p(item)
+    assert item["result"] == (2, ("a",))
+    with pytest.raises(ConfigError, match=r"did you mean 'Installed'\?"):
+        pipe({"backend": "Instaled"})
+    with pytest.raises(ConfigError, match="NoClass: expected a class, got int"):
+        pipe({"backend": "NoClass"})
+    with pytest.raises(ImportError):
+        pipe({"backend": "Broken"})
+
+
+# -- FirstAvailable -----------------------------------------------------------------------------------------------
+
+
+class Missing(Backend):
+    """Lacks a library."""
+
+    closed = 0
+
+    def setup(self) -> None:
+        raise BackendUnavailable("lacks a library")
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+class Defective(Backend):
+    """Has a bug in setup."""
+
+    closed = 0
+
+    def setup(self) -> None:
+        raise ValueError("a bug")
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+class Batching(ItemBackend):
+    """Takes six."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = "batching"
+
+    def max(self) -> int:
+        return 6
+
+
+def test_the_first_that_can_be_set_up_is_chosen(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+    missing, batching, defective = register(Missing), register(Batching), register(Defective)
+    item: Data = {"data": 1}
+    before = Missing.closed
+    with (
+        caplog.at_level(logging.INFO, "torchpipe_py"),
+        pipe({"backend": f"FirstAvailable[{missing},{batching},{defective}]", "instance_num": 3}) as p,
+    ):
+        p(item)
+        assert p.max() == 6
+    assert item["result"] == "batching"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"FirstAvailable[{missing},{batching},{defective}]: using {batching} ({missing}: lacks a library)"
+    )
+    assert Missing.closed == before + 3
+
+
+def test_a_defect_is_no_reason_to_go_on(register: Register) -> None:
+    before = Defective.closed
+    with pytest.raises(BackendError, match="a bug"):
+        pipe({"backend": f"FirstAvailable[{register(Defective)},Identity]"})
+    assert Defective.closed == before + 1
+
+
+def test_none_available(register: Register) -> None:
+    name = register(Missing)
+    with pytest.raises(BackendUnavailable) as caught:
+        pipe({"backend": f"FirstAvailable[{name},S[Identity,{name}]]"})
+    for part in ("none is available", f"{name}: lacks a library", f"S[Identity,{name}]: lacks a library"):
+        assert part in str(caught.value)
+
+
+# -- Sequential ---------------------------------------------------------------------------------------------------
+
+
+def test_at_most_one_child_takes_batches(register: Register) -> None:
+    name = register(Batching)
+    with pytest.raises(ConfigError, match=f"{name} and {name} both take batches; at most one may"):
+        pipe({"backend": f"S[{name},Identity,{name}]"})
+    with pipe({"backend": f"S[Identity,SyncTensor[S[{name}]],Identity]"}) as p:
+        assert (p.max(), p.min()) == (6, 1)
+
+
+def test_children_are_closed_in_reverse_even_after_a_failure(register: Register) -> None:
+    steps: list[str] = []
+
+    class Step(ItemBackend):
+        """Notes setup and close."""
+
+        at = Param(to_int, doc="its number")
+
+        def setup(self) -> None:
+            steps.append(f"setup {self.at}")
+            if self.at == 3:
+                raise ValueError("three")
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = item["data"]
+
+        def close(self) -> None:
+            steps.append(f"close {self.at}")
+
+    name = register(Step)
+    with pipe({"backend": f"S[{name},{name}]", "at": "1|2"}) as p:
+        p({"data": 1})
+    assert steps == ["setup 1", "setup 2", "close 2", "close 1"]
+    steps.clear()
+    with pytest.raises(BackendError, match="three"):
+        pipe({"backend": f"S[{name},{name},{name}]", "at": "1|3|2"})
+    assert steps[:2] == ["setup 1", "setup 3"]
+    assert "close 1" in steps
+    assert "close 3" in steps
+
+
+def test_one_close_that_raises_keeps_no_other_from_closing(register: Register) -> None:
+    closed: list[str] = []
+
+    class Stubborn(Batching):
+        """Raises in close."""
+
+        def close(self) -> None:
+            raise ValueError("will not close")
+
+    class Polite(ItemBackend):
+        """Closes."""
+
+        def close(self) -> None:
+            closed.append("polite")
+
+    with pipe({"backend": f"S[{register(Polite)},{register(Stubborn)}]"}):
+        pass
+    assert closed == ["polite"]

@@ -1,0 +1,131 @@
+"""When a batch closes, by a clock that only the test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpipe_py.batching import Batcher
+from torchpipe_py.request import Request
+
+
+def request(arrived: float, key: object = 0, deadline: float | None = None) -> Request:
+    made = Request({"data": key}, lambda: None, deadline)
+    made.arrived = arrived
+    return made
+
+
+def batcher(timeout: float = 10.0, *requests: Request) -> Batcher:
+    made = Batcher(timeout, lambda data: data["data"])
+    for one in requests:
+        made.add(one)
+    return made
+
+
+def test_empty() -> None:
+    empty = batcher()
+    assert (len(empty), empty.take(4, 0.0, quiet=True), empty.next_close(4), empty.clear()) == (0, None, None, [])
+
+
+def test_a_full_batch_closes_at_once_and_leaves_the_rest() -> None:
+    requests = [request(0.0) for _ in range(5)]
+    waiting = batcher(10.0, *requests)
+    assert waiting.take(4, 0.0, quiet=False) == requests[:4]
+    assert len(waiting) == 1
+    assert waiting.take(4, 0.0, quiet=False) is None
+
+
+@pytest.mark.parametrize(("now", "closes"), [(12.9, False), (13.0, True), (20.0, True)])
+def test_the_timeout_counts_from_the_oldest_arrival(now: float, closes: bool) -> None:
+    requests = [request(3.0), request(12.0)]
+    waiting = batcher(10.0, *requests)
+    assert waiting.next_close(4) == 13.0
+    assert waiting.take(4, now, quiet=False) == (requests if closes else None)
+
+
+def test_without_company_on_the_way_nobody_waits() -> None:
+    one = request(0.0)
+    waiting = batcher(10.0, one)
+    assert waiting.take(4, 0.0, quiet=False) is None
+    assert waiting.take(4, 0.0, quiet=True) == [one]
+
+
+@pytest.mark.parametrize(
+    ("lead_time", "now", "closes"), [(0.0, 4.9, False), (0.0, 5.0, True), (2.0, 2.9, False), (2.0, 3.0, True)]
+)
+def test_a_deadline_closes_early_enough_to_compute(lead_time: float, now: float, closes: bool) -> None:
+    requests = [request(0.0), request(1.0, deadline=5.0)]
+    waiting = batcher(10.0, *requests)
+    assert waiting.next_close(4, lead_time) == 5.0 - lead_time
+    assert waiting.take(4, now, quiet=False, lead_time=lead_time) == (requests if closes else None)
+
+
+def test_a_deadline_beyond_the_limit_does_not_hurry_the_batch_before_it() -> None:
+    waiting = batcher(10.0, request(0.0), request(0.0, deadline=1.0))
+    assert waiting.next_close(limit=1) == 10.0
+
+
+def test_a_bucket_for_each_key() -> None:
+    small, large, small_too = request(0.0, "small"), request(1.0, "large"), request(2.0, "small")
+    waiting = batcher(10.0, small, large, small_too)
+    assert waiting.take(2, 2.0, quiet=False) == [small, small_too]
+    assert waiting.take(2, 2.0, quiet=True) == [large]
+
+
+def test_of_several_that_close_the_oldest_goes_first() -> None:
+    late, early = request(5.0, "first in"), request(4.0, "second in")
+    waiting = batcher(10.0, late, early)
+    assert [waiting.take(4, 5.0, quiet=True) for _ in range(2)] == [[early], [late]]
+
+
+def test_an_old_lone_request_goes_before_a_full_batch() -> None:
+    old, *full = request(0.0, "rare"), request(1.0, "common"), request(1.0, "common")
+    waiting = batcher(10.0, old, *full)
+    assert waiting.take(2, 5.0, quiet=False) == full
+    assert batcher(10.0, old, *full).take(2, 10.0, quiet=False) == [old]
+
+
+def test_clear_gives_back_everything() -> None:
+    requests = [request(0.0, key) for key in "aba"]
+    waiting = batcher(10.0, *requests)
+    assert sorted(map(id, waiting.clear())) == sorted(map(id, requests))
+    assert (len(waiting), waiting.next_close(4)) == (0, None)
+
+
+adds = st.tuples(st.just("add"), st.integers(0, 2), st.none() | st.integers(0, 20))
+takes = st.tuples(st.just("take"), st.integers(1, 4), st.booleans())
+steps = st.tuples(st.just("step"), st.integers(0, 5), st.none())
+
+
+@given(st.lists(adds | takes | steps, max_size=40), st.integers(0, 8), st.integers(0, 3))
+def test_every_request_comes_out_once(actions: list[tuple[str, int, Any]], timeout: int, lead_time: int) -> None:
+    waiting, now, added, taken = batcher(float(timeout)), 0.0, [], []
+
+    def take(limit: int, quiet: bool) -> bool:
+        held, close = len(waiting), waiting.next_close(limit, lead_time)
+        batch = waiting.take(limit, now, quiet, lead_time)
+        if batch is None:
+            assert held == 0 or (not quiet and close is not None and close > now)
+            return False
+        assert 1 <= len(batch) <= limit
+        assert len({one.data["data"] for one in batch}) == 1
+        assert len(waiting) == held - len(batch)
+        taken.extend(batch)
+        return True
+
+    for action, number, extra in actions:
+        if action == "add":
+            added.append(request(now, number, None if extra is None else now + extra))
+            waiting.add(added[-1])
+        elif action == "take":
+            take(number, extra)
+        else:
+            now += number
+    while take(3, quiet=True):
+        pass
+    assert sorted(map(id, taken)) == sorted(map(id, added))
+    for key in range(3):
+        assert [one for one in taken if one.data["data"] == key] == [one for one in added if one.data["data"] == key]

@@ -1,0 +1,442 @@
+"""The configuration language: what means the same, and what is refused, where, and with which advice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from conftest import Register
+
+from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, parse_toml, pipe
+from torchpipe_py.build import NodePlan, plan_nodes
+from torchpipe_py.config import load_config
+from torchpipe_py.graph import build_graph
+from torchpipe_py.values import to_floats, to_strings
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a TOML file; returns its path."""
+
+    def write_toml(text: str) -> str:
+        path = tmp_path / "test.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write_toml
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a thread is an error."""
+
+    def refuse(thread: threading.Thread) -> NoReturn:
+        raise AssertionError(f"{thread.name} was started")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def plans(config: Any) -> dict[str, NodePlan]:
+    spec = load_config(config)
+    return plan_nodes(spec, build_graph(spec).roots)
+
+
+def params(config: Any, node: str = "node") -> dict[str, Any]:
+    """The typed parameters of a node's outermost backend."""
+    return dict(plans(config)[node].backend.params)
+
+
+# -- what means the same ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "typed"),
+    [
+        ({"backend": "ResizeMat", "resize_h": 224, "resize_w": "224"}, {"resize_h": 224, "resize_w": 224}),
+        ({"backend": "ResizeMat", "resize_h": 1, "ResizeMat::resize_h": 2, "resize_w": 3}, {"resize_h": 2}),
+        ({"backend": "cvtColorMat", "color": "RGB"}, {"color": "rgb"}),
+        ({"backend": "CvtColorMat", "cvtColorMat::color": "rgb"}, {"color": "rgb"}),
+        ({"backend": "cvtColorMat", "CvtColorMat::color": "rgb"}, {"color": "rgb"}),
+        ({"backend": "DecodeMat"}, {"color": "bgr"}),
+    ],
+)
+def test_values_are_typed(written: dict[str, Any], typed: dict[str, Any]) -> None:
+    found = params(written)
+    assert {key: found[key] for key in typed} == typed
+
+
+@pytest.mark.parametrize(
+    "numbers", ["123.675, 116.28, 103.53", [123.675, 116.28, 103.53], ["123.675", "116.28", 103.53]]
+)
+def test_lists_and_the_comma_form(register: Register, numbers: Any) -> None:
+    class Lists(Backend):
+        """Takes lists."""
+
+        numbers = Param(to_floats, doc="numbers")
+        words = Param(to_strings, doc="words")
+
+    words = ["a", "b"] if isinstance(numbers, list) else "a,b"
+    found = params({"backend": register(Lists), "numbers": numbers, "words": words})
+    assert found == {"numbers": (123.675, 116.28, 103.53), "words": ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"backend": "DecodeMat"},
+        {"node": {"backend": "DecodeMat"}},
+        {"global": {"instance_num": 1}, "node": {"backend": "DecodeMat"}},
+        {"instance_num": 1, "node": {"backend": "DecodeMat"}},
+    ],
+)
+def test_dict_forms(config: dict[str, Any]) -> None:
+    assert str(plans(config)["node"].backend.label) == "DecodeMat"
+
+
+def test_a_flat_dict_may_bound_the_requests_in_flight() -> None:
+    assert load_config({"backend": "Identity", "max_inflight": 3}).max_inflight == 3
+
+
+def test_defaults_of_the_top_level_fill_in_and_nodes_win(write: Write) -> None:
+    text = """
+        instance_num = 8
+        batching_timeout = "5"
+        color = "rgb"
+        [one]
+        backend = "DecodeMat"
+        next = "two"
+        [two]
+        backend = "cvtColorMat"
+        color = "bgr"
+        instance_num = "2"
+        device_id = 1
+    """
+    spec = load_config(write(text))
+    one, two = spec.nodes["one"], spec.nodes["two"]
+    assert (one.instance_num, one.batching_timeout, one.device_id, one.next) == ((8,), 5.0, 0, ("two",))
+    assert (two.instance_num, two.batching_timeout, two.device_id, two.next) == ((2,), 5.0, 1, ())
+    assert [params(write(text), name)["color"] for name in ("one", "two")] == ["rgb", "bgr"]
+
+
+def test_a_bare_key_of_the_node_wins_over_a_scoped_one_of_the_top_level() -> None:
+    assert params({"DecodeMat::color": "rgb", "node": {"backend": "DecodeMat", "color": "bgr"}})["color"] == "bgr"
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ({"backend": "SyncTensor", "SyncTensor::backend": "Identity"}, "SyncTensor[Identity]"),
+        ({"backend": "Torch", "SyncTensor::backend": "S[Identity,DecodeMat]"}, "Torch[S[Identity,DecodeMat]]"),
+        ({"backend": "Sequential", "Sequential::backend": "Identity"}, "Sequential[Identity]"),
+        ({"backend": "Sequential", "Sequential::backend": "Identity,DecodeMat"}, "Sequential[Identity,DecodeMat]"),
+        ({"backend": "S", "Sequential::backend": "Identity"}, "S[Identity]"),
+        ({"backend": "S", "S::backend": "Identity"}, "S[Identity]"),
+        (
+            {"backend": "FirstAvailable", "FirstAvailable::backend": "DecodeMat,Identity"},
+            "FirstAvailable[DecodeMat,Identity]",
+        ),
+    ],
+)
+def test_brackets_as_a_key(short: dict[str, Any], long: str) -> None:
+    assert plans(short)["node"].backend.label == long
+
+
+def test_the_key_form_of_a_list_has_no_composition() -> None:
+    with pytest.raises(ConfigError, match="key 'Sequential::backend'"):
+        plans({"backend": "Sequential", "Sequential::backend": "Identity&DecodeMat"})
+
+
+def test_a_value_for_each_position() -> None:
+    sizes = {"resize_h": "1 | 2", "ResizeMat::resize_w": "3|4"}
+    backend = plans({"backend": "S[ResizeMat,DecodeMat,ResizeMat]", **sizes})["node"].backend
+    found = [(child.params["resize_h"], child.params["resize_w"]) for child in backend.children[::2]]
+    assert found == [(1, 3), (2, 4)]
+
+
+def test_parse_toml_gives_what_pipe_takes(write: Write) -> None:
+    path = write('batching_timeout = 5\n[a]\nbackend = "Identity"\nnext = "b"\n[b]\nbackend = "DecodeMat"\n')
+    config = parse_toml(path)
+    assert config == {
+        "global": {"batching_timeout": 5},
+        "a": {"backend": "Identity", "next": "b"},
+        "b": {"backend": "DecodeMat"},
+    }
+    config["b"]["backend"] = "Identity"
+    before = {name: dict(table) for name, table in config.items()}
+    data = {"data": 1}
+    with pipe(config) as p:
+        p(data)
+    assert data == {"result": 1, "data": 1}
+    assert config == before
+
+
+def test_a_file_of_one_node(write: Write) -> None:
+    assert parse_toml(write('backend = "Identity"\n')) == {"global": {}, "node": {"backend": "Identity"}}
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_names_path_and_working_directory() -> None:
+    for read in (parse_toml, pipe):
+        with pytest.raises(ConfigError) as caught:
+            read("no/such.toml")
+        assert str(caught.value) == f"no/such.toml: no such file (working directory: {os.getcwd()})"
+
+
+@pytest.mark.parametrize("text", ['[a]\nbackend = "x"\nbackend = "y"\n', "a = 1\nb = 2\nc = \n", "\n\n]]"])
+def test_bad_toml_names_the_line(write: Write, text: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError, match=r"not valid TOML.*line 3") as caught:
+        pipe(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    (tmp_path / "folder.toml").mkdir()
+    for name, problem in (("latin", "not valid TOML"), ("folder", "cannot be read")):
+        with pytest.raises(ConfigError, match=problem):
+            pipe(tmp_path / f"{name}.toml")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("config.yaml", "config.yaml: expected a path ending in .toml"),
+        (3, "config: expected a path or a dict, got int"),
+        ({}, "config: no node in it"),
+        ({"global": {"instance_num": 1}}, "config: no node in it"),
+        ({"a": {3: "x"}}, "config: node 'a': key 3: a key is a string"),
+        (
+            {"a": {"backend": None}},
+            "config: node 'a': key 'backend': expected a string, number, bool or list, got NoneType",
+        ),
+    ],
+)
+def test_things_that_are_no_configuration(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe(config)
+    assert str(caught.value) == message
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+RESIZE = 'backend = "ResizeMat"\nresize_h = 1\nresize_w = 1\n'
+LATER = "supported in this version"
+
+REFUSED = [
+    # unknown names
+    (f"[a]\n{RESIZE}resize_hh = 1", "node 'a': key 'resize_hh'", "unknown key; did you mean 'resize_h'?"),
+    ('[a]\nbackend = "Identity"\ninstance_nun = 2', "node 'a': key 'instance_nun'", "did you mean 'instance_num'?"),
+    (f'[a]\n{RESIZE}"ResizeMat::resize_hh" = 1', "node 'a': key 'ResizeMat::resize_hh'", "'ResizeMat::resize_h'?"),
+    ('[a]\nbackend = "DecodMat"', "node 'a': key 'backend'", "no backend 'DecodMat'; did you mean 'DecodeMat'?"),
+    ('[a]\nbackend = "S[Identity,decodemat]"', "node 'a': key 'backend'", "did you mean 'DecodeMat'?"),
+    ('[a]\nfilter = "swop"', "node 'a': key 'filter'", "no filter 'swop'; did you mean 'swap'?"),
+    ('[a]\nbackend = "S[(brake)Identity]"', "node 'a': key 'backend'", "no filter 'brake'; did you mean 'break'?"),
+    ('[one]\nnext = "tow"\n[two]', "node 'one': key 'next'", "no node 'tow'; did you mean 'two'?"),
+    ('[a]\nnext = "b"\n[b]\nnext = "a"', "node 'b': key 'next'", "a cycle: a -> b -> a"),
+    ('[a]\nbackend = "DecodeMat"\ncolor = "green"', "node 'a': key 'color'", "expected one of bgr, rgb, got 'green'"),
+    # the top level
+    ("resize_h = 1\n[a]", "global: key 'resize_h'", "no node takes it"),
+    (f"resize_ww = 1\n[a]\n{RESIZE}", "global: key 'resize_ww'", "no node takes it; did you mean 'resize_w'?"),
+    ("max_inflite = 1\n[a]", "global: key 'max_inflite'", "did you mean 'max_inflight'?"),
+    ('next = "a"\n[a]', "global: key 'next'", "belongs into a node's table"),
+    ('backend = "Identity"\n[a]', "global: key 'backend'", "belongs into a node's table"),
+    ("max_inflight = 0\n[a]", "global: key 'max_inflight'", "expected at least 1, got 0"),
+    ("[a]\nmax_inflight = 1", "node 'a': key 'max_inflight'", "belongs to the top level"),
+    (
+        'resize_h = "x"\n[a]\nbackend = "ResizeMat"\nresize_w = 1',
+        "global: key 'resize_h'",
+        "expected an integer, got 'x'",
+    ),
+    ('instance_num = "x"\n[a]', "global: key 'instance_num'", "expected an integer, got 'x'"),
+    ('batching_timeout = "x"\n[a]', "global: key 'batching_timeout'", "expected a finite number, got 'x'"),
+    # wrong types of the node keys
+    ("[a]\nbackend = 3", "node 'a': key 'backend'", "expected a backend expression, got 3"),
+    ('[a]\nbackend = "A["', "node 'a': key 'backend'", "found the end at column 3 of 'A['"),
+    ("[a]\nnext = true", "node 'a': key 'next'", "expected a string, got True"),
+    ('[a]\nnext = "b,b"\n[b]', "node 'a': key 'next'", "names 'b' twice"),
+    ("[a]\nfilter = true", "node 'a': key 'filter'", "expected a string, got True"),
+    ("[a]\nmap = true", "node 'a': key 'map'", "expected a string, got True"),
+    ('[a]\nmap = "b"', "node 'a': key 'map'", "expected source[key:newkey,…] at column 1 of 'b'"),
+    ('[a]\nmap = "b[c]"', "node 'a': key 'map'", "expected key:newkey, found 'c' in 'b[c]'"),
+    ('[a]\nmap = ""', "node 'a': key 'map'", "is empty"),
+    ('[a]\ninstance_num = "two"', "node 'a': key 'instance_num'", "expected an integer, got 'two'"),
+    ("[a]\ninstance_num = 1.5", "node 'a': key 'instance_num'", "expected an integer, got 1.5"),
+    ("[a]\ninstance_num = true", "node 'a': key 'instance_num'", "expected an integer, got True"),
+    ("[a]\ninstance_num = 0", "node 'a': key 'instance_num'", "expected at least 1, got 0"),
+    ('[a]\ninstance_num = "1&2"', "node 'a': key 'instance_num'", "'1&2' has 2 parts, backend has 1"),
+    ('[a]\nbatching_timeout = "soon"', "node 'a': key 'batching_timeout'", "expected a finite number, got 'soon'"),
+    ("[a]\nbatching_timeout = inf", "node 'a': key 'batching_timeout'", "expected a finite number, got inf"),
+    ("[a]\nbatching_timeout = -1", "node 'a': key 'batching_timeout'", "at least 0, got -1"),
+    ("[a]\nbatching_timeout = true", "node 'a': key 'batching_timeout'", "expected a finite number, got True"),
+    ("[a]\ndevice_id = -1", "node 'a': key 'device_id'", "expected a CUDA device number from 0, got -1"),
+    ('[a]\ndevice_id = "gpu"', "node 'a': key 'device_id'", "expected an integer, got 'gpu'"),
+    # parameters
+    ('[a]\nbackend = "ResizeMat"\nresize_w = 1', "node 'a': key 'resize_h'", "ResizeMat needs it: output height"),
+    (f"[a]\n{RESIZE}interpolation = true", "node 'a': key 'interpolation'", "expected a string, got True"),
+    (
+        '[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 0',
+        "node 'a': key 'resize_h'",
+        "expected at least 1, got 0",
+    ),
+    ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 1048577', "node 'a': key 'resize_h'", "expected at most"),
+    (
+        '[a]\nbackend = "OnnxTensor"\nmodel = "no.onnx"',
+        "node 'a': key 'model'",
+        "no such file: no.onnx",
+    ),
+    ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 2.5', "node 'a': key 'resize_h'", "integer, got 2.5"),
+    ('[a]\nbackend = "DecodeMat"\nmax = 4', "node 'a': key 'max'", "unknown key"),
+    (
+        '[a]\nbackend = "S[ResizeMat,ResizeMat,ResizeMat]"\nresize_w = 1\nresize_h = "1|2"',
+        "node 'a': key 'resize_h'",
+        "'1|2' has 2 values, ResizeMat occurs 3 times",
+    ),
+    ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = "1|2"', "node 'a': key 'resize_h'", "expected an integer"),
+    # brackets
+    ('[a]\nbackend = "DecodeMat[Identity]"', "node 'a': key 'backend'", "DecodeMat takes no brackets, found 1"),
+    (
+        '[a]\nbackend = "Python[Identity,Identity]"',
+        "node 'a': key 'backend'",
+        "at most 1 in its brackets, found 2",
+    ),
+    ('[a]\nbackend = "S"', "node 'a': key 'backend'", "S needs a backend in brackets: S[…]"),
+    ('[a]\nbackend = "FirstAvailable"', "node 'a': key 'backend'", "needs a backend in brackets"),
+    (
+        '[a]\nbackend = "FirstAvailable[(or)Identity]"',
+        "node 'a': key 'backend'",
+        "(or)Identity: filters stand only inside Sequential",
+    ),
+    # tables, names, schedulers
+    ("[a]\n[a.b]\nx = 1", "node 'a': key 'b'", "expected a string, number, bool or list, got dict"),
+    ("[a]\nx = 2020-01-01", "node 'a': key 'x'", "expected a string, number, bool or list, got date"),
+    ('["a b"]', "node 'a b'", "a node's name is letters, digits, '_' and '-'"),
+    ('[a]\nnext = "c"\n[b]\nnext = "c"\n[c]', "node 'c'", "need a map"),
+    ('"Interpreter::backend" = "Pipeline"\n[a]', "global: key 'Interpreter::backend'", "did you mean 'PipelineV3'?"),
+    ('[a]\n"PipelineV3::backend" = "MySchedule"', "node 'a': key 'PipelineV3::backend'", "the scheduler is not"),
+    # features of a later version
+    ('[a]\nnext = "b,c"\n[b]\n[c]', "node 'a': key 'next'", f"several successors is parsed but not {LATER}"),
+    ('[a]\nnext = "b"\n[b]\nmap = "a[result:data]"', "node 'b': key 'map'", f"a map is parsed but not {LATER}"),
+    (
+        '[a]\nbackend = "Identity&Identity"',
+        "node 'a': key 'backend'",
+        f"with '&' is parsed but not {LATER}",
+    ),
+    ('["a.b"]', "node 'a.b'", f"logical nodes (name.alias) are not {LATER}"),
+    ('[a]\nfilter = "SerialSkip"', "node 'a': key 'filter'", f"filter 'SerialSkip' is not {LATER}"),
+    ('[a]\nfilter = "subgraphskip"', "node 'a': key 'filter'", f"filter 'subgraphskip' is not {LATER}"),
+    ('[a]\nbackend = "S[(serialskip)Identity]"', "node 'a': key 'backend'", f"filter 'serialskip' is not {LATER}"),
+]
+
+
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize(("text", "place", "problem"), REFUSED, ids=[f"{row[1]}: {row[2]}" for row in REFUSED])
+def test_refused_with_its_place_before_any_thread(write: Write, text: str, place: str, problem: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        pipe(path)
+    assert str(caught.value).startswith(f"{path}: {place}")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_a_missing_model_names_path_and_working_directory() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe({"backend": "OnnxTensor", "model": "models/none.onnx"})
+    problem = f"no such file: models/none.onnx (working directory: {os.getcwd()})"
+    assert str(caught.value) == f"config: node 'node': key 'model': {problem}"
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_an_unknown_postprocessor(classifier: str) -> None:
+    with pytest.raises(ConfigError, match=r"key 'postprocessor': .*; did you mean 'SoftmaxMax'\?"):
+        pipe({"backend": "OnnxTensor", "model": classifier, "postprocessor": "SoftmaxMx"})
+
+
+def test_an_empty_range_is_an_error_of_the_configuration(classifier: str) -> None:
+    with pytest.raises(ConfigError, match="min = 4 is larger than max = 2"):
+        pipe({"backend": "OnnxTensor", "model": classifier, "min": 4, "max": 2})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"Interpreter::backend" = "PipelineV3"\n[a]',
+        '"PipelineV3::backend" = "BaselineSchedule"\n[a]',
+        '[a]\n"Interpreter::backend" = "PipelineV3"',
+    ],
+)
+def test_default_schedulers_are_ignored_with_one_line(
+    write: Write, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "torchpipe_py"), pipe(write(text)):
+        pass
+    assert [record.getMessage().split(": ")[-1] for record in caplog.records] == [
+        "ignored, this is how every pipe is scheduled"
+    ]
+
+
+# -- files written for the C++ library ----------------------------------------------------------------------------
+
+SEED = """
+# Schedule'parameter
+batching_timeout = 5
+instance_num = 8
+precision = "fp16"
+[cpu_decoder]
+backend = "DecodeMat"
+next = "cpu_posdecoder"
+[cpu_posdecoder]
+backend = "Sequential[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]"
+### Parameters for the resize operation
+resize_h = 224
+resize_w = 224
+### Parameters for the cvtColorMat operation:
+color = "rgb"
+next = "resnet50"
+[resnet50]
+backend = "SyncTensor[TensorrtTensor]"
+min = 1
+max = 4
+instance_num = 4
+model = "MODEL.onnx"
+mean="123.675, 116.28, 103.53" # 255*"0.485, 0.456, 0.406"
+std="58.395, 57.120, 57.375" # 255*"0.229, 0.224, 0.225"
+"model::cache"="MODEL.trt" # or resnet50.trt.encrypted
+"""
+
+
+def test_the_file_of_the_tutorial_plans(write: Write, classifier: str) -> None:
+    found = plans(write(SEED.replace("MODEL.onnx", classifier)))
+    assert list(found) == ["cpu_decoder", "cpu_posdecoder", "resnet50"]
+    model = found["resnet50"].backend.children[0].params
+    assert (model["precision"], model["cache"], model["max_batch"]) == ("fp16", "MODEL.trt", 4)
+    assert model["mean"] == (123.675, 116.28, 103.53)
+
+
+def test_the_file_of_the_tutorial_needs_tensorrt(write: Write, classifier: str) -> None:
+    with pytest.raises(BackendUnavailable, match=r"node 'resnet50': SyncTensor\[TensorrtTensor\]: TensorRT"):
+        pipe(write(SEED.replace("MODEL.onnx", classifier)))
+
+
+def test_the_file_of_the_tutorial_runs_with_a_choice(write: Write, classifier: str, jpeg: bytes) -> None:
+    text = SEED.replace("MODEL.onnx", classifier).replace(
+        "TensorrtTensor]", "FirstAvailable[TensorrtTensor,OnnxTensor]]"
+    )
+    data: dict[str, Any] = {"data": jpeg, "node_name": "cpu_decoder"}
+    bad: dict[str, Any] = {"data": b"no image", "node_name": "cpu_decoder"}
+    with pipe(write(text)) as p:
+        p(data)
+        p(bad)
+        assert (p.max(), p.min()) == (4, 1)
+    assert data["result"].shape == (1, 5)
+    assert "result" not in bad

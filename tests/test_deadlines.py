@@ -1,0 +1,138 @@
+"""Deadlines: met, missed in the queue, missed while the backend runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate, error_of, outcome
+
+from torchpipe_py import DeadlineExceeded, ItemBackend, pipe
+
+Data = dict[str, Any]
+SOON = 0.02
+
+
+def test_a_met_deadline_changes_the_dict_as_without(register: Register) -> None:
+    class Rename(ItemBackend):
+        """Drops one key, changes one, adds one."""
+
+        def forward_item(self, item: Data) -> None:
+            del item["dropped"]
+            item["changed"] = "new"
+            item["result"] = item["data"]
+
+    outcomes = []
+    with pipe({"a": {"next": "b"}, "b": {"backend": register(Rename)}}) as p:
+        for timeout in (None, WAIT):
+            data = {"data": 1, "dropped": 1, "changed": "old", "mine": 1, "error": "stale"}
+            p(data, timeout=timeout)
+            outcomes.append(data)
+    assert outcomes == [{"data": 1, "changed": "new", "mine": 1, "result": 1}] * 2
+
+
+def test_missed_in_the_queue(register: Register) -> None:
+    gate = Gate()
+    data: Data = {"data": "late", "mine": 1}
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        with pytest.raises(DeadlineExceeded, match=f"not finished within {SOON} s") as caught:
+            p(data, timeout=SOON)
+        assert isinstance(caught.value, TimeoutError)
+        assert p.stats()["inflight"] == 1
+        gate.open()
+        outcome(running)
+        p({"data": "last"})
+    assert gate.batches == [["running"], ["last"]]
+    assert data == {"data": "late", "mine": 1}
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_missed_in_the_queue_without_a_waiting_thread(register: Register, most: int) -> None:
+    gate = Gate(most)
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        late = p.submit({"data": "late"}, timeout=0.0)
+        gate.open()
+        assert "deadline passed while queued at node 'node'" in str(error_of(late))
+        outcome(running)
+        assert p.stats()["nodes"]["node"]["expired"] == 1
+    assert gate.batches == [["running"]]
+
+
+def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
+    gate = Gate()
+    data: Data = {"data": "slow", "mine": 1}
+    with pipe({"a": {"backend": register(gate.backend), "next": "b"}, "b": {}}) as p, gate:
+        with pytest.raises(DeadlineExceeded):
+            p(data, timeout=SOON)
+        gate.open()
+        p({"data": "last"})
+        assert p.stats()["inflight"] == 0
+    assert gate.batches == [["slow"], ["last"]]
+    assert data == {"data": "slow", "mine": 1}
+
+
+def test_a_list_misses_its_deadline_together(register: Register) -> None:
+    gate = Gate()
+    items: list[Data] = [{"data": "slow"}, {"data": "queued"}]
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        with pytest.raises(DeadlineExceeded):
+            p(items, timeout=SOON)
+        assert p.stats()["inflight"] == 0
+        gate.open()
+    assert items == [{"data": "slow"}, {"data": "queued"}]
+
+
+def test_no_time_at_all() -> None:
+    data = {"data": 1}
+    with pipe({"backend": "Identity"}) as p:
+        for timeout in (0.0, -1.0):
+            with pytest.raises(DeadlineExceeded):
+                p(data, timeout=timeout)
+    assert data == {"data": 1}
+
+
+def test_all_the_time_there_is() -> None:
+    data = {"data": 1}
+    with pipe({"backend": "Identity"}) as p:
+        p(data, timeout=float("inf"))
+    assert data == {"data": 1, "result": 1}
+
+
+def test_dispatch_looks_at_the_deadline_before_each_node(register: Register) -> None:
+    gate = Gate()
+    calls: list[tuple[Data, BaseException | None]] = []
+    data: Data = {"data": "late"}
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        p.dispatch(data, lambda *call: calls.append(call), timeout=0.0)
+        gate.open()
+        outcome(running)
+        p({"data": "last"})
+    assert gate.batches == [["running"], ["last"]]
+    assert [type(error) for _, error in calls] == [DeadlineExceeded]
+    assert calls[0][0] is data
+    assert data == {"data": "late"}
+
+
+def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> None:
+    """Not exactly at the deadline, when it is missed; a busy machine may miss some, not all."""
+    slow_node = Gate(blocks=lambda data: data == "slow")
+    batches = Gate(most=4, blocks=lambda data: False)
+    config = {
+        "a": {"backend": register(slow_node.backend), "instance_num": 2, "next": "b"},
+        "b": {"backend": register(batches.backend), "batching_timeout": 60_000},
+    }
+    with pipe(config) as p, slow_node:
+        slow = p.submit({"data": "slow"})
+        slow_node.wait_entered()
+        errors = [error_of(p.submit({"data": "hurried"}, timeout=0.1)) for _ in range(10)]
+        assert not slow.done()
+        slow_node.open()
+        outcome(slow)
+    assert None in errors

@@ -1,0 +1,105 @@
+"""The expression grammar: text to tree, tree to text, and where it points when it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpipe_py import ConfigError
+from torchpipe_py.expression import MAX_DEPTH, Call, parse_expression
+
+
+def written(text: str) -> str:
+    return "&".join(map(str, parse_expression(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("A", "A"),
+        ("  A\n", "A"),
+        ("_a.b-c9", "_a.b-c9"),
+        ("A[B]", "A[B]"),
+        ("A [ B , C ]", "A[B,C]"),
+        ("S[A,(or)B,(swap)C]", "S[A,(or)B,(swap)C]"),
+        ("S[( or ) B]", "S[(or)B]"),
+        ("S[(not[or])B]", "S[(not[or])B]"),
+        ("A[B[C[D]],E]", "A[B[C[D]],E]"),
+        ("A[X]&B&A", "A[X]&B&A"),
+    ],
+)
+def test_good_text(text: str, normal: str) -> None:
+    assert written(text) == normal
+    assert written(normal) == normal
+
+
+def test_tree() -> None:
+    (tree,) = parse_expression("S[A,(or)B[C]]")
+    assert tree == Call("S", (Call("A"), Call("B", (Call("C"),), "or")))
+    assert [call.name for call in tree.walk()] == ["S", "A", "B", "C"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "column"),
+    [
+        ("", "expected a backend name, found the end", 1),
+        ("   ", "expected a backend name, found the end", 4),
+        ("A[", "expected a backend name, found the end", 3),
+        ("A[]", "expected a backend name, found ']'", 3),
+        ("A[B", "expected ']', found the end", 4),
+        ("A[B,]", "expected a backend name, found ']'", 5),
+        ("A[B C]", "expected ']', found 'C'", 5),
+        ("A]", "unexpected ']' after a complete expression", 2),
+        ("A,B", "unexpected ',' after a complete expression", 2),
+        ("A B", "unexpected 'B' after a complete expression", 3),
+        ("A&", "expected a backend name, found the end", 3),
+        ("&A", "expected a backend name, found '&'", 1),
+        ("A[B&C]", "expected ']', found '&'", 4),
+        ("(or)A", "for a whole node write filter = …", 1),
+        ("A[(or]", "expected ')', found ']'", 6),
+        ("A[()B]", "expected a filter name, found ')'", 4),
+        ("A[(x[y)B]", "expected ']', found ')'", 7),
+        ("A[(or)]", "expected a backend name, found ']'", 7),
+        ("1A", "unexpected '1'", 1),
+        ("A[é]", "unexpected 'é'", 3),
+        ("A [ $ ]", "unexpected '$'", 5),
+    ],
+)
+def test_bad_text(text: str, problem: str, column: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_expression(text)
+    assert str(caught.value).endswith(f"{problem} at column {column} of {text!r}")
+
+
+def test_depth_is_bounded() -> None:
+    assert parse_expression("A[" * (MAX_DEPTH - 1) + "A" + "]" * (MAX_DEPTH - 1))
+    with pytest.raises(ConfigError, match=f"nested deeper than {MAX_DEPTH} at column {2 * MAX_DEPTH + 1} "):
+        parse_expression("A[" * MAX_DEPTH + "A" + "]" * MAX_DEPTH)
+    with pytest.raises(ConfigError, match="nested deeper"):
+        parse_expression("A[" * 100_000)
+
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,5}", fullmatch=True)
+filters = st.none() | names | st.builds("{}[{}]".format, names, names)
+arguments = st.recursive(
+    st.builds(Call, names, st.just(()), filters),
+    lambda inner: st.builds(Call, names, st.lists(inner, min_size=1, max_size=3).map(tuple), filters),
+    max_leaves=8,
+)
+trees = st.builds(Call, names, st.lists(arguments, max_size=3).map(tuple))
+
+
+@given(st.lists(trees, min_size=1, max_size=3))
+def test_every_tree_survives_its_text(variants: list[Call]) -> None:
+    text = "&".join(map(str, variants))
+    assert parse_expression(text) == tuple(variants)
+    assert written(text) == text
+
+
+@given(st.text() | st.text(alphabet="aB_.-9[](),& \t\n$é"))
+def test_random_text_raises_nothing_but_config_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert parse_expression(text) == parse_expression(written(text))

@@ -1,0 +1,134 @@
+"""Filters at a node's entry and inside ``Sequential``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Register
+
+from torchpipe_py import BackendError, DecodeError, ItemBackend, pipe
+
+Data = dict[str, Any]
+
+
+class Mark(ItemBackend):
+    """Appends a mark to data; data that ends with ``-`` gives no result."""
+
+    def forward_item(self, item: Data) -> None:
+        if not item["data"].endswith("-"):
+            item["result"] = item["data"] + "+"
+
+
+NODES = [
+    # filter, data, result, data afterwards
+    ("swap", "a", "a++", "a+"),
+    ("run", "a", "a+", "a"),
+    ("skip", "a", "a+", "a"),
+    ("break", "a", "a+", "a"),
+    ("or", "a", "a+", "a"),
+    ("Or", "a", "a+", "a"),
+    ("SWAP", "a", "a++", "a+"),
+    (None, "a", "a++", "a+"),
+    ("swap", "-", None, "-"),
+    ("break", "-", None, "-"),
+    (None, "-", None, "-"),
+]
+
+
+@pytest.mark.parametrize(("filter_name", "data", "result", "after"), NODES)
+def test_at_a_node(register: Register, filter_name: str | None, data: str, result: str | None, after: str) -> None:
+    name, item = register(Mark), {"data": data}
+    second = {"backend": name} if filter_name is None else {"backend": name, "filter": filter_name}
+    with pipe({"a": {"backend": name, "next": "b"}, "b": second}) as p:
+        p(item)
+    assert (item.get("result"), item["data"]) == (result, after)
+    assert ("error" in item) == (result is None)
+
+
+@pytest.mark.parametrize(("filter_name", "data", "result", "after"), NODES)
+def test_inside_sequential(
+    register: Register, filter_name: str | None, data: str, result: str | None, after: str
+) -> None:
+    name, item = register(Mark), {"data": data}
+    prefix = f"({filter_name})" if filter_name else ""
+    with pipe({"backend": f"S[{name},{prefix}{name}]"}) as p:
+        p(item)
+    assert (item.get("result"), item["data"]) == (result, after)
+    assert ("error" in item) == (result is None)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_error_fails_the_request_alone(register: Register, serial: bool) -> None:
+    name = register(Mark)
+    nodes: dict[str, Any] = {"a": {"backend": name, "next": "b"}, "b": {"backend": name, "filter": "error"}}
+    with pipe({"backend": f"S[{name},(error){name}]"} if serial else nodes) as p:
+        with pytest.raises(BackendError, match="Error"):
+            p({"data": "a"})
+        with pytest.raises(BackendError, match="Error"):
+            p({"data": "a"})
+
+
+def test_break_ends_the_whole_request_and_skip_does_not(register: Register) -> None:
+    name = register(Mark)
+    for middle, result in (("break", "a+"), ("skip", "a++"), ("swap", "a+++")):
+        item = {"data": "a"}
+        config = {
+            "a": {"backend": name, "next": "b"},
+            "b": {"backend": name, "filter": middle, "next": "c"},
+            "c": {"backend": name},
+        }
+        with pipe(config) as p:
+            p(item)
+        assert item["result"] == result
+
+
+@pytest.mark.parametrize(("filter_name", "result"), [("skip", None), ("break", None), ("swap", None), ("run", "a+")])
+def test_at_a_root(register: Register, filter_name: str, result: str | None) -> None:
+    item = {"data": "a", "result": "stale"}
+    with pipe({"backend": register(Mark), "filter": filter_name}) as p:
+        p(item)
+    assert (item.get("result"), item["data"]) == (result, "a")
+
+
+@pytest.mark.parametrize("form", ["S[DecodeMat,(or){0}]", "nodes"])
+def test_or_is_a_second_way(register: Register, jpeg: bytes, form: str) -> None:
+    class Fallback(ItemBackend):
+        """A result for bytes that are no image."""
+
+        def forward_item(self, item: Data) -> None:
+            assert "error" not in item
+            item["result"] = "no image"
+
+    name = register(Fallback)
+    nodes: dict[str, Any] = {"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": name, "filter": "or"}}
+    good, bad = {"data": jpeg}, {"data": b"no image"}
+    with pipe(nodes if form == "nodes" else {"backend": form.format(name)}) as p:
+        p([good, bad])
+    assert good["result"].shape == (375, 500, 3)  # type: ignore[attr-defined]
+    assert bad == {"data": b"no image", "result": "no image"}
+
+
+def test_a_sequence_ends_where_there_is_no_result() -> None:
+    data: Data = {"data": b"no image"}
+    with pipe({"backend": "S[DecodeMat,ResizeMat]", "resize_h": 2, "resize_w": 2}) as p:
+        p(data)
+    assert data.keys() == {"data", "error"}
+    assert isinstance(data["error"], DecodeError)
+
+
+def test_items_of_one_batch_go_their_own_ways(register: Register) -> None:
+    class Eight(ItemBackend):
+        """result = data + "!"; takes eight at once."""
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = item["data"] + "!"
+
+        def max(self) -> int:
+            return 8
+
+    name = register(Mark)
+    items = [{"data": text} for text in ("a", "-", "b", "c-", "d")]
+    with pipe({"backend": f"S[{name},{register(Eight)},(skip){name}]"}) as p:
+        p(items)
+    assert [item.get("result") for item in items] == ["a+!", None, "b+!", None, "d+!"]

@@ -1,0 +1,121 @@
+"""Who may import whom: design.md, section 2, as a test."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import torchpipe_py
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torchpipe_py"
+SERVER = ROOT / "server" / "torchpipe_server"
+
+MAY_IMPORT = {
+    "errors": "",
+    "keys": "",
+    "values": "",
+    "expression": "errors",
+    "filters": "keys",
+    "config": "errors expression values",
+    "registry": "errors",
+    "graph": "config errors",
+    "request": "errors keys",
+    "batching": "request",
+    "backends": "",
+    "backends.base": "errors keys",
+    "node": "backends.base batching errors keys request",
+    "build": "backends.base backends.basic config errors expression filters registry values",
+    "engine": "build errors filters graph node request",
+    "statistics": "engine node",
+    "pipe": "build config engine errors graph keys request statistics",
+    "": "backends.base config errors keys pipe registry",
+}
+
+BACKENDS_MAY_IMPORT = {"errors", "keys", "values", "filters", "registry"}
+"""And ``backends.*``: a backend knows nothing of nodes, pipes and configurations."""
+
+
+def module_name(path: Path) -> str:
+    """``torchpipe_py/backends/base.py`` is ``backends.base``; the package itself is empty."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """Modules of ``package`` that the file imports, anywhere in it, without its name; public names are of "" itself."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = {alias.name for alias in node.names}
+            private = names - set(torchpipe_py.__all__) if node.module == "torchpipe_py" else set()
+            found |= {f"{node.module}.{name}" for name in private}
+            if names - private:
+                found.add(str(node.module))
+    return {name.removeprefix(package).removeprefix(".") for name in found if name.split(".")[0] == package}
+
+
+IMPORTS = {name: imported(path, "torchpipe_py") for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name in MAY_IMPORT])
+def test_a_module_imports_only_what_the_table_allows(name: str) -> None:
+    assert IMPORTS[name] <= set(MAY_IMPORT[name].split())
+
+
+def test_every_module_has_a_line_in_the_table() -> None:
+    listed = {name for name in MODULES if name in MAY_IMPORT or name.startswith(("backends.", "training", "cli"))}
+    assert set(MODULES) - listed == set()
+    assert set(MAY_IMPORT) - set(MODULES) == set()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("backends.")])
+def test_a_backend_knows_no_pipe(name: str) -> None:
+    others = {other for other in IMPORTS[name] if not other.startswith("backends")}
+    assert others <= BACKENDS_MAY_IMPORT
+
+
+def test_arrows_go_one_way() -> None:
+    order = list(TopologicalSorter(IMPORTS).static_order())
+    assert order.index("errors") < order.index("node") < order.index("pipe") < order.index("")
+
+
+def test_heavy_libraries_are_imported_inside_functions() -> None:
+    heavy = {"cv2", "torch", "onnx", "onnxruntime", "tensorrt", "PIL", "torchvision"}
+    for path in MODULES.values():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not heavy & {name.split(".")[0] for name in names}, path
+
+
+@pytest.mark.parametrize("path", sorted(SERVER.rglob("*.py")), ids=lambda path: path.name)
+def test_the_server_imports_public_names_only(path: Path) -> None:
+    assert imported(path, "torchpipe_py") <= {"", "errors"}
+
+
+def test_the_package_never_imports_the_server() -> None:
+    assert [name for name, path in MODULES.items() if imported(path, "torchpipe_server")] == []
+
+
+def test_importing_the_package_imports_no_heavy_library() -> None:
+    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL")
+    code = f"import sys, torchpipe_py; print([name for name in {heavy} if name in sys.modules])"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_public_names_exist() -> None:
+    assert [name for name in torchpipe_py.__all__ if not hasattr(torchpipe_py, name)] == []

@@ -1,0 +1,232 @@
+"""One bad item fails alone, every request is completed exactly once, and no more are in flight than allowed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Register, encode, picture
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+
+from torchpipe_py import Backend, BackendError, ItemBackend, Overloaded, pipe
+
+Data = dict[str, Any]
+
+
+class Count(ItemBackend):
+    """One more in ``count``; data moves into result."""
+
+    def forward_item(self, item: Data) -> None:
+        item["count"] = item.get("count", 0) + 1
+        item["result"] = item.pop("data")
+
+
+class Eight(Backend):
+    """Eight at once; writes every result before it gives up because of the bad one."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.sizes: list[int] = []
+
+    def forward(self, items: list[Data]) -> None:
+        self.sizes.append(len(items))
+        for item in items:
+            item["count"] = item.get("count", 0) + 1
+            item["result"] = f"{item['data']} x{item['count']}"
+        if any(item["data"] == "bad" for item in items):
+            raise ValueError(f"a bad item after {self.sizes}")
+
+    def max(self) -> int:
+        return 8
+
+
+def errors_of_one_batch(register: Register, config: dict[str, Any], items: list[Data]) -> list[BaseException | None]:
+    """Run ``items`` as one batch: queued while the instance is busy with another request."""
+    gate = Gate(blocks=lambda data: data == "first")
+    config = {**config, "backend": f"S[{register(gate.backend)},{config['backend']}]"}
+    with pipe(config) as p, gate:
+        first = p.submit({"data": "first"})
+        gate.wait_entered()
+        futures = [p.submit(item) for item in items]
+        gate.open()
+        error_of(first)
+        errors = [error_of(future) for future in futures]
+        assert p.stats()["nodes"]["node"]["batch_sizes"] == {1: 1, len(items): 1}
+    return errors
+
+
+@pytest.mark.parametrize("earlier", ["", "{count},"])
+@pytest.mark.parametrize("position", range(4))
+def test_one_bad_item_fails_alone(register: Register, earlier: str, position: int) -> None:
+    items: list[Data] = [{"data": f"good {number}", "mine": number} for number in range(3)]
+    items.insert(position, {"data": "bad"})
+    backend = earlier.format(count=register(Count)) + register(Eight)
+    errors = errors_of_one_batch(register, {"backend": backend}, items)
+    assert [error is not None for error in errors] == [index == position for index in range(4)]
+    bad = errors[position]
+    assert isinstance(bad, BackendError)
+    assert "a bad item after [1, 4, " in str(bad.__cause__)
+    del items[position]
+    times = 2 if earlier else 1
+    for number, item in enumerate(items):
+        assert item == {
+            "data": f"good {number}",
+            "mine": number,
+            "count": times,
+            "result": f"good {number} x{times}",
+        }
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_neighbours_of_a_bad_image_are_bit_identical(register: Register, classifier: str, position: int) -> None:
+    config = {"backend": "DecodeMat,Mat2Tensor,OnnxTensor", "model": classifier, "max": 8}
+    images = [encode(picture(16, 16, seed)) for seed in range(3)]
+    clean: list[Data] = [{"data": image} for image in images]
+    with pipe({**config, "backend": f"S[{config['backend']}]"}) as p:
+        for item in clean:
+            p(item)
+    items: list[Data] = [{"data": image} for image in images]
+    items.insert(position, {"data": 3})
+    errors = errors_of_one_batch(register, config, items)
+    assert [type(error) for error in errors] == [BackendError if i == position else type(None) for i in range(4)]
+    del items[position]
+    for item, wanted in zip(items, clean, strict=True):
+        assert np.array_equal(item["result"].numpy(), wanted["result"].numpy())
+
+
+def test_a_failed_request_has_no_result(register: Register) -> None:
+    """A caller of a list finds out so which of its items failed."""
+    items: list[Data] = [{"data": "good"}, {"data": "bad"}]
+    errors_of_one_batch(register, {"backend": register(Eight)}, items)
+    assert ["result" in item for item in items] == [True, False]
+
+
+def test_all_bad(register: Register) -> None:
+    errors = errors_of_one_batch(register, {"backend": register(Eight)}, [{"data": "bad"} for _ in range(4)])
+    assert all(isinstance(error, BackendError) for error in errors)
+    assert len({id(error) for error in errors}) == 4
+
+
+@pytest.mark.parametrize("middle", ["close", "cancel"])
+def test_every_request_completes_exactly_once(register: Register, middle: str) -> None:
+    """Good, bad, late, cancelled ones, and a close in the middle of them: one call back each."""
+
+    class Four(ItemBackend):
+        """Four at once; raises for what is negative."""
+
+        def forward_item(self, item: Data) -> None:
+            if item["data"] < 0:
+                raise ValueError("negative")
+            item["result"] = item["data"]
+
+        def max(self) -> int:
+            return 4
+
+    calls: Counter[int] = Counter()
+    lock = threading.Lock()
+    started = threading.Barrier(5)
+
+    def done(number: int, data: Data, error: BaseException | None) -> None:
+        with lock:
+            calls[number] += 1
+
+    def work(index: int) -> None:
+        random_ = random.Random(index)
+        for number in range(index * 200, index * 200 + 200):
+            timeout = random_.choice([None, None, 0.0, WAIT])
+            data = {"data": number if random_.random() < 0.9 else -number}
+            if number % 200 == 100:
+                started.wait(WAIT)
+            try:
+                ticket = p.dispatch(data, partial(done, number), timeout)
+            except RuntimeError:
+                refused.add(number)
+                continue
+            if random_.random() < 0.2:
+                ticket.cancel()
+
+    refused: set[int] = set()
+    name = register(Four)
+    config = {"a": {"backend": name, "instance_num": 2, "next": "b"}, "b": {"backend": name, "batching_timeout": 1}}
+    with pipe(config) as p:
+        workers = threading.Thread(target=in_threads, args=(4, work))
+        workers.start()
+        started.wait(WAIT)
+        if middle == "close":
+            p.close()
+        workers.join()
+        p.close()
+        assert p.stats()["inflight"] == 0
+    assert set(calls.values()) == {1}
+    assert calls.keys() | refused == set(range(800))
+    assert not calls.keys() & refused
+    assert (middle == "close") or not refused
+
+
+def test_admission_is_bounded(register: Register) -> None:
+    gate = Gate()
+    admitted: list[Any] = []
+    refused: list[Overloaded] = []
+
+    def work(index: int) -> None:
+        try:
+            admitted.append(p.submit({"data": index}))
+        except Overloaded as error:
+            refused.append(error)
+
+    config = {"max_inflight": 8, "a": {"backend": register(gate.backend), "instance_num": 2}}
+    with pipe(config) as p, gate:
+        in_threads(64, work)
+        assert (len(admitted), len(refused)) == (8, 56)
+        assert [p.stats()[key] for key in ("inflight", "max_inflight", "admitted", "rejected")] == [8, 8, 8, 56]
+        gate.open()
+        for future in admitted:
+            outcome(future)
+        p({"data": 0})
+    assert all(isinstance(error.retry_after_ms, int) and error.retry_after_ms >= 1 for error in refused)
+    assert sum(map(len, gate.batches)) == 9
+
+
+def test_admission_is_never_exceeded(register: Register) -> None:
+    """64 threads in a hurry, counted by the backend itself and by the pipe."""
+    seen, retries = [0], []
+
+    class Watch(ItemBackend):
+        """Looks at how many are in flight."""
+
+        def forward_item(self, item: Data) -> None:
+            seen.append(p.stats()["inflight"])
+            item["result"] = 1
+
+    def work(index: int) -> None:
+        for _ in range(50):
+            try:
+                p({"data": index})
+            except Overloaded as error:
+                retries.append(error.retry_after_ms or 0)
+
+    with pipe({"max_inflight": 5, "a": {"backend": register(Watch), "instance_num": 4}}) as p:
+        in_threads(64, work)
+        stats = p.stats()
+    assert max(seen) <= 5
+    assert min(retries, default=1) >= 1
+    assert stats["admitted"] + stats["rejected"] == 64 * 50
+    assert stats["inflight"] == 0
+
+
+def test_a_list_is_admitted_whole_or_not_at_all(register: Register) -> None:
+    gate = Gate()
+    with pipe({"max_inflight": 3, "a": {"backend": register(gate.backend)}}) as p, gate:
+        first = p.submit([{"data": 1}, {"data": 2}])
+        with pytest.raises(Overloaded, match="2 requests in flight, 2 more would pass max_inflight = 3"):
+            p([{"data": 3}, {"data": 4}])
+        second = p.submit({"data": 5})
+        gate.open()
+        outcome(first)
+        outcome(second)
+    assert sorted(data for batch in gate.batches for data in batch) == [1, 2, 5]

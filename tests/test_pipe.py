@@ -1,0 +1,387 @@
+"""What a caller sees: requests, lists, outcomes, futures, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+
+from torchpipe_py import Backend, BackendError, DecodeError, InvalidRequest, ItemBackend, NoResult, UnknownNode, pipe
+
+Data = dict[str, Any]
+
+
+class Double(ItemBackend):
+    """result = 2 · data; what is no number raises."""
+
+    def forward_item(self, item: Data) -> None:
+        if not isinstance(item["data"], int):
+            raise TypeError(f"no number: {item['data']!r}")
+        item["result"] = 2 * item["data"]
+
+
+class Nothing(Backend):
+    """Gives no outcome at all."""
+
+    def forward(self, items: list[Data]) -> None:
+        pass
+
+
+# -- calls --------------------------------------------------------------------------------------------------------
+
+
+def test_many_threads(register: Register) -> None:
+    name = register(Double)
+    config = {"a": {"backend": name, "instance_num": 3, "next": "b"}, "b": {"backend": name, "instance_num": 2}}
+
+    def work(index: int) -> None:
+        for number in range(50):
+            data = {"data": 1000 * index + number}
+            p(data)
+            assert data["result"] == 4 * (1000 * index + number)
+
+    with pipe(config) as p:
+        in_threads(16, work)
+        assert (p.stats()["admitted"], p.stats()["inflight"]) == (800, 0)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_is_several_requests(register: Register, kind: type) -> None:
+    items = [{"data": number} for number in range(20)]
+    with pipe({"backend": register(Double), "instance_num": 2}) as p:
+        assert p(kind(items)) is None
+    assert [item["result"] for item in items] == [2 * number for number in range(20)]
+
+
+def test_an_empty_list_is_finished_at_once() -> None:
+    called: list[Data] = []
+    with pipe({"backend": "Identity"}) as p:
+        p(called)
+        assert outcome(p.submit(called)) is called
+        assert asyncio.run(p.acall(called)) is called
+
+
+def test_a_list_raises_when_all_are_finished(register: Register) -> None:
+    items: list[Data] = [{"data": 1}, {"data": "x"}, {"data": "y"}, {"data": 2}]
+    with pipe({"backend": register(Double)}) as p, pytest.raises(BackendError, match="no number: 'x'"):
+        p(items)
+    assert [item.get("result") for item in items] == [2, None, None, 4]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (3, "expected a dict or a list of dicts, got int"),
+        ("text", "expected a dict or a list of dicts, got str"),
+        (None, "expected a dict or a list of dicts, got NoneType"),
+        ([{"data": 1}, 3], "item 1: expected a dict, got int"),
+        ([[{"data": 1}]], "item 0: expected a dict, got list"),
+        ({}, "a request needs the key 'data'; found none"),
+        ({"dat": 1}, "a request needs the key 'data'; found 'dat'"),
+        ([{"data": 1}, {"result": 1}], "a request needs the key 'data'; found 'result'"),
+    ],
+)
+def test_things_that_are_no_request(data: Any, problem: str) -> None:
+    with pipe({"backend": "Identity"}) as p:
+        for call in (p, p.submit):
+            with pytest.raises(InvalidRequest) as caught:
+                call(data)
+            assert str(caught.value) == problem
+        assert (p.stats()["admitted"], p.stats()["inflight"]) == (0, 0)
+
+
+def test_the_same_dict_twice() -> None:
+    data = {"data": 1}
+    with pipe({"backend": "Identity"}) as p:
+        with pytest.raises(InvalidRequest, match="twice"):
+            p([data, {"data": 1}, data])
+        p([{"data": 1}, {"data": 1}])
+
+
+def test_dispatch_takes_one_dict() -> None:
+    with pipe({"backend": "Identity"}) as p, pytest.raises(InvalidRequest, match="expected a dict, got list"):
+        p.dispatch([{"data": 1}], lambda data, error: None)  # type: ignore[arg-type]
+
+
+# -- roots --------------------------------------------------------------------------------------------------------
+
+
+def test_node_name_selects_the_root(register: Register) -> None:
+    config = {"one": {"backend": register(Double)}, "two": {"backend": "Identity", "next": "three"}, "three": {}}
+    items: list[Data] = [{"data": 3, "node_name": "one"}, {"data": 3, "node_name": "two"}]
+    with pipe(config) as p:
+        p(items)
+        assert [item["result"] for item in items] == [6, 3]
+        for data, problem in (
+            ({"data": 3}, "must name one of the roots: one, two"),
+            ({"data": 3, "node_name": None}, "must name one of the roots: one, two"),
+            ({"data": 3, "node_name": "too"}, "no root 'too'; did you mean 'two'?"),
+            ({"data": 3, "node_name": "three"}, "no root 'three'"),
+            ({"data": 3, "node_name": 7}, "no root 7"),
+        ):
+            with pytest.raises(IndexError, match=problem.replace("?", r"\?")) as caught:
+                p(data)
+            assert isinstance(caught.value, UnknownNode)
+
+
+def test_one_root_needs_no_name() -> None:
+    data: Data = {"data": 3, "node_name": "a"}
+    with pipe({"a": {"next": "b"}, "b": {}}) as p:
+        p(data)
+        with pytest.raises(IndexError):
+            p({"data": 3, "node_name": "b"})
+    assert data["result"] == 3
+
+
+def test_a_node_name_that_cannot_be_a_key() -> None:
+    with pipe({"backend": "Identity"}) as p, pytest.raises((InvalidRequest, UnknownNode)):
+        p({"data": 1, "node_name": ["node"]})
+
+
+# -- outcomes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, WAIT])
+def test_a_result_of_an_earlier_call_never_leaks(timeout: float | None) -> None:
+    data: Data = {"data": b"no image", "result": "stale", "error": "stale", "mine": 1}
+    with pipe({"backend": "DecodeMat"}) as p:
+        p(data, timeout=timeout)
+    assert data.keys() == {"data", "error", "mine"}
+    assert isinstance(data["error"], DecodeError)
+
+
+def test_an_error_of_an_earlier_call_never_leaks(jpeg: bytes) -> None:
+    data: Data = {"data": b"no image"}
+    with pipe({"backend": "DecodeMat"}) as p:
+        p(data)
+        data["data"] = jpeg
+        p(data)
+    assert "error" not in data
+    assert data["result"].shape == (375, 500, 3)
+
+
+def test_a_stale_result_does_not_satisfy_a_root_with_or(register: Register) -> None:
+    data: Data = {"data": 4, "result": "stale", "error": "stale"}
+    with pipe({"backend": register(Double), "filter": "or"}) as p:
+        p(data)
+    assert data == {"data": 4, "result": 8}
+
+
+@pytest.mark.parametrize("backend", ["{0}", "S[Identity,{0}]", "S[Identity,(run){0}]", "SyncTensor[{0}]"])
+@pytest.mark.parametrize("filter_name", ["swap", "run"])
+def test_the_result_of_the_node_before_is_not_this_ones(register: Register, backend: str, filter_name: str) -> None:
+    data: Data = {"data": 4}
+    second = {"backend": backend.format(register(Nothing)), "filter": filter_name}
+    with pipe({"a": {"next": "b"}, "b": second}) as p:
+        p(data)
+    assert "result" not in data
+    assert isinstance(data["error"], NoResult)
+    assert "node 'b'" in str(data["error"])
+
+
+def test_no_result_ends_the_request(register: Register) -> None:
+    gate = Gate()
+    data: Data = {"data": b"no image"}
+    with gate, pipe({"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": register(gate.backend)}}) as p:
+        p(data)
+    assert gate.batches == []
+    assert isinstance(data["error"], DecodeError)
+
+
+def test_a_defect_names_node_and_backend(register: Register) -> None:
+    name = register(Double)
+    config = {"first": {"next": "second"}, "second": {"backend": f"S[Identity,{name}]"}}
+    with pipe(config) as p:
+        for call in (p, lambda data: outcome(p.submit(data)), lambda data: asyncio.run(p.acall(data))):
+            with pytest.raises(BackendError) as caught:
+                call({"data": "x"})
+            assert str(caught.value) == f"node 'second': S[Identity,{name}]: TypeError: no number: 'x'"
+            assert isinstance(caught.value.__cause__, TypeError)
+            assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("most", [1, 4])
+def test_whatever_a_backend_raises_the_node_lives(register: Register, kind: type[BaseException], most: int) -> None:
+    class Raiser(Backend):
+        """Raises what it is told."""
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                if item["data"] == "raise":
+                    raise kind("on purpose")
+                item["result"] = item["data"]
+
+        def max(self) -> int:
+            return most
+
+    good = [{"data": number} for number in range(3)]
+    with pipe({"backend": register(Raiser)}) as p:
+        with pytest.raises(BackendError, match=f"{kind.__name__}: on purpose") as caught:
+            p([*good, {"data": "raise"}])
+        assert isinstance(caught.value.__cause__, kind)
+        p(data := {"data": 9})
+    assert [item["result"] for item in (*good, data)] == [0, 1, 2, 9]
+
+
+# -- futures ------------------------------------------------------------------------------------------------------
+
+
+def test_submit_gives_the_data_back(register: Register) -> None:
+    data, items = {"data": 1}, [{"data": 2}, {"data": 3}]
+    with pipe({"backend": register(Double)}) as p:
+        assert outcome(p.submit(data)) is data
+        assert outcome(p.submit(items)) is items
+        assert isinstance(error_of(p.submit([{"data": 1}, {"data": "x"}])), BackendError)
+    assert [item["result"] for item in (data, *items)] == [2, 4, 6]
+
+
+def test_acall_gives_the_data_back(register: Register) -> None:
+    async def work() -> list[Any]:
+        return await asyncio.gather(*(p.acall({"data": number}, timeout=WAIT) for number in range(20)))
+
+    with pipe({"backend": register(Double), "instance_num": 2}) as p:
+        assert [data["result"] for data in asyncio.run(work())] == [2 * number for number in range(20)]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_cancelled_future_drops_what_is_queued(register: Register, several: bool) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        queued = p.submit([{"data": "a"}, {"data": "b"}] if several else {"data": "a"})
+        assert queued.cancel()
+        assert p.stats()["inflight"] == 1
+        gate.open()
+        outcome(running)
+        p({"data": "last"})
+        assert queued.cancelled()
+    assert gate.batches == [["running"], ["last"]]
+
+
+def test_a_cancelled_future_of_a_running_request(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": 1})
+        gate.wait_entered()
+        assert running.cancel()
+        assert p.stats()["inflight"] == 0
+        gate.open()
+        p({"data": 2})
+    assert running.cancelled()
+
+
+def test_a_cancelled_task_drops_what_is_queued(register: Register) -> None:
+    gate = Gate()
+
+    async def work() -> None:
+        task = asyncio.create_task(p.acall({"data": "cancelled"}))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        asyncio.run(work())
+        assert p.stats()["inflight"] == 1
+        gate.open()
+        outcome(running)
+        p({"data": "last"})
+    assert gate.batches == [["running"], ["last"]]
+
+
+# -- dispatch -----------------------------------------------------------------------------------------------------
+
+
+def test_dispatch_calls_back(register: Register) -> None:
+    gate = Gate()
+    calls: list[tuple[Data, BaseException | None]] = []
+    data: Data = {"data": 1}
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        ticket = p.dispatch(data, lambda *call: calls.append(call))
+        assert calls == []
+        gate.open()
+        p({"data": 2})
+        assert calls == [(data, None)]
+        assert data["result"] == 1
+        assert not ticket.cancel()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [None, ValueError("gone away")])
+def test_a_cancelled_ticket_drops_what_is_queued(register: Register, error: Exception | None) -> None:
+    gate = Gate()
+    calls: list[tuple[Data, BaseException | None]] = []
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        ticket = p.dispatch({"data": "dropped"}, lambda *call: calls.append(call))
+        assert ticket.cancel(error)
+        assert not ticket.cancel(error)
+        gate.open()
+        outcome(running)
+        p({"data": "last"})
+    assert gate.batches == [["running"], ["last"]]
+    ((data, raised),) = calls
+    assert "result" not in data
+    assert raised is error if error else isinstance(raised, CancelledError)
+
+
+def test_a_callback_that_raises_harms_nobody(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+    class Eight(Double):
+        """Takes eight."""
+
+        def max(self) -> int:
+            return 8
+
+    gate = Gate()
+
+    def complain(data: Data, error: BaseException | None) -> None:
+        raise ValueError("a bad callback")
+
+    with pipe({"a": {"backend": register(gate.backend), "next": "b"}, "b": {"backend": register(Eight)}}) as p, gate:
+        p.dispatch({"data": 1}, complain)
+        others = [p.submit({"data": number}) for number in range(2, 6)]
+        gate.open()
+        assert [outcome(other)["result"] for other in others] == [4, 6, 8, 10]
+    assert "a bad callback" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_callback_that_exits_harms_nobody(register: Register, kind: type[BaseException]) -> None:
+    gate = Gate(most=4, blocks=lambda data: data == "first")
+
+    def leave(data: Data, error: BaseException | None) -> None:
+        raise kind
+
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        p.submit({"data": "first"})
+        gate.wait_entered()
+        p.dispatch({"data": 1}, leave)
+        others = [p.submit({"data": number}) for number in (2, 3)]
+        gate.open()
+        assert [outcome(other)["result"] for other in others] == [2, 3]
+    assert gate.batches == [["first"], [1, 2, 3]]
+
+
+# -- description --------------------------------------------------------------------------------------------------
+
+
+def test_repr_shows_the_graph(register: Register) -> None:
+    gate = Gate(most=4)
+    name = register(gate.backend)
+    with pipe({"a": {"next": "b", "instance_num": 2}, "b": {"backend": f"S[Identity,{name}]"}}) as p, gate:
+        running = p.submit({"data": 1})
+        gate.wait_entered()
+        assert repr(p) == f"pipe(config, 1 in flight)\n  a: Identity x2 [1..1] -> b\n  b: S[Identity,{name}] x1 [1..4]"
+        assert (p.max(), p.min()) == (4, 1)
+        gate.open()
+        outcome(running)
+    assert repr(p).startswith("pipe(config, closed)\n")

@@ -1,0 +1,309 @@
+"""When a batch closes inside a pipe, who collects it, and what the counters say."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Register
+from fakes import WAIT, Gate, error_of, outcome
+
+from torchpipe_py import Backend, BackendError, ItemBackend, pipe
+
+Data = dict[str, Any]
+
+HANGS = 60_000
+"""A batching_timeout in ms: a request that waits for it, hangs."""
+
+
+class Four(ItemBackend):
+    """result = data, four at once."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = item["data"]
+
+    def max(self) -> int:
+        return 4
+
+
+# -- the in-flight rule -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("instance_num", [1, 2])
+def test_a_lone_request_waits_for_nobody(register: Register, nodes: int, instance_num: int) -> None:
+    name = register(Four)
+    config: dict[str, Any] = {"batching_timeout": HANGS, "instance_num": instance_num}
+    for index in range(nodes):
+        config[str(index)] = {"backend": name, **({"next": str(index + 1)} if index + 1 < nodes else {})}
+    with pipe(config) as p:
+        for number in range(20):
+            assert outcome(p.submit({"data": number}))["result"] == number
+        items = [{"data": number} for number in range(10)]
+        outcome(p.submit(items))
+
+
+class Company:
+    """Node a blocks on "slow"; node b batches up to four and would wait a minute for company."""
+
+    def __init__(self, register: Register, first: str = "{0}") -> None:
+        self.gate = Gate(blocks=lambda data: data == "slow")
+        self.second = Gate(most=4, blocks=lambda data: False)
+        self.config: dict[str, Any] = {
+            "a": {"backend": first.format(register(self.gate.backend)), "instance_num": 2, "next": "b"},
+            "b": {"backend": register(self.second.backend), "batching_timeout": HANGS},
+        }
+
+    @property
+    def batches(self) -> list[list[Any]]:
+        """Those of node b."""
+        return self.second.batches
+
+    def waits(self, future: Future[Any]) -> bool:
+        """Whether b holds the request and does not go on with it."""
+        assert self.second.arrived.wait(WAIT)
+        return not wait_for([future], timeout=0.1).done
+
+
+def test_the_leader_waits_for_a_request_on_its_way(register: Register) -> None:
+    company = Company(register)
+    with pipe(company.config) as p, company.gate:
+        slow = p.submit({"data": "slow"})
+        company.gate.wait_entered()
+        quick = p.submit({"data": "quick"})
+        assert company.waits(quick)
+        company.gate.open()
+        outcome(slow)
+        outcome(quick)
+    assert company.batches == [["quick", "slow"]]
+
+
+@pytest.mark.parametrize("ending", ["no result", "defect"])
+def test_the_leader_is_released_when_that_request_ends_elsewhere(register: Register, ending: str) -> None:
+    class Ends(Backend):
+        """Gives the slow one no result, or raises."""
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                if item["data"] != "slow":
+                    item["result"] = item["data"]
+                elif ending == "defect":
+                    raise ValueError("a defect")
+
+    company = Company(register, first=f"S[{{0}},{register(Ends)}]")
+    with pipe(company.config) as p, company.gate:
+        slow = p.submit({"data": "slow"})
+        company.gate.wait_entered()
+        quick = p.submit({"data": "quick"})
+        assert company.waits(quick)
+        company.gate.open()
+        assert outcome(quick)["result"] == "quick"
+        error = error_of(slow)
+        assert isinstance(error, BackendError) if ending == "defect" else "error" in outcome(slow)
+    assert company.batches == [["quick"]]
+
+
+def test_the_leader_is_released_when_what_is_queued_before_it_was_given_up(register: Register) -> None:
+    company = Company(register)
+    company.config["a"]["instance_num"] = 1
+    with pipe(company.config) as p, company.gate:
+        quick = p.submit({"data": "quick"})
+        slow = p.submit({"data": "slow"})
+        company.gate.wait_entered()
+        cancelled, late = p.submit({"data": "cancelled"}), p.submit({"data": "late"}, timeout=0.0)
+        cancelled.cancel()
+        slow.cancel()
+        company.gate.open()
+        assert outcome(quick)["result"] == "quick"
+        assert error_of(late) is not None
+    assert [data for batch in company.batches for data in batch] == ["quick"]
+
+
+def test_a_full_batch_waits_for_nobody(register: Register) -> None:
+    company = Company(register)
+    with pipe(company.config) as p, company.gate:
+        slow = p.submit({"data": "slow"})
+        company.gate.wait_entered()
+        for future in [p.submit({"data": number}) for number in range(4)]:
+            outcome(future)
+        assert not slow.done()
+        company.gate.open()
+        outcome(slow)
+    assert company.batches == [[0, 1, 2, 3], ["slow"]]
+
+
+def test_the_timeout_ends_the_wait(register: Register) -> None:
+    company = Company(register)
+    company.config["b"]["batching_timeout"] = 20
+    with pipe(company.config) as p, company.gate:
+        slow = p.submit({"data": "slow"})
+        company.gate.wait_entered()
+        outcome(p.submit({"data": "quick"}))
+        assert not slow.done()
+        company.gate.open()
+        outcome(slow)
+    assert company.batches == [["quick"], ["slow"]]
+
+
+def test_without_a_timeout_nobody_waits(register: Register) -> None:
+    company = Company(register)
+    del company.config["b"]["batching_timeout"]
+    with pipe(company.config) as p, company.gate:
+        slow = p.submit({"data": "slow"})
+        company.gate.wait_entered()
+        outcome(p.submit({"data": "quick"}))
+        company.gate.open()
+        outcome(slow)
+
+
+# -- instances ----------------------------------------------------------------------------------------------------
+
+
+def test_leadership_is_handed_on_before_computing(register: Register) -> None:
+    gate = Gate(most=4)
+    with pipe({"backend": register(gate.backend), "instance_num": 3, "batching_timeout": HANGS}) as p, gate:
+        futures = []
+        for number in range(3):
+            futures.append(p.submit({"data": number}))
+            gate.wait_entered()
+        futures += [p.submit({"data": number}) for number in range(3, 9)]
+        gate.open()
+        assert [outcome(future)["result"] for future in futures] == list(range(9))
+    assert gate.batches[:3] == [[0], [1], [2]]
+    assert sorted(map(len, gate.batches[3:])) == [2, 4]
+
+
+def test_what_is_queued_makes_dense_batches(register: Register) -> None:
+    gate = Gate(most=4)
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        first = p.submit({"data": "first"})
+        gate.wait_entered()
+        futures = [p.submit({"data": number}) for number in range(10)]
+        gate.open()
+        for future in [first, *futures]:
+            outcome(future)
+    assert gate.batches == [["first"], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("low", [2, 4])
+def test_a_batch_is_never_smaller_than_the_backend_takes(register: Register, low: int) -> None:
+    sizes: list[int] = []
+
+    class AtLeast(Four):
+        """Takes ``low`` to four."""
+
+        def forward(self, items: list[Data]) -> None:
+            sizes.append(len(items))
+            super().forward(items)
+
+        def min(self) -> int:
+            return low
+
+    with pipe({"backend": register(AtLeast)}) as p:
+        p({"data": 1})
+    assert min(sizes) >= low
+
+
+# -- buckets ------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> None:
+    gate = Gate(most=4)
+    shapes = [(1, 3, 8, 8), (1, 3, 4, 4), (1, 3, 8, 8), (3, 8, 8), (1, 3, 4, 4)]
+    values: list[Any] = [torch.zeros(shape) for shape in shapes]
+    values += [torch.zeros(1, 3, 4, 4, dtype=torch.uint8), [torch.zeros(1), torch.zeros(2)], [torch.zeros(1)] * 2]
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        first = p.submit({"data": "first"})
+        gate.wait_entered()
+        futures = [p.submit({"data": value}) for value in values]
+        gate.open()
+        for future in [first, *futures]:
+            outcome(future)
+    numbers = [
+        [next(i for i, value in enumerate(values) if value is one) for one in batch] for batch in gate.batches[1:]
+    ]
+    assert numbers == [[0, 2], [1, 4], [3], [5], [6], [7]]
+
+
+def test_mats_of_different_shapes_share_a_batch(register: Register) -> None:
+    gate = Gate(most=4)
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        first = p.submit({"data": "first"})
+        gate.wait_entered()
+        futures = [p.submit({"data": np.zeros((size, size, 3), np.uint8)}) for size in (1, 2, 3)]
+        gate.open()
+        for future in [first, *futures]:
+            outcome(future)
+    assert list(map(len, gate.batches)) == [1, 3]
+
+
+def test_a_batch_key_that_cannot_be_had_fails_alone(register: Register) -> None:
+    class Picky(Four):
+        """Has no key for what is no string."""
+
+        def batch_key(self, item: Data) -> str:
+            return item["data"].lower()  # type: ignore[no-any-return]
+
+    with pipe({"backend": register(Picky)}) as p:
+        futures = [p.submit({"data": data}) for data in ("a", 3, "A")]
+        assert "has no attribute 'lower'" in str(error_of(futures[1]))
+        assert [outcome(future)["result"] for future in (futures[0], futures[2])] == ["a", "A"]
+
+
+# -- counters -----------------------------------------------------------------------------------------------------
+
+
+def test_stats(register: Register) -> None:
+    gate = Gate(most=4, blocks=lambda data: data == "first")
+    config = {"max_inflight": 7, "a": {"next": "b"}, "b": {"backend": register(gate.backend)}}
+    with pipe(config) as p, gate:
+        first = p.submit({"data": "first"})
+        gate.wait_entered()
+        stats = p.stats()
+        assert (stats["inflight"], stats["nodes"]["b"]["busy"], stats["nodes"]["b"]["queued"]) == (1, 1, 0)
+        futures = [p.submit({"data": number}) for number in range(5)]
+        futures.append(p.submit({"data": "late"}, timeout=0.0))
+        assert error_of(futures[-1]) is not None
+        gate.open()
+        for future in [first, *futures[:-1]]:
+            outcome(future)
+    stats = p.stats()
+    assert list(stats["nodes"]) == ["a", "b"]
+    a, b = stats["nodes"]["a"], stats["nodes"]["b"]
+    assert (stats["inflight"], stats["max_inflight"], stats["admitted"], stats["rejected"]) == (0, 7, 7, 0)
+    assert {key: a[key] for key in ("instances", "min", "max", "busy", "requests", "batches", "failed", "expired")} == {
+        "instances": 1,
+        "min": 1,
+        "max": 1,
+        "busy": 0,
+        "requests": 6,
+        "batches": 6,
+        "failed": 0,
+        "expired": 1,
+    }
+    assert a["batch_sizes"] == {1: 6}
+    assert (b["requests"], b["max"], sum(size * count for size, count in b["batch_sizes"].items())) == (6, 4, 6)
+    assert b["batches"] == sum(b["batch_sizes"].values()) >= 3
+    assert all(node[key] >= 0 for node in (a, b) for key in ("queue_ms", "batch_wait_ms", "compute_ms"))
+    assert b["queue_ms"] > 0
+
+
+def test_failures_are_counted(register: Register) -> None:
+    class Bad(Four):
+        """Raises for bad data."""
+
+        def forward_item(self, item: Data) -> None:
+            if item["data"] == "bad":
+                raise ValueError
+            item["result"] = 1
+
+    with pipe({"backend": register(Bad)}) as p:
+        for data in ("bad", "good", "bad"):
+            error_of(p.submit({"data": data}))
+        outcome(p.submit([{"data": "good"}]))
+        error_of(p.submit([{"data": "good"}, {"data": "bad"}, {"data": "good"}]))
+        assert p.stats()["nodes"]["node"]["failed"] == 3
