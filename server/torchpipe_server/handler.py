@@ -164,11 +164,12 @@ class _Many:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's text, whatever its ``__str__`` does."""
+    """The error's text as something that can be encoded, whatever its ``__str__`` does."""
     try:
-        return str(error) or type(error).__name__
+        text = str(error)
     except Exception:
-        return type(error).__name__
+        text = ""
+    return (text or type(error).__name__).encode("utf-8", "replace").decode()
 
 
 def _given(value: Any, name: str) -> Any:

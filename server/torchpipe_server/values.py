@@ -65,7 +65,7 @@ def is_label_and_score(value: Any) -> bool:
     return (
         isinstance(value, tuple)
         and len(value) == 2
-        and isinstance(value[0], (str, int))
+        and isinstance(value[0], (str, int, np.integer))
         and isinstance(value[1], (int, float, np.number))
     )
 

@@ -575,8 +575,7 @@ def test_a_handler_that_raises_is_answered(error):
         for _ in range(2):
             with pytest.raises((IDL.InferenceError, TApplicationException)):
                 client.infer_batch(b"x")
-            with pytest.raises((IDL.InferenceError, TApplicationException)):
-                client.infer_many([b"x"])
+            assert all(outcome.error is not None for outcome in client.infer_many([b"x"]))
         client.ping()
 
 

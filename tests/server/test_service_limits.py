@@ -194,7 +194,7 @@ GARBAGE = {
     "zeros": b"\0" * 100,
     "ones": b"\xff" * 100,
     "text": b"hello, world\r\n",
-    "huge frame": b"\x7f\xff\xff\xff\x80\x01\0\x01\0\0\0\x04ping",
+    "huge frame": b"\x7f\xff\xff\xff\x80\x01\0\x01\0\0\0\x04ping\0\0\0\x01",
     "negative frame": b"\xff\xff\xff\xf0\x80\x01\0\x01",
     "empty name": struct.pack(">III", 0x80010001, 0, 1) + b"\0",
     "reply": b"\x80\x01\0\x02" + pack_call("ping")[4:],
