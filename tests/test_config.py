@@ -295,7 +295,7 @@ REFUSED = [
         "no such file: no.onnx",
     ),
     ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 2.5', "node 'a': key 'resize_h'", "integer, got 2.5"),
-    ('[a]\nbackend = "DecodeMat"\nmax = 4', "node 'a': key 'max'", "unknown key"),
+    ('[a]\nbackend = "DecodeMat"\nmax = 4', "node 'a': key 'max'", "no backend of this node takes a batch range"),
     (
         '[a]\nbackend = "S[ResizeMat,ResizeMat,ResizeMat]"\nresize_w = 1\nresize_h = "1|2"',
         "node 'a': key 'resize_h'",

@@ -10,11 +10,11 @@ from typing import Any
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param, Shared
 from torchpipe_py.backends.basic import PythonClass, Sequential
-from torchpipe_py.config import GLOBAL, NODE_KEYS, NodeSpec, PipelineSpec, Place, parse_expression_value
+from torchpipe_py.config import GLOBAL, NODE_KEYS, NodeSpec, PipelineSpec, Place
 from torchpipe_py.errors import ConfigError, nearest
-from torchpipe_py.expression import Call
+from torchpipe_py.expression import Call, parse_expression
 from torchpipe_py.filters import BUILT_IN, Filter, run, swap
-from torchpipe_py.values import Value
+from torchpipe_py.values import Value, to_str
 
 # Filters that need the graph of several branches.
 _LATER_FILTERS = ("serialskip", "subgraphskip")
@@ -77,11 +77,11 @@ def plan_nodes(spec: PipelineSpec, roots: tuple[str, ...]) -> dict[str, NodePlan
 def _expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
     """``A`` with a key ``"A::backend" = "B"`` is ``A[B]``; everything else stays as it is."""
     name = registry.canonical(call.name)
-    key = f"{name}::backend"
-    if not call.args and key in node.params and name not in ancestors:
+    key = next((key for key in _scoped(name, "backend") if key in node.params), None)
+    if not call.args and key is not None and name not in ancestors:
         try:
-            inner = parse_expression_value(node.params[key])
-            call = Call(call.name, inner, call.filter)
+            (inner,) = parse_expression(f"{call.name}[{to_str(node.params[key])}]")
+            call = Call(call.name, inner.args, call.filter)
         except ValueError as error:
             raise node.at(key).error(error) from None
     return Call(call.name, tuple(_expand(arg, node, (*ancestors, name)) for arg in call.args), call.filter)
@@ -133,7 +133,7 @@ class _Binder:
             self.takes_any = True
             return self._all_params(scope)
         params = {}
-        self.used.add(f"{scope}::backend")
+        self.used.update(_scoped(scope, "backend"))
         for name, param in cls.parameters().items():
             self.known |= {param.key, f"{scope}::{param.key}"}
             params[name] = self._value(scope, param, position)
@@ -155,9 +155,7 @@ class _Binder:
 
     def _key(self, scope: str, name: str) -> str | None:
         """The key that holds the parameter: the node's table before the top level, the scoped form before the bare."""
-        candidates = [alias for alias, target in registry.ALIASES.items() if target == scope]
-        keys = [*(f"{one}::{name}" for one in (scope, *candidates)), name]
-        present = [key for key in keys if key in self.node.params]
+        present = [key for key in (*_scoped(scope, name), name) if key in self.node.params]
         self.used.update(present)
         own = [key for key in present if key in self.node.own]
         return next(iter(own or present), None)
@@ -179,9 +177,18 @@ class _Binder:
 
     def check_unused(self) -> None:
         """Refuse a key of the node's own table that nothing in it takes."""
-        for key in self.node.own - set(NODE_KEYS) - self.used:
+        unused = [key for key in self.node.params if key in self.node.own and key not in self.used]
+        for key in unused:
+            if key in ("min", "max"):
+                raise self.node.at(key).error("no backend of this node takes a batch range")
             names = {name for name in self.known if ("::" in name) == ("::" in key)}
             raise self.node.at(key).error(f"unknown key; {nearest(key, names | set(NODE_KEYS))}")
+
+
+def _scoped(scope: str, name: str) -> list[str]:
+    """The scoped forms of a key, under the backend's own name and its aliases."""
+    aliases = [alias for alias, target in registry.ALIASES.items() if target == scope]
+    return [f"{one}::{name}" for one in (scope, *aliases)]
 
 
 def _positions(call: Call) -> dict[int, tuple[int, int]]:

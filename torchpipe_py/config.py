@@ -137,7 +137,8 @@ def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, An
     if not nodes:
         if not scalars:
             raise place.error("no node in it")
-        return {GLOBAL: {}, DEFAULT_NODE: scalars}
+        pipeline = {key: scalars.pop(key) for key in PIPELINE_KEYS if key in scalars}
+        return {GLOBAL: pipeline, DEFAULT_NODE: scalars}
     return {GLOBAL: {**scalars, **nodes.pop(GLOBAL, {})}, **nodes}
 
 
@@ -164,17 +165,22 @@ def _node(name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipel
     for key in PIPELINE_KEYS:
         if key in own:
             raise Place(place.source, name, key).error("belongs to the top level, not into a node")
-    calls = _read(keys, "backend", parse_expression_value, None, place) or (Call("Identity"),)
+
+    def read(key: str, convert: Callable[[Any], Any], default: Any) -> Any:
+        return _read(keys, key, convert, default, Place(place.source, name if key in own else GLOBAL))
+
+    calls = read("backend", parse_expression_value, None) or (Call("Identity"),)
+    variants = len(calls)
     return NodeSpec(
         place=place,
         name=name,
         calls=calls,
-        next=_read(keys, "next", _names, (), place),
-        map=_read(keys, "map", _map, (), place),
-        filter=_read(keys, "filter", to_str, None, place),
-        instance_num=_instance_num(keys, len(calls), place),
-        batching_timeout=_read(keys, "batching_timeout", _not_negative, 0.0, place),
-        device_id=_read(keys, "device_id", _device, 0, place),
+        next=read("next", _names, ()),
+        map=read("map", _map, ()),
+        filter=read("filter", to_str, None),
+        instance_num=read("instance_num", lambda value: _instance_num(value, variants), (1,) * variants),
+        batching_timeout=read("batching_timeout", _not_negative, 0.0),
+        device_id=read("device_id", _device, 0),
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
         own=frozenset(own),
     )
@@ -223,12 +229,8 @@ def split_variants(value: Value, count: int) -> list[Value]:
     return parts
 
 
-def _instance_num(keys: Mapping[str, Value], variants: int, place: Place) -> tuple[int, ...]:
-    def convert(value: Value) -> tuple[int, ...]:
-        return tuple(_positive(part) for part in split_variants(value, variants))
-
-    numbers: tuple[int, ...] = _read(keys, "instance_num", convert, (1,) * variants, place)
-    return numbers
+def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in split_variants(value, variants))
 
 
 def _positive(value: Value) -> int:

@@ -130,6 +130,8 @@ class Engine:
             self._closed = self._closed or "the pipe is closed"
         for name in self.graph.order:
             self.nodes[name].close()
+        if any(node.is_own_thread() for node in self.nodes.values()):
+            return False  # called from a callback: this thread ends after it, the others on their own
         ended = [node.join(until) for node in self.nodes.values()]
         for request in list(self._inflight):
             self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
@@ -164,7 +166,7 @@ class Engine:
             self.rejected += len(requests)
         raise Overloaded(
             f"{self.inflight} requests in flight, {len(requests)} more would pass max_inflight = {self.max_inflight}",
-            retry_after_ms=self.retry_after_ms(),
+            retry_after_ms=self.retry_after_ms() if len(requests) <= self.max_inflight else None,
         )
 
     def complete(self, request: Request, error: BaseException | None = None) -> bool:
@@ -179,7 +181,7 @@ class Engine:
             request.merge()
         try:
             request.on_done()
-        except Exception:
+        except BaseException:
             logger.exception("%s: the callback of a finished request failed", self.name)
         return True
 

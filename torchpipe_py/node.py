@@ -10,13 +10,15 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.backends.base import Backend, Data, run_padded
 from torchpipe_py.batching import Batcher
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request
 
 logger = logging.getLogger("torchpipe_py")
+
+_DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
 _WAKE: Any = None  # in a queue: look again; an awaited request went another way, or the node is closing
 
@@ -79,8 +81,9 @@ class Node:
         """Start the threads; their backends are set up side by side."""
         for instance in self.instances:
             name = f"torchpipe-{self.name}-{instance.index}"
-            instance.thread = threading.Thread(target=self._main, args=(instance,), name=name, daemon=True)
-            instance.thread.start()
+            thread = threading.Thread(target=self._main, args=(instance,), name=name, daemon=True)
+            thread.start()
+            instance.thread = thread
 
     def wait_setup(self) -> BaseException | None:
         """Wait until every backend is set up; the first error, if any."""
@@ -107,13 +110,17 @@ class Node:
             self.put(_WAKE)
 
     def join(self, until: float | None = None) -> bool:
-        """Wait for the threads to end, except the calling one, no longer than ``until``; whether they did."""
+        """Wait for the threads to end, no longer than ``until``; whether they did."""
         for instance in self.instances:
-            if instance.thread is not None and instance.thread is not threading.current_thread():
+            if instance.thread is not None:
                 instance.thread.join(None if until is None else max(0.0, until - perf_counter()))
                 if instance.thread.is_alive():
                     return False
         return True
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is an instance's."""
+        return any(instance.thread is threading.current_thread() for instance in self.instances)
 
     def load(self) -> int:
         """Requests here that are not delivered yet; a moment's estimate."""
@@ -121,7 +128,7 @@ class Node:
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
-        return self._queue.qsize() + len(self._batcher)
+        return 0 if self._closing else self._queue.qsize() + len(self._batcher)
 
     # -- the instances' threads ---------------------------------------------------------------------------------
 
@@ -161,6 +168,7 @@ class Node:
                 return
             instance.busy = len(batch)
             self._process(instance, batch)
+            batch = None  # an idle instance keeps nothing of its last request
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
             instance.busy = 0
             if self._waiting:
@@ -184,6 +192,8 @@ class Node:
                 if self._closing:
                     self.put(_WAKE)
                     return batcher.clear() or None
+                if self._waiting and not len(batcher):
+                    self._wake_leaders()  # the marker counted as a request until now
             instance.collected_since = perf_counter()
             while True:
                 for _ in range(self._queue.qsize()):
@@ -192,7 +202,7 @@ class Node:
                     self.put(_WAKE)
                     return batcher.clear() or None
                 quiet = self.timeout <= 0 or not self._is_awaiting()
-                batch = batcher.take(instance.max, perf_counter(), quiet, instance.last_compute)
+                batch = batcher.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
                 if batch is not None:
                     return batch
                 self._wait(instance)
@@ -203,13 +213,17 @@ class Node:
         try:
             # NOTE: looked at again after the entry in `waiting`, or the last wake-up could be missed.
             if self._is_awaiting():
-                close = self._batcher.next_close(instance.max, instance.last_compute)
+                close = self._batcher.next_close(instance.max, self._lead_time(instance))
                 if close is not None:
                     self._accept(self._get(timeout=max(0.0, close - perf_counter())))
         except Empty:
             pass
         finally:
             self._waiting.discard(self)
+
+    def _lead_time(self, instance: Instance) -> float:
+        """How long before a deadline a batch must close to meet it, seconds."""
+        return 1.5 * instance.last_compute + _DEADLINE_MARGIN
 
     def _accept(self, request: Request) -> None:
         if request is _WAKE:
@@ -285,11 +299,13 @@ class Node:
         assert backend is not None  # set up before the first request
         saved = [dict(item) for item in items] if len(items) > 1 else None
         try:
-            backend.forward(items)
+            if len(items) < instance.min:
+                run_padded(backend, items)
+            else:
+                backend.forward(items)
         except BaseException as error:
             if saved is None:
-                instance.failed += 1
-                self._fail(requests[0], self._defect(error))
+                self._fail_defect(instance, requests[0], error)
                 return []
             requests = self._forward_one_by_one(instance, backend, requests, saved)
         for request in requests:
@@ -307,13 +323,17 @@ class Node:
             request.data.clear()
             request.data.update(before)
             try:
-                backend.forward([request.data])
+                run_padded(backend, [request.data])
             except BaseException as error:
-                instance.failed += 1
-                self._fail(request, self._defect(error))
+                self._fail_defect(instance, request, error)
             else:
                 finished.append(request)
         return finished
+
+    def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
+        instance.failed += 1
+        request.data.pop(TASK_RESULT_KEY, None)
+        self._fail(request, self._defect(error))
 
     def _closed_error(self) -> PipeClosed:
         return PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}")

@@ -55,11 +55,13 @@ class pipe:
         lock = allocate_lock()
         lock.acquire()
         requests, entries = self._prepare(data, lock.release, timeout)
+        if not requests:
+            return
         self._launch(requests, entries)
         try:
             if timeout is None:
                 lock.acquire()
-            elif not lock.acquire(timeout=max(0.0, timeout)):
+            elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
                 for request in requests:
                     self._engine.complete(request, _too_late(timeout))
                 lock.acquire()
@@ -74,6 +76,7 @@ class pipe:
     def submit(self, data: Data | Sequence[Data], timeout: float | None = None) -> Future[Any]:
         """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued."""
         future: Future[Any] = Future()
+        engine = self._engine  # not self: a future that is kept must not keep the pipe
 
         def settle() -> None:
             if not future.set_running_or_notify_cancel():
@@ -87,10 +90,12 @@ class pipe:
         def drop_if_cancelled(done: Future[Any]) -> None:
             if done.cancelled():
                 for request in requests:
-                    self._engine.complete(request, CancelledError())
+                    engine.complete(request, CancelledError())
 
         requests, entries = self._prepare(data, settle, timeout)
         self._launch(requests, entries)
+        if not requests:
+            settle()
         future.add_done_callback(drop_if_cancelled)
         return future
 
@@ -208,12 +213,10 @@ class Ticket:
 
 
 class _Countdown:
-    """Calls ``on_done`` when it was called ``count`` times; at once for none."""
+    """Calls ``on_done`` when it was called ``count`` times."""
 
     def __init__(self, count: int, on_done: Callable[[], object]) -> None:
         self._left, self._on_done, self._lock = count, on_done, threading.Lock()
-        if count == 0:
-            on_done()
 
     def __call__(self) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +163,24 @@ def tensor_key(value: Any) -> Hashable:
         return tuple(map(tensor_key, value))
     shape = getattr(value, "shape", None)
     return None if shape is None else (tuple(shape), getattr(value, "dtype", None))
+
+
+def run_padded(backend: Backend, items: list[Data]) -> None:
+    """``forward`` of no fewer than ``min()`` items: missing ones are copies of the last, their outcome is dropped."""
+    missing = backend.min() - len(items)
+    backend.forward(items if missing <= 0 else items + [dict(items[-1]) for _ in range(missing)])
+
+
+def close_all(backends: Iterable[Backend]) -> None:
+    """Close each, whatever the others raise; the first error is raised at the end."""
+    first: BaseException | None = None
+    for backend in backends:
+        try:
+            backend.close()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class ItemBackend(Backend):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend, close_all, run_padded
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError
 from torchpipe_py.filters import Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -76,7 +77,7 @@ class Sequential(Backend):
         defaults = (run, *(swap,) * (len(given) - 1))
         filters = [chosen or default for chosen, default in zip(given, defaults, strict=True)]
         self._steps = [
-            (filter_, child, child.forward, child.max())
+            (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), child.max())
             for filter_, child in zip(filters, self.config.children, strict=True)
         ]
 
@@ -114,8 +115,7 @@ class Sequential(Backend):
             items = going
 
     def close(self) -> None:
-        for child in reversed(self.config.children):
-            child.close()
+        close_all(reversed(self.config.children))
 
     def max(self) -> int:
         return self._range[1]
@@ -143,6 +143,9 @@ class FirstAvailable(Wrapper):
             except BackendUnavailable as error:
                 child.close()
                 reasons.append(f"{child.config.label}: {error}")
+            except BaseException:
+                child.close()
+                raise
             else:
                 self._chosen = child
                 self._log(child, reasons)

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Backend, Data, Param
 from torchpipe_py.backends.postprocess import Postprocessor, make_postprocessor, to_postprocessor
+from torchpipe_py.errors import ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_floats, to_int, to_str
 
@@ -29,7 +30,7 @@ class ModelBackend(Backend):
 
     def setup(self) -> None:
         if self.min_batch > self.max_batch:
-            raise ValueError(f"min = {self.min_batch} is larger than max = {self.max_batch}")
+            raise ConfigError(f"min = {self.min_batch} is larger than max = {self.max_batch}")
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             self._postprocess = make_postprocessor(self.postprocessor, {"labels": self.labels})

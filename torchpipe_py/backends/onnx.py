@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,16 @@ class OnnxTensor(ModelBackend):
         self._check_batch()
 
     def forward(self, items: list[Data]) -> None:
-        rows = [request_inputs(item, len(self._inputs)) for item in items]
+        groups: dict[Hashable, list[tuple[Data, list[np.ndarray]]]] = {}
+        for item in items:
+            values = request_inputs(item, len(self._inputs))
+            arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
+            groups.setdefault(tuple(array.shape for array in arrays), []).append((item, arrays))
+        for group in groups.values():
+            self._run([item for item, _ in group], [arrays for _, arrays in group])
+
+    def _run(self, items: list[Data], rows: list[list[np.ndarray]]) -> None:
+        """One batch of items whose inputs have the same shapes."""
         feed = {given.name: given.stack([row[index] for row in rows]) for index, given in enumerate(self._inputs)}
         arrays = self._session.run(None, feed)
         for array in arrays:
@@ -112,9 +121,12 @@ class _Input:
         self._most = most
         self._buffer: Any = np.empty(0, self._dtype)
 
-    def stack(self, values: list[Any]) -> np.ndarray:
-        """N values, each 1×… or without its first dimension, as one array N×…; valid until the next call."""
-        arrays = [as_array(value, self.dims, self.name) for value in values]
+    def array(self, value: Any) -> np.ndarray:
+        """A value, 1×… or without its first dimension, as an array 1×… that fits this input."""
+        return as_array(value, self.dims, self.name)
+
+    def stack(self, arrays: list[np.ndarray]) -> np.ndarray:
+        """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""
         shape = arrays[0].shape[1:]
         if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
             self._buffer = np.empty((max(len(arrays), self._most), *shape), self._dtype)

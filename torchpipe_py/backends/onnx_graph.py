@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +34,9 @@ def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> 
         raise ConfigError(f"model {path}: mean and std need a floating input NxCxHxW; {name!r} is not")
     channels = dims[1].dim_value or None
     shifted, scaled = f"{name}_minus_mean", f"{name}_normalized"
-    for node in graph.node:
-        for index, used in enumerate(node.input):
-            if used == name:
-                node.input[index] = scaled
-    for output in graph.output:
-        if output.name == name:
-            raise ConfigError(f"model {path}: its input is its output; there is nothing to normalise")
+    if any(output.name == name for output in graph.output):
+        raise ConfigError(f"model {path}: its input is its output; there is nothing to normalise")
+    _rename_uses(graph, name, scaled)
     graph.initializer.extend(
         [
             numpy_helper.from_array(_per_channel(mean, 0.0, channels, "mean", dtype), f"{name}_mean"),
@@ -49,6 +46,20 @@ def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> 
     graph.node.insert(0, helper.make_node("Sub", [name, f"{name}_mean"], [shifted], name=shifted))
     graph.node.insert(1, helper.make_node("Div", [shifted, f"{name}_std"], [scaled], name=scaled))
     return bytes(model.SerializeToString())
+
+
+def _rename_uses(graph: Any, name: str, new: str) -> None:
+    """Let every node read ``new`` instead of ``name``, in the bodies of If and Loop as well."""
+    for node in graph.node:
+        for index, used in enumerate(node.input):
+            if used == name:
+                node.input[index] = new
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename_uses(body, name, new)
+    for output in graph.output:
+        if output.name == name:  # a body may hand an outer value on as it is
+            output.name = new
 
 
 def _per_channel(

@@ -13,6 +13,8 @@ from torchpipe_py.errors import BackendUnavailable
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
+FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above which cv2.split writes elsewhere
+
 
 class Mat2Tensor(ItemBackend):
     """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy."""
@@ -34,8 +36,11 @@ class Mat2Tensor(ItemBackend):
         mat = as_mat(item[TASK_DATA_KEY])
         height, width, channels = mat.shape
         planes = np.empty((1, channels, height, width), np.uint8)
-        # cv2.split writes each plane in place, several times as fast as NumPy's transposed copy.
-        self._split(mat, list(planes[0]))
+        if channels <= FAST_CHANNELS:
+            # cv2.split writes each plane in place, several times as fast as NumPy's transposed copy.
+            self._split(mat, list(planes[0]))
+        else:
+            np.copyto(planes[0], mat.transpose(2, 0, 1))
         tensor = self._from_numpy(planes)
         item[TASK_RESULT_KEY] = tensor if self._device is None else tensor.to(self._device)
 
