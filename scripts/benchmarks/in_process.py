@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import threading
@@ -107,7 +108,7 @@ def identity_nodes(count: int) -> dict[str, dict[str, Any]]:
     """A chain of ``Identity`` nodes."""
     names = [f"n{index}" for index in range(count)]
     config: dict[str, dict[str, Any]] = {name: {"backend": "Identity"} for name in names}
-    for name, after in zip(names, names[1:], strict=False):
+    for name, after in itertools.pairwise(names):
         config[name]["next"] = after
     return config
 
