@@ -58,9 +58,9 @@ class Connection:
     def send(self, reply: bytes) -> None:
         """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent."""
         with self.lock:
-            if not self.closed:
-                self._write(memoryview(reply), monotonic())
             self.last_active = monotonic()
+            if not self.closed:
+                self._write(memoryview(reply), self.last_active)
             self.answered = self.serial
             self.ticket = None
             # NOTE: last, since the I/O thread takes it for the end of the request.
