@@ -49,5 +49,5 @@ class Classify(Worker):
 
 if __name__ == "__main__":
     server = Server()
-    server.append_worker(Classify, num=WORKERS, max_batch_size=BATCH, max_wait_time=5)
+    server.append_worker(Classify, num=WORKERS, max_batch_size=BATCH, max_wait_time=int(os.environ["BENCH_WAIT_MS"]))
     server.run()

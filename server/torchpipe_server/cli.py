@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchpipe_server")
 
 LISTEN_BACKLOG = 1024
+SWITCH_SECONDS = 0.0005
 CLOSE_SECONDS = 2.0  # for a backend to return once every request is answered or given up
 
 
@@ -59,6 +60,8 @@ def build_pipe(options: Options) -> pipe:
 
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
+    # A thread that comes back from OpenCV waits this long at most for the interpreter lock (default: 5 ms).
+    sys.setswitchinterval(SWITCH_SECONDS)
     if not options.max_inflight:
         return pipe(options.config)
     config: dict[str, Any] = parse_toml(options.config)
