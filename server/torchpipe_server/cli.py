@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -78,6 +79,7 @@ def serve(listener: socket.socket, run: pipe, options: Options) -> bool:
     server = Server(listener, InferenceHandler(run, load_idl()), options)
     _on_stop_signal(lambda *_: server.stop())
     host, port = listener.getsockname()[:2]
+    gc.freeze()  # what was loaded stays; the collector need not look at it again and again
     print(f"serving {options.config} on {host}:{port} (pid {os.getpid()})", flush=True)
     answered = server.serve()
     if answered:

@@ -55,6 +55,10 @@ class Message(NamedTuple):
     start: int
     end: int
 
+    def without_body(self) -> Message:
+        """What an answer needs."""
+        return Message(self.name, self.type, self.seqid, self.framing, b"", 0, 0)
+
     def __repr__(self) -> str:
         size = self.end - self.start
         return f"Message({self.name!r}, type={self.type}, seqid={self.seqid}, {self.framing}, {size} bytes)"

@@ -30,7 +30,8 @@ from torchpipe_server.protocol import ONEWAY, Limits, Message, MessageReader, Pr
 logger = logging.getLogger("torchpipe_server")
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-RECEIVE_BYTES = 256 * 1024
+# Below malloc's threshold for mapping memory anew each time: 4 instead of 45 us for reading 66 KB.
+RECEIVE_BYTES = 120 * 1024
 ACCEPTS_AT_ONCE = 64
 REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
 BACKLOG = 64  # whole messages of one connection that wait; beyond them it is not read
@@ -329,7 +330,7 @@ class Server:
                 connection, message, TApplicationException.UNKNOWN_METHOD, f"no method {message.name!r}"
             )
             return
-        head = message._replace(buffer=b"")  # what the answer needs; the image is not kept until then
+        head = message.without_body()  # what the answer needs; the image is not kept until then
         try:
             if connection.refused:
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)

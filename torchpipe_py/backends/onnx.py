@@ -11,7 +11,7 @@ import numpy as np
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.model import ModelBackend, as_array, request_inputs
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
-from torchpipe_py.values import to_strings
+from torchpipe_py.values import to_int, to_strings
 
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -29,10 +29,12 @@ class OnnxTensor(ModelBackend):
     """An ONNX model by ONNX Runtime: Tensors 1×C×H×W in, Tensors 1×… out, ``max`` items at a time.
 
     Inputs are converted to the model's dtype where that loses nothing in kind (``uint8`` to ``float32``, say).
-    The instances of a node share one session, with the machine's cores divided among them.
+    The instances of a node share one session.
     """
 
     providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
+
+    threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among the instances")
 
     def setup(self) -> None:
         super().setup()
@@ -69,7 +71,7 @@ class OnnxTensor(ModelBackend):
     def _load(self, onnxruntime: Any) -> Any:
         options = onnxruntime.SessionOptions()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        options.intra_op_num_threads = max(1, cores // self.config.instance_num)
+        options.intra_op_num_threads = self.threads or max(1, cores // self.config.instance_num)
         # A spinning pool takes the cores from the nodes that decode.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
