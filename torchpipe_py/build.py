@@ -94,7 +94,6 @@ class _Binder:
         self.node = node
         self.used: set[str] = set()
         self.known: set[str] = set()
-        self.takes_any = False
 
     def bind(self, call: Call, positions: Mapping[int, tuple[int, int]]) -> BackendPlan:
         """``positions`` maps a call's identity to (its position, count) among the calls of its name in the list."""
@@ -130,7 +129,6 @@ class _Binder:
     def _params(self, call: Call, cls: type[Backend], position: tuple[int, int]) -> dict[str, Any]:
         scope = registry.canonical(call.name)
         if cls.any_params:
-            self.takes_any = True
             return self._all_params(scope)
         params = {}
         self.used.update(_scoped(scope, "backend"))
