@@ -53,15 +53,11 @@ class Engine:
         successors = self.graph.successors[name]
         after = self.entries[successors[0]] if successors else self.complete
 
-        def deliver(requests: list[Request]) -> None:
-            for request in requests:
-                after(request)
-
         node = Node(
             name,
             plan.creators(),
             timeout=plan.spec.batching_timeout / 1000,
-            deliver=deliver,
+            deliver=after,
             fail=self.complete,
             waiting=self._waiting,
         )
@@ -189,7 +185,7 @@ class Engine:
         """How long the slowest node needs for what it holds, by its measured compute time; at least 1 ms."""
         seconds = 0.0
         for node in self.nodes.values():
-            done = sum(instance.requests for instance in node.instances)
+            done = sum(instance.requests + instance.singles for instance in node.instances)
             spent = sum(instance.compute_time for instance in node.instances)
             if done:
                 seconds = max(seconds, node.load() * spent / done / len(node.instances))

@@ -36,6 +36,7 @@ class Instance:
         self.thread: threading.Thread | None = None
         self.busy = 0  # requests taken and not yet delivered
         self.collected_since = 0.0  # when the leader took the first request of the current batch
+        self.singles = 0  # requests that could not be batched; the counters below are of batches
         self.requests = self.batches = self.failed = self.expired = 0
         self.queue_time = self.batch_wait = self.compute_time = self.last_compute = 0.0
         self.batch_sizes: Counter[int] = Counter()
@@ -44,8 +45,8 @@ class Instance:
 class Node:
     """A queue and its instances.
 
-    ``put`` may be called from any thread. ``deliver(requests)`` is called on the thread of the instance that finished
-    them, ``fail(request, error)`` completes a request that cannot go on. ``upstream`` holds the nodes from which a
+    ``put`` may be called from any thread. ``deliver(request)`` is called on the thread of the instance that finished
+    it, ``fail(request, error)`` completes a request that cannot go on. ``upstream`` holds the nodes from which a
     request can still reach this one. ``waiting``, shared by the nodes of a pipe, holds those whose leader waits for
     company: an instance that has delivered its batch wakes the leaders for whom nothing is under way any more.
 
@@ -59,7 +60,7 @@ class Node:
         create: Sequence[Callable[[int], Backend]],
         *,
         timeout: float,
-        deliver: Callable[[list[Request]], None],
+        deliver: Callable[[Request], object],
         fail: Callable[[Request, BaseException], object],
         waiting: set[Node],
     ) -> None:
@@ -161,9 +162,11 @@ class Node:
         instance.backend = None
 
     def _serve(self, instance: Instance) -> None:
-        take = self._take_one if self.max == 1 else self._take_batch
+        if self.max == 1:
+            self._serve_singly(instance)
+            return
         while True:
-            batch = take(instance)
+            batch = self._take_batch(instance)
             if batch is None:
                 return
             instance.busy = len(batch)
@@ -174,14 +177,41 @@ class Node:
             if self._waiting:
                 self._wake_leaders()
 
-    def _take_one(self, instance: Instance) -> list[Request] | None:
+    def _serve_singly(self, instance: Instance) -> None:
+        """Where no batch can form, nobody leads: each instance takes a request for itself, without any list."""
+        assert instance.backend is not None  # set up before the first request
+        get, forward, deliver, waiting = self._get, instance.backend.forward, self._deliver, self._waiting
         while True:
-            request = self._get()
-            if request is not _WAKE:
-                return [request]
-            if self._closing:
-                self.put(_WAKE)  # for the next instance
-                return None
+            request = get()
+            if request is _WAKE:
+                if self._closing:
+                    self.put(_WAKE)  # for the next instance
+                    return
+                continue
+            instance.busy = 1
+            if self._closing or request.done or request.deadline is not None:
+                self._process(instance, [request])
+            else:
+                start = perf_counter()
+                data = request.data
+                data.pop(TASK_RESULT_KEY, None)
+                data.pop(TASK_ERROR_KEY, None)
+                try:
+                    forward([data])
+                    if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                        self._explain(data)
+                    now = perf_counter()
+                    instance.singles += 1
+                    instance.queue_time += start - request.arrived
+                    instance.compute_time += now - start
+                    deliver(request)
+                except BaseException as error:
+                    self._fail_defect(instance, request, error)
+                del data
+            del request  # an idle instance keeps nothing of its last one
+            instance.busy = 0
+            if waiting:
+                self._wake_leaders()
 
     def _take_batch(self, instance: Instance) -> list[Request] | None:
         """As leader, collect the next batch; ``None`` ends the thread."""
@@ -272,12 +302,11 @@ class Node:
         requests = self._forward(instance, requests, items)
         instance.last_compute = perf_counter() - start
         instance.compute_time += instance.last_compute
-        try:
-            self._deliver(requests)
-        except BaseException as error:
-            logger.exception("node %r: routing failed", self.name)
-            for request in requests:
-                self._fail(request, self._defect(error))
+        for request in requests:
+            try:
+                self._deliver(request)
+            except BaseException as error:
+                self._fail_defect(instance, request, error)
 
     def _measure_waits(self, instance: Instance, requests: list[Request], start: float) -> None:
         count = len(requests)
@@ -311,7 +340,7 @@ class Node:
         for request in requests:
             data = request.data
             if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {backend.config.label} gave no result")
+                self._explain(data)
         return requests
 
     def _forward_one_by_one(
@@ -330,6 +359,14 @@ class Node:
                 finished.append(request)
         return finished
 
+    def _explain(self, data: Data) -> None:
+        """Say why there is no result, where the backend did not."""
+        data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self._label()} gave no result")
+
+    def _label(self) -> str:
+        backend = self.instances[0].backend
+        return backend.config.label if backend is not None else "backend"
+
     def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
         instance.failed += 1
         request.data.pop(TASK_RESULT_KEY, None)
@@ -339,8 +376,6 @@ class Node:
         return PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}")
 
     def _defect(self, error: BaseException) -> BackendError:
-        backend = self.instances[0].backend
-        label = backend.config.label if backend is not None else "backend"
-        defect = BackendError(f"node {self.name!r}: {label}: {type(error).__name__}: {error}")
+        defect = BackendError(f"node {self.name!r}: {self._label()}: {type(error).__name__}: {error}")
         defect.__cause__ = error
         return defect

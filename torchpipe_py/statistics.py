@@ -21,14 +21,16 @@ def node_stats(node: Node) -> dict[str, Any]:
     sizes: Counter[int] = Counter()
     for instance in instances:
         sizes.update(dict(instance.batch_sizes))
+        if instance.singles:
+            sizes[1] += instance.singles
     return {
         "instances": len(instances),
         "min": node.min,
         "max": node.max,
         "queued": node.queued(),
         "busy": sum(1 for instance in instances if instance.busy),
-        "requests": sum(instance.requests for instance in instances),
-        "batches": sum(instance.batches for instance in instances),
+        "requests": sum(instance.requests + instance.singles for instance in instances),
+        "batches": sum(instance.batches + instance.singles for instance in instances),
         "failed": sum(instance.failed for instance in instances),
         "expired": sum(instance.expired for instance in instances),
         "batch_sizes": dict(sorted(sizes.items())),
