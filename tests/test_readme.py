@@ -1,0 +1,29 @@
+"""What README.md shows is what the programs print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import tomli
+
+from torchpipe_py.cli import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_backends_is_the_generated_one() -> None:
+    shown = README.split("<!-- torchpipe backends --markdown -->")[1].split("<!-- end -->")[0]
+    assert shown.strip().splitlines() == list(markdown_table())
+
+
+def test_the_demo_shown_is_the_demo_served() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    served = tomli.loads((ROOT / "configs" / "demo.toml").read_text(encoding="utf-8"))
+    assert [tomli.loads(block) for block in blocks] == [served]
+
+
+def test_every_file_that_is_named_exists() -> None:
+    for path in re.findall(r"`((?:configs|scripts|idl)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
