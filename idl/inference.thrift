@@ -14,7 +14,8 @@ struct InferenceResult {
 
 // Why a request has no result.
 exception InferenceError {
-    1: required string code,            // one of the codes in torchpipe_py/errors.py: "overloaded", "no_result", ...
+    1: required string code,            // a code of torchpipe_py/errors.py ("overloaded", "decode_error", ...), or why
+                                        // a message was refused: "too_large", "too_slow", "too_deep", "bad_type", ...
     2: required string message,         // one line for a person
     3: optional i32 retry_after_ms,     // when a repetition may succeed, for "overloaded"
 }

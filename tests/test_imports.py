@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "backends.base": "errors keys",
     "node": "backends.base batching errors keys request",
     "build": "backends.base backends.basic config errors expression filters registry values",
-    "engine": "build errors filters graph node request",
+    "engine": "build errors keys filters graph node request",
     "statistics": "engine node",
     "pipe": "build config engine errors graph keys request statistics",
     "": "backends.base config errors keys pipe registry",

@@ -67,7 +67,7 @@ def plan_nodes(spec: PipelineSpec, roots: tuple[str, ...]) -> dict[str, NodePlan
     for node in spec.nodes.values():
         binder = _Binder(node)
         backend = binder.bind(_expand(node.calls[0], node), {})
-        binder.check_unused()
+        binder.check_keys()
         used_defaults |= binder.used
         plans[node.name] = NodePlan(node, backend, _entry_filter(node, node.name in roots))
     _check_defaults(spec, used_defaults)
@@ -94,6 +94,7 @@ class _Binder:
         self.node = node
         self.used: set[str] = set()
         self.known: set[str] = set()
+        self.missing: list[ConfigError] = []
 
     def bind(self, call: Call, positions: Mapping[int, tuple[int, int]]) -> BackendPlan:
         """``positions`` maps a call's identity to (its position, count) among the calls of its name in the list."""
@@ -141,7 +142,8 @@ class _Binder:
         key = self._key(scope, param.key)
         if key is None:
             if param.default is REQUIRED:
-                raise Place(self.node.place.source, self.node.name, param.key).error(f"{scope} needs it: {param.doc}")
+                place = Place(self.node.place.source, self.node.name, param.key)
+                self.missing.append(place.error(f"{scope} needs it: {param.doc}"))
             return param.default
         try:
             value = param.read(_at_position(self.node.params[key], position, scope))
@@ -173,14 +175,16 @@ class _Binder:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
         return _find_filter(call.filter, self.node, "backend")
 
-    def check_unused(self) -> None:
-        """Refuse a key of the node's own table that nothing in it takes."""
+    def check_keys(self) -> None:
+        """Refuse a key of the node's own table that nothing in it takes, then a missing one: it may be the same."""
         unused = [key for key in self.node.params if key in self.node.own and key not in self.used]
         for key in unused:
             if key in ("min", "max"):
                 raise self.node.at(key).error("no backend of this node takes a batch range")
             names = {name for name in self.known if ("::" in name) == ("::" in key)}
             raise self.node.at(key).error(f"unknown key; {nearest(key, names | set(NODE_KEYS))}")
+        if self.missing:
+            raise self.missing[0]
 
 
 def _scoped(scope: str, name: str) -> list[str]:

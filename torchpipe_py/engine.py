@@ -12,9 +12,10 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.build import NodePlan
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, Overloaded, PipeClosed
+from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
 from torchpipe_py.filters import Filter, Status
 from torchpipe_py.graph import Graph
+from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.node import Node
 from torchpipe_py.request import Request, deadline_after
 
@@ -127,7 +128,9 @@ class Engine:
         for name in self.graph.order:
             self.nodes[name].close()
         if any(node.is_own_thread() for node in self.nodes.values()):
-            return False  # called from a callback: this thread ends after it, the others on their own
+            # Called from a callback: this thread cannot wait for itself, another one finishes the job.
+            threading.Thread(target=self.close, name="torchpipe_py close", daemon=True).start()
+            return False
         ended = [node.join(until) for node in self.nodes.values()]
         for request in list(self._inflight):
             self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
@@ -173,10 +176,16 @@ class Engine:
             return False
         request.error = error
         request.done = True
-        if error is None and request.caller_data is not None:
-            request.merge()
+        if error is None:
+            data = request.data
+            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
+            if request.caller_data is not None:
+                request.merge()
+        # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
+        on_done, request.on_done = request.on_done, _nothing
         try:
-            request.on_done()
+            on_done()
         except BaseException:
             logger.exception("%s: the callback of a finished request failed", self.name)
         return True
@@ -190,6 +199,10 @@ class Engine:
             if done:
                 seconds = max(seconds, node.load() * spent / done / len(node.instances))
         return max(1, math.ceil(seconds * 1000))
+
+
+def _nothing() -> None:
+    """The callback of a request that is completed."""
 
 
 def _filter_error(node: str, error: BaseException) -> BackendError:

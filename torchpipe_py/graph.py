@@ -54,7 +54,7 @@ def _check_edges(node: NodeSpec, nodes: Mapping[str, NodeSpec]) -> None:
 
 
 def _later(node: NodeSpec, key: str, what: str) -> ConfigError:
-    return node.at(key).error(f"{what} is parsed but not supported in this version")
+    return node.at(key).error(f"{what}: understood, but not supported in this version")
 
 
 def _check_join(node: NodeSpec, predecessors: tuple[str, ...]) -> None:

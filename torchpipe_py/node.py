@@ -245,7 +245,7 @@ class Node:
             if self._is_awaiting():
                 close = self._batcher.next_close(instance.max, self._lead_time(instance))
                 if close is not None:
-                    self._accept(self._get(timeout=max(0.0, close - perf_counter())))
+                    self._accept(self._get(timeout=min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX)))
         except Empty:
             pass
         finally:

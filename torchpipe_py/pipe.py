@@ -108,9 +108,9 @@ class pipe:
     ) -> Ticket:
         """Start one request without a waiting thread, for servers.
 
-        ``on_done(data, error)`` is called exactly once, on the thread that finishes the request, perhaps before
-        ``dispatch`` returns; it must not block. The deadline is looked at before each node; ``Ticket.cancel`` ends
-        the request earlier.
+        ``on_done(data, error)`` is called exactly once, unless ``dispatch`` itself raises, on the thread that
+        finishes the request, perhaps before ``dispatch`` returns; it must not block. The deadline is looked at
+        before each node; ``Ticket.cancel`` ends the request earlier.
         """
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")

@@ -29,9 +29,6 @@ class Request:
         if deadline is not None:
             self.caller_data, self.data = data, dict(data)
 
-    def has_expired(self, now: float) -> bool:
-        return self.deadline is not None and now >= self.deadline
-
     def merge(self) -> None:
         """Make the caller's dict equal to the private copy, where there is one."""
         if self.caller_data is not None:

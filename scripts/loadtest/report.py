@@ -205,6 +205,9 @@ def _series(images: Sequence[int]) -> str:
 def _verdict(report: dict[str, Any]) -> str:
     if report["interrupted"]:
         return "INTERRUPTED: the numbers are of a part of it"
+    failed = report["images_failed"]
+    if report["valid"] and failed:
+        return f"valid as a measurement, but {failed} images failed"
     return "valid" if report["valid"] else "INVALID: it measures the tester, not the server"
 
 

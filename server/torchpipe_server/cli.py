@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_server.options import Options, parse_options
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # NOTE: imported only now, under the signal handler: it takes seconds.
     from torchpipe_py import TorchpipeError
+
+    if find_spec("thriftpy2") is None:
+        print("torchpipe-serve: thriftpy2 is not installed (pip install 'torchpipe_py[server]')", file=sys.stderr)
+        return 1
 
     try:
         listener = socket.create_server((options.host, options.port), backlog=LISTEN_BACKLOG)

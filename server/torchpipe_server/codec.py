@@ -43,7 +43,10 @@ class BadArgumentsError(Exception):
 
 
 class Codec:
-    """Decodes and encodes what a `MessageReader` found. Holds what it learned about classes; for one thread."""
+    """Decodes and encodes what a `MessageReader` found. Holds what it learned about classes.
+
+    Decoding is for one thread; encoding keeps no state and is called from any.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._binary = BinaryDecoder(limits)

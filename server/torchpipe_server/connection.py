@@ -49,11 +49,24 @@ class Connection:
         self.serial += 1
         return self.serial
 
-    def attach(self, serial: int, ticket: Cancellable) -> None:
-        """Keep what can end the request, unless it is answered already."""
+    def attach(self, serial: int, ticket: Cancellable) -> bool:
+        """Keep what can end the request; ``False`` if it is answered already."""
         with self.lock:
-            if self.answered < serial:
-                self.ticket = ticket
+            if self.answered >= serial:
+                return False
+            self.ticket = ticket
+            return True
+
+    def is_working_on(self, serial: int) -> bool:
+        """Whether the request of that number still waits for its answer."""
+        return not self.closed and self.answered < serial
+
+    def is_full(self, most_messages: int, most_bytes: int) -> bool:
+        """Whether so much waits that no more should be read."""
+        waiting = len(self.backlog)
+        return waiting > most_messages or (
+            waiting > 1 and sum(message.end - message.start for message in self.backlog) > most_bytes
+        )
 
     def send(self, reply: bytes) -> None:
         """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent."""

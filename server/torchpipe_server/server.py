@@ -168,6 +168,8 @@ class Server:
         """Whether the client does not take its reply, or has been silent for too long."""
         if connection.unsent is not None:
             return now - connection.unsent_since > self._options.message_seconds
+        if connection.refused and not connection.has_work():
+            return now - connection.last_active > self._options.message_seconds
         idle = self._options.idle_seconds
         return bool(idle) and not connection.has_work() and now - connection.last_active > idle
 
@@ -191,6 +193,8 @@ class Server:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
+            except ConnectionAbortedError:
+                continue  # gone before it was accepted
             except OSError as error:
                 # Level-triggered, the listener could report ready without end: look again at the next tick.
                 logger.error("cannot accept: %s", error)
@@ -258,7 +262,7 @@ class Server:
         elif not connection.message_since or len(connection.backlog) > waiting:
             connection.message_since = connection.last_active
         self._start_next(connection)
-        if len(connection.backlog) > BACKLOG:
+        if connection.is_full(BACKLOG, self._limits.message_bytes):
             self._watch(connection, connection.events & ~READ)
 
     def _advance(self, connection: Connection) -> None:
@@ -270,7 +274,8 @@ class Server:
         if connection.closing and not connection.has_work():
             self._linger(connection)
             return
-        reading = READ if len(connection.backlog) <= BACKLOG and written and not connection.broken else 0
+        full = connection.is_full(BACKLOG, self._limits.message_bytes)
+        reading = READ if written and not full and not connection.broken else 0
         if reading and not connection.events & READ and connection.message_since:
             connection.message_since = monotonic()
         self._watch(connection, reading | (0 if written else WRITE))
@@ -342,10 +347,15 @@ class Server:
         except Exception as error:
             self._fail(connection, message, error)
             return
-        if ticket is not None:
-            connection.attach(serial, ticket)
-            if ticket.deadline is not None:
-                heapq.heappush(self._deadlines, (ticket.deadline, next(self._counter), connection, serial))
+        if ticket is not None and connection.attach(serial, ticket) and ticket.deadline is not None:
+            self._remember_deadline(ticket.deadline, connection, serial)
+
+    def _remember_deadline(self, deadline: float, connection: Connection, serial: int) -> None:
+        heapq.heappush(self._deadlines, (deadline, next(self._counter), connection, serial))
+        if len(self._deadlines) > 2 * len(self._connections) + 64:
+            # Each connection has one request in work at most: the rest is answered and only waits for its time.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_working_on(entry[3])]
+            heapq.heapify(self._deadlines)
 
     def _answer(self, connection: Connection, message: Message, result: Any) -> None:
         """Reply with a result struct; called on whichever thread finished the request."""

@@ -77,8 +77,11 @@ def _to_tensor(tensor: Any) -> torch.Tensor:
     wanted = math.prod(shape) * dtype.itemsize
     if any(size < 0 for size in shape) or len(shape) > 32 or wanted != len(tensor.data):
         raise InvalidRequest(f"tensor of dtype {dtype} and shape {shape[:32]}: {len(tensor.data)} bytes do not fit")
-    array = np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape)
-    return torch.from_numpy(array.astype(dtype))
+    try:
+        array = np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape)
+        return torch.from_numpy(array.astype(dtype))
+    except ValueError as error:  # more elements in a dimension than NumPy can count
+        raise InvalidRequest(f"tensor of shape {shape}: {error}") from None
 
 
 def _from_array(idl: Any, value: Any) -> Any:

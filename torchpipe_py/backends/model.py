@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,14 @@ class ModelBackend(Backend):
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             self._postprocess = make_postprocessor(self.postprocessor, {"labels": self.labels})
+
+    def check_labels(self, shape: Sequence[Any]) -> None:
+        """``ConfigError`` where the label file does not fit the first output, whose dimensions are ``shape``."""
+        if not self.labels or len(shape) != 2 or not isinstance(shape[1], int):
+            return
+        count = len(Path(self.labels).read_text(encoding="utf-8").splitlines())
+        if count != shape[1]:
+            raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {shape[1]} classes")
 
     def max(self) -> int:
         return int(self.max_batch)

@@ -45,10 +45,11 @@ class OnnxTensor(ModelBackend):
             raise BackendUnavailable(f"{error.name} is not installed (pip install onnxruntime)") from error
         self._from_numpy: Any = torch.from_numpy
         self._session = self.config.shared.get(
-            (self.model, tuple(self.mean), tuple(self.std)), lambda: self._load(onnxruntime)
+            (self.model, self.mean, self.std, self.providers, self.threads), lambda: self._load(onnxruntime)
         )
         self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
         self._check_batch()
+        self.check_labels(self._session.get_outputs()[0].shape)
 
     def forward(self, items: list[Data]) -> None:
         groups: dict[Hashable, list[tuple[Data, list[np.ndarray]]]] = {}
@@ -93,6 +94,8 @@ class OnnxTensor(ModelBackend):
     def _providers(self, onnxruntime: Any) -> list[str]:
         available = onnxruntime.get_available_providers()
         for name in self.providers:
+            if name not in available and name in onnxruntime.get_all_providers():
+                raise BackendUnavailable(f"this build of ONNX Runtime has no {name}")
             if name not in available:
                 raise ConfigError(f"providers: {name!r} is not installed; {nearest(name, available)}")
         if self.providers:
