@@ -114,11 +114,9 @@ class cvtColorMat(ItemBackend):
         item[TASK_RESULT_KEY] = mat
 
 
-class ResizeMat(ItemBackend):
-    """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
+class _Resizer(ItemBackend):
+    """What the backends around ``cv2.resize`` share; the channel order is nothing to them."""
 
-    resize_h = side("output height, pixels")
-    resize_w = side("output width, pixels")
     interpolation = interpolation()
 
     def prefer_color(self, wish: str | None) -> str | None:
@@ -129,6 +127,13 @@ class ResizeMat(ItemBackend):
 
         self._resize: Callable[..., Any] = cv2.resize
         self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
+
+
+class ResizeMat(_Resizer):
+    """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
+
+    resize_h = side("output height, pixels")
+    resize_w = side("output width, pixels")
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
@@ -137,7 +142,7 @@ class ResizeMat(ItemBackend):
         item[TASK_RESULT_KEY] = mat
 
 
-class ResizePadMat(ItemBackend):
+class ResizePadMat(_Resizer):
     """Mat to Mat of ``max_h`` × ``max_w``: the largest that fits with its aspect ratio, top left, the rest padded.
 
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.
@@ -146,16 +151,6 @@ class ResizePadMat(ItemBackend):
     max_h = side("output height, pixels")
     max_w = side("output width, pixels")
     pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
-    interpolation = interpolation()
-
-    def prefer_color(self, wish: str | None) -> str | None:
-        return wish
-
-    def setup(self) -> None:
-        import cv2
-
-        self._resize: Callable[..., Any] = cv2.resize
-        self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
