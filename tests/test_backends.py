@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Register
 
 from torchpipe_py import (
@@ -32,8 +34,9 @@ Data = dict[str, Any]
 # -- the contract -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", sorted({*registry.BUILT_IN_BACKENDS, *registry.ALIASES}))
-def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str) -> None:
+def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, tmp_path: Path) -> None:
     cls = registry.find_backend(name)
     assert cls is not None
     assert issubclass(cls, Backend)
@@ -41,7 +44,12 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str) -
     assert cls.__doc__ != Backend.__doc__
     params = cls.parameters()
     assert all(param.doc and param.key for param in params.values())
-    samples = {"model": classifier, "color": "rgb", "resize_h": 2, "resize_w": 3, "max_h": 2, "max_w": 3}
+    torch.jit.script(torch.nn.Identity()).save(str(tmp_path / "model.pt"))
+    torch.save(torch.zeros(1, 3, 2, 2), tmp_path / "tensor.pt")
+    model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
+    folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
+    samples = {"save_dir": folder, "tensor_name": tensor, "model": model}
+    samples |= {"color": "rgb", "resize_h": 2, "resize_w": 3, "max_h": 2, "max_w": 3}
     needed = {param.key: samples[param.key] for param in params.values() if "required" in repr(param.default)}
     brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
     spec = load_config({"backend": name + brackets, **needed})

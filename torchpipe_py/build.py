@@ -55,7 +55,13 @@ class NodePlan:
         count, shared = self.spec.instance_num[0], Shared()
 
         def create(instance: int) -> Backend:
-            seat = BackendConfig(device_id=self.spec.device_id, instance=instance, instance_num=count, shared=shared)
+            seat = BackendConfig(
+                device_id=self.spec.device_id,
+                instance=instance,
+                instance_num=count,
+                is_last=not self.spec.next,
+                shared=shared,
+            )
             return self.backend.create(seat)
 
         return [create] * count
@@ -98,9 +104,11 @@ class _Binder:
 
     def bind(self, call: Call, positions: Mapping[int, tuple[int, int]]) -> BackendPlan:
         """``positions`` maps a call's identity to (its position, count) among the calls of its name in the list."""
+        position = positions.get(id(call), (0, 1))
+        call = self._hoisted(call)
         cls = self._find(call)
         self._check_children(call, cls)
-        params = self._params(call, cls, positions.get(id(call), (0, 1)))
+        params = self._params(call, cls, position)
         inner = _positions(call)
         return BackendPlan(
             cls=cls,
@@ -109,6 +117,15 @@ class _Binder:
             children=tuple(self.bind(arg, inner) for arg in call.args),
             filters=tuple(self._filter(arg, cls) for arg in call.args),
         )
+
+    def _hoisted(self, call: Call) -> Call:
+        """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
+        if registry.canonical(call.name) != "Sequential" or len(call.args) < 2:
+            return call
+        *before, last = call.args
+        if last.args or last.filter or not self._find(last).wraps_sequence:
+            return call
+        return Call(last.name, (Call(call.name, tuple(before)),), call.filter)
 
     def _find(self, call: Call) -> type[Backend]:
         found = registry.find_backend(call.name)

@@ -78,7 +78,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend is constructed from: typed parameters, children and where it runs."""
+    """What a backend is constructed from: typed parameters, children and where it runs.
+
+    ``is_last`` says that its node has no successor, so that results go to the caller.
+    """
 
     params: Mapping[str, Any] = field(default_factory=dict)
     children: tuple[Backend, ...] = ()
@@ -87,6 +90,7 @@ class BackendConfig:
     device_id: int = 0
     instance: int = 0
     instance_num: int = 1
+    is_last: bool = True
     shared: Shared = field(default_factory=Shared)
 
 
@@ -106,6 +110,9 @@ class Backend:
 
     any_params = False
     """Takes every key of its node, unchecked, in ``self.params``."""
+
+    wraps_sequence = False
+    """Standing last in a ``Sequential`` without brackets, it wraps all that stands before it."""
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config

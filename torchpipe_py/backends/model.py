@@ -30,8 +30,8 @@ class ModelBackend(Backend):
     labels = Param(to_str, "", file=True, doc="text file with a label a line, for SoftmaxMax: index to label")
 
     def setup(self) -> None:
-        if self.min_batch > self.max_batch:
-            raise ConfigError(f"min = {self.min_batch} is larger than max = {self.max_batch}")
+        if self.min() > self.max():
+            raise ConfigError(f"min = {self.min()} is larger than max = {self.max()}")
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             self._postprocess = make_postprocessor(self.postprocessor, {"labels": self.labels})
@@ -53,15 +53,18 @@ class ModelBackend(Backend):
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
         """Spread a batch of outputs, each a tensor N×…, over N items."""
         if self._postprocess is not None:
-            results = self._postprocess.forward(outputs)
-            if len(results) != len(items):
-                raise ValueError(f"{self.postprocessor} gave {len(results)} results for {len(items)} items")
-            for item, result in zip(items, results, strict=True):
-                item[TASK_RESULT_KEY] = result
+            self.spread(items, self._postprocess.forward(outputs))
             return
         for index, item in enumerate(items):
             parts = [output[index : index + 1] for output in outputs]
             item[TASK_RESULT_KEY] = parts[0] if len(parts) == 1 else parts
+
+    def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
+        """Give each item its result; ``ValueError`` where a postprocessor gave more or fewer."""
+        if len(results) != len(items):
+            raise ValueError(f"{self.postprocessor.__name__} gave {len(results)} results for {len(items)} items")
+        for item, result in zip(items, results, strict=True):
+            item[TASK_RESULT_KEY] = result
 
 
 def request_inputs(item: Data, count: int) -> list[Any]:
@@ -74,8 +77,13 @@ def request_inputs(item: Data, count: int) -> list[Any]:
 
 
 def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:
-    """A CPU tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W."""
+    """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
+
+    A ``uint8`` array of three dimensions, for an input of four, is a Mat H×W×C.
+    """
     array = value if isinstance(value, np.ndarray) else _tensor_to_numpy(value, name)
+    if len(dims) == 4 and array.ndim == 3 and value is array and array.dtype == np.uint8:
+        array = array.transpose(2, 0, 1)  # a Mat
     if array.ndim == len(dims) - 1:
         array = array[None]
     shape = array.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from torchpipe_py.backends.model import ModelBackend, as_array, request_inputs
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.values import to_int, to_strings
 
+logger = logging.getLogger("torchpipe_py")
+
 _DTYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -23,6 +26,8 @@ _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
 }
+
+_ON_DEVICE = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 
 
 class OnnxTensor(ModelBackend):
@@ -45,7 +50,8 @@ class OnnxTensor(ModelBackend):
             raise BackendUnavailable(f"{error.name} is not installed (pip install onnxruntime)") from error
         self._from_numpy: Any = torch.from_numpy
         self._session = self.config.shared.get(
-            (self.model, self.mean, self.std, self.providers, self.threads), lambda: self._load(onnxruntime)
+            (self.model, self.mean, self.std, self.providers, self.threads, self.config.device_id),
+            lambda: self._load(onnxruntime),
         )
         self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
         self._check_batch()
@@ -76,12 +82,21 @@ class OnnxTensor(ModelBackend):
         # A spinning pool takes the cores from the nodes that decode.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
+        names = self._providers(onnxruntime)
+        on_device = {"device_id": str(self.config.device_id)}
+        providers = [(name, on_device if name in _ON_DEVICE else {}) for name in names]
         try:
-            return onnxruntime.InferenceSession(self._source(), options, providers=self._providers(onnxruntime))
+            session = onnxruntime.InferenceSession(self._source(), options, providers=providers)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {error}") from error
+        missing = [name for name in names if name not in session.get_providers()]
+        if missing and self.providers:
+            raise BackendUnavailable(f"{missing[0]} is installed, but ONNX Runtime cannot start it here")
+        if missing:
+            logger.warning("%s: %s cannot be started here, the model runs without it", self.model, missing[0])
+        return session
 
     def _source(self) -> Any:
         """The path, or with ``mean`` or ``std`` the bytes of the model that has them inside."""

@@ -7,7 +7,37 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, nearest
+
+
+def model_bytes(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:
+    """The model, with the weights it keeps in other files, serialised; ``mean`` and ``std`` inside where given."""
+    if mean or std:
+        return normalized_model(path, mean, std)
+    return bytes(_load(path).SerializeToString())
+
+
+def half_model(content: bytes, fp32_nodes: Sequence[str]) -> bytes:
+    """The serialised model with weights and arithmetic in fp16; inputs, outputs and ``fp32_nodes`` stay as they are."""
+    import onnx
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model = onnx.load_from_string(content)
+    names = {node.name for node in model.graph.node}
+    for name in fp32_nodes:
+        if name not in names:
+            raise ConfigError(f"precision::fp32: no layer {name!r}; {nearest(name, names)}")
+    half = convert_float_to_float16(model, keep_io_types=True, node_block_list=list(fp32_nodes))
+    return bytes(half.SerializeToString())
+
+
+def _load(path: str) -> Any:
+    import onnx
+
+    try:
+        return onnx.load(path)
+    except Exception as error:
+        raise ConfigError(f"model {path}: not an ONNX file: {error}") from error
 
 
 def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:
@@ -16,13 +46,9 @@ def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> 
     ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. The model must have
     one input, N×C×H×W and of a floating type. Same order of operations as ``torchvision.transforms.Normalize``.
     """
-    import onnx
     from onnx import helper, numpy_helper
 
-    try:
-        model = onnx.load(path)
-    except Exception as error:
-        raise ConfigError(f"model {path}: not an ONNX file: {error}") from error
+    model = _load(path)
     graph = model.graph
     constants = {constant.name for constant in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]

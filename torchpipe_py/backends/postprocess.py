@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ class Postprocessor:
 
     ``outputs`` are the model's output tensors, each N×…; ``forward`` returns N results. Any class with these two
     methods can be registered with ``register_postprocessor``; ``init`` may be missing.
+
+    On a GPU, one that has ``on_device`` and ``on_host`` besides is split: ``on_device(outputs)`` enqueues GPU work
+    only and returns tensors N×…, and becomes part of the model's CUDA graph; these are copied to pinned memory at
+    once, and ``on_host(tensors)`` makes the N results of them. It must not keep the tensors: the next batch overwrites
+    them.
     """
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -57,9 +62,13 @@ class Cpu(Postprocessor):
     """Outputs as CPU tensors 1×…; several outputs as a list."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        host = [output.cpu() for output in outputs]
-        rows = [[output[index : index + 1] for output in host] for index in range(len(host[0]))]
-        return [row[0] if len(row) == 1 else row for row in rows]
+        return _rows([output.cpu() for output in outputs])
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        return outputs
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return _rows([tensor.clone() for tensor in tensors])
 
 
 class SoftmaxCpu(Postprocessor):
@@ -68,8 +77,13 @@ class SoftmaxCpu(Postprocessor):
     def forward(self, outputs: list[Any]) -> list[Any]:
         import torch
 
-        probabilities = torch.from_numpy(softmax(outputs[0]))
-        return [probabilities[index : index + 1] for index in range(len(probabilities))]
+        return _rows([torch.from_numpy(softmax(outputs[0]))])
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        return [outputs[0].float().softmax(1)]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return _rows([tensors[0].clone()])
 
 
 class SoftmaxMax(Postprocessor):
@@ -83,12 +97,33 @@ class SoftmaxMax(Postprocessor):
         self._labels = Path(path).read_text(encoding="utf-8").splitlines() if path else None
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        logits = outputs[0]
-        if logits.ndim != 2:
-            raise ValueError(f"SoftmaxMax takes an output NxC, got {'x'.join(map(str, logits.shape))}")
-        if self._labels is not None and len(self._labels) != logits.shape[1]:
-            raise ConfigError(f"{len(self._labels)} labels for {logits.shape[1]} classes")
-        probabilities = softmax(logits)
-        indices, values = probabilities.argmax(1).tolist(), probabilities.max(1).tolist()
+        self._check(outputs[0].shape)
+        probabilities = softmax(outputs[0])
+        return self._labelled(probabilities.argmax(1).tolist(), probabilities.max(1).tolist())
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        self._check(outputs[0].shape)
+        scores, indices = outputs[0].float().softmax(1).max(1)
+        return [torch.stack([scores, indices.float()], 1)]  # one copy; indices are exact up to 2**24
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        rows = tensors[0].tolist()
+        return self._labelled([int(row[1]) for row in rows], [row[0] for row in rows])
+
+    def _check(self, shape: Sequence[int]) -> None:
+        if len(shape) != 2:
+            raise ValueError(f"SoftmaxMax takes an output NxC, got {'x'.join(map(str, shape))}")
+        if self._labels is not None and len(self._labels) != shape[1]:
+            raise ConfigError(f"{len(self._labels)} labels for {shape[1]} classes")
+
+    def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
         labels = indices if self._labels is None else [self._labels[index] for index in indices]
-        return list(zip(labels, values, strict=True))
+        return list(zip(labels, scores, strict=True))
+
+
+def _rows(outputs: list[Any]) -> list[Any]:
+    """For each item its row 1×… of the output, or the list of its rows of several outputs."""
+    rows = [[output[index : index + 1] for output in outputs] for index in range(len(outputs[0]))]
+    return [row[0] if len(row) == 1 else row for row in rows]

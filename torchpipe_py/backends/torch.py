@@ -8,6 +8,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend, Param
 from torchpipe_py.backends.basic import Identity, Wrapper
+from torchpipe_py.backends.cuda import GuardedBackend, StreamGuard
 from torchpipe_py.backends.opencv import as_mat
 from torchpipe_py.errors import BackendUnavailable
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
@@ -16,24 +17,39 @@ from torchpipe_py.values import to_str
 FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above which cv2.split writes elsewhere
 
 
-class Mat2Tensor(ItemBackend):
+class Mat2Tensor(GuardedBackend, ItemBackend):
     """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy."""
 
-    device = Param(to_str, "", choices=("", "cpu", "cuda"), doc='"cpu" or "cuda"; default: "cuda" if there is one')
+    device_type = Param(
+        to_str, "", key="device", choices=("", "cpu", "cuda"), doc='"cpu" or "cuda"; default: "cuda" if there is one'
+    )
 
     def setup(self) -> None:
         import cv2
         import torch
 
-        has_cuda = torch.cuda.is_available()
-        if self.device == "cuda" and not has_cuda:
-            raise BackendUnavailable('device = "cuda", but PyTorch finds no CUDA device')
-        self._device = f"cuda:{self.config.device_id}" if has_cuda and self.device != "cpu" else None
         self._split: Any = cv2.split
         self._from_numpy: Any = torch.from_numpy
+        if self.device_type == "cpu":
+            return
+        if self.device_type == "cuda" and not torch.cuda.is_available():
+            raise BackendUnavailable('device = "cuda", but PyTorch finds no CUDA device')
+        super().setup()
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        for item in items:
+            self.forward_item(item)
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
+        if self._guard is None:
+            item[TASK_RESULT_KEY] = self._from_numpy(self._planes(mat))
+        else:
+            # Half the work on the host: the planes are taken apart where memory is fast.
+            tensor = self._from_numpy(mat.copy() if not mat.flags.writeable else mat).to(self.device)
+            item[TASK_RESULT_KEY] = tensor.permute(2, 0, 1)[None].contiguous()
+
+    def _planes(self, mat: np.ndarray) -> np.ndarray:
         height, width, channels = mat.shape
         planes = np.empty((1, channels, height, width), np.uint8)
         if channels <= FAST_CHANNELS:
@@ -41,33 +57,47 @@ class Mat2Tensor(ItemBackend):
             self._split(mat, list(planes[0]))
         else:
             np.copyto(planes[0], mat.transpose(2, 0, 1))
-        tensor = self._from_numpy(planes)
-        item[TASK_RESULT_KEY] = tensor if self._device is None else tensor.to(self._device)
+        return planes
 
 
 class SyncTensor(Wrapper):
-    """Runs the backend in its brackets and waits for the GPU once at the end; without brackets only waits.
+    """Runs the backend in its brackets on this instance's own CUDA stream and waits for it once, at the end.
 
-    On a CPU there is nothing to wait for. Also called ``StreamGuard``, ``TensorSync`` and ``Torch``.
+    Inside another ``SyncTensor`` it uses the outer's stream and leaves the waiting to it. Last in a ``Sequential`` and
+    without brackets it stands for one around the whole sequence. On a CPU there is nothing to wait for. Also called
+    ``StreamGuard``, ``TensorSync`` and ``Torch``.
     """
 
     children = (0, 1)
+    wraps_sequence = True
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._inner = config.children[0] if config.children else Identity(config)
+        self._guard: StreamGuard | None = None
 
     @property
     def inner(self) -> Backend:
         return self._inner
 
-    def __init__(self, config: BackendConfig) -> None:
-        super().__init__(config)
-        self._inner = config.children[0] if config.children else Identity(config)
-
     def setup(self) -> None:
         import torch
 
-        self._stream = torch.cuda.current_stream(self.config.device_id) if torch.cuda.is_available() else None
-        self.inner.setup()
+        if not torch.cuda.is_available():
+            self.inner.setup()
+            self.forward = self.inner.forward  # type: ignore[method-assign]
+            return
+        self._guard = StreamGuard(self.config)
+        with self._guard.active():
+            self.inner.setup()
 
     def forward(self, items: list[Data]) -> None:
-        self.inner.forward(items)
-        if self._stream is not None:
-            self._stream.synchronize()
+        assert self._guard is not None  # otherwise forward is the inner backend's
+        self._guard.run(self.inner.forward, items)
+
+    def close(self) -> None:
+        try:
+            self.inner.close()
+        finally:
+            if self._guard is not None:
+                self._guard.close()

@@ -1,0 +1,113 @@
+"""What the tests on a GPU share: when they run, models to run, a backend without a pipe around it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchpipe_py.backends.base import Backend, BackendConfig
+from torchpipe_py.build import plan_nodes
+from torchpipe_py.config import load_config
+from torchpipe_py.graph import build_graph
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_torchvision = pytest.mark.skipif(not _is_there("torchvision"), reason="torchvision is not installed")
+needs_tensorrt = pytest.mark.skipif(
+    not torch.cuda.is_available() or not _is_there("tensorrt"), reason="no CUDA device, or TensorRT is not installed"
+)
+
+
+@contextmanager
+def backend_of(config: dict[str, Any]) -> Iterator[Backend]:
+    """The one backend of a flat configuration, set up on this thread; batches are what the test makes them."""
+    spec = load_config(config)
+    backend = plan_nodes(spec, build_graph(spec).roots)["node"].backend.create(BackendConfig())
+    try:
+        backend.setup()
+        yield backend
+    finally:
+        backend.close()
+
+
+def forward(backend: Backend, values: list[Any]) -> list[dict[str, Any]]:
+    """One batch through ``backend``; the dicts as it left them."""
+    items = [{"data": value} for value in values]
+    backend.forward(items)
+    return items
+
+
+def photo(height: int, width: int, seed: int) -> np.ndarray:
+    """A Mat with the smooth and the rough of a photograph, the same for the same arguments."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (8, 8, 3), np.uint8)
+    smooth = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC).astype(np.int16)
+    return np.clip(smooth + rng.normal(0, 6, smooth.shape), 0, 255).astype(np.uint8)
+
+
+def jpeg(mat: np.ndarray, **options: Any) -> bytes:
+    """An RGB Mat as JPEG bytes, by Pillow's options."""
+    file = io.BytesIO()
+    image = Image.fromarray(mat)
+    mode = options.pop("mode", None)
+    (image.convert(mode) if mode else image).save(file, "JPEG", **{"quality": 90, **options})
+    return file.getvalue()
+
+
+def work_dir() -> Path:
+    """Where models and engines stay between runs if ``TORCHPIPE_GPU_CACHE`` says so; else for this process."""
+    path = Path(os.environ.get("TORCHPIPE_GPU_CACHE") or f"/tmp/torchpipe_gpu_{os.getpid()}")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def resnet(arch: str) -> tuple[torch.nn.Module, str]:
+    """A torchvision ResNet with random weights and settled batch statistics, and the ONNX file of it."""
+    import torchvision
+    from export_onnx import save_onnx
+
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(arch, weights=None).train()
+    images = [torch.from_numpy(normalised(photo(224, 224, seed))) for seed in range(16)]
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.cat(images))
+    path = work_dir() / f"{arch}.onnx"
+    model.eval()
+    if not path.exists():
+        save_onnx(model, path, 224, 17)
+    return model, str(path)
+
+
+def normalised(mat: np.ndarray) -> np.ndarray:
+    """An RGB Mat as the float32 input 1×3×H×W a torchvision model is trained on."""
+    array = (mat.astype(np.float32) - np.float32(MEAN)) / np.float32(STD)
+    return np.ascontiguousarray(array.transpose(2, 0, 1)[None])
+
+
+def gpu_bytes() -> int:
+    """Device memory in use by anyone, after PyTorch has given back what it only keeps."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free

@@ -1,0 +1,115 @@
+"""DecodeTensor: nvJPEG against OpenCV, what it refuses, and what it keeps."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import cv2
+import numpy as np
+import psutil
+import pytest
+import torch
+from device import backend_of, forward, gpu_bytes, jpeg, needs_gpu, needs_torchvision, photo
+from PIL import Image
+
+from torchpipe_py import DecodeError, pipe
+
+pytestmark = [needs_gpu, needs_torchvision, pytest.mark.timeout(300)]
+
+
+def by_opencv(data: bytes) -> np.ndarray:
+    return cv2.cvtColor(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+
+
+def as_rgb(tensor: torch.Tensor) -> np.ndarray:
+    assert tensor.is_cuda
+    assert tensor.dtype == torch.uint8
+    assert tensor.ndim == 4
+    return tensor[0].permute(1, 2, 0).cpu().numpy()
+
+
+@pytest.mark.parametrize("color", ["rgb", "bgr"])
+@pytest.mark.parametrize(
+    "options",
+    [{"subsampling": 0}, {"subsampling": 0, "progressive": True}, {"mode": "L"}, {"subsampling": 0, "quality": 40}],
+    ids=str,
+)
+def test_full_chroma_is_opencvs_within_two_levels(options: dict[str, Any], color: str) -> None:
+    data = jpeg(photo(123, 211, 0), **options)
+    with backend_of({"backend": "DecodeTensor", "color": color}) as backend:
+        (item,) = forward(backend, [data])
+    assert item["color"] == color
+    found = as_rgb(item["result"])[:, :, :: 1 if color == "rgb" else -1].astype(int)
+    assert np.abs(found - by_opencv(data)).max() <= 2
+
+
+@pytest.mark.parametrize("subsampling", [1, 2])
+def test_subsampled_chroma_is_near_opencvs(subsampling: int) -> None:
+    smooth = cv2.GaussianBlur(photo(200, 300, 0), (0, 0), 4)
+    data = jpeg(smooth, subsampling=subsampling)
+    with backend_of({"backend": "DecodeTensor"}) as backend:
+        (item,) = forward(backend, [data])
+    assert np.abs(as_rgb(item["result"]).astype(int) - by_opencv(data)).mean() < 3
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied_as_opencv_does(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = jpeg(photo(60, 90, 1), exif=exif, subsampling=0)
+    with backend_of({"backend": "DecodeTensor"}) as backend:
+        (item,) = forward(backend, [data])
+    expected = by_opencv(data)
+    found = as_rgb(item["result"])
+    assert found.shape == expected.shape == ((60, 90, 3) if orientation < 5 else (90, 60, 3))
+    assert np.abs(found.astype(int) - expected).max() <= 2
+
+
+def test_bad_items_alone_lose_their_result() -> None:
+    good = jpeg(photo(100, 150, 0))
+    file = io.BytesIO()
+    Image.fromarray(photo(10, 10, 0)).save(file, "PNG")
+    bad = [b"", b"no image", good[:2000], good[:-2], file.getvalue(), jpeg(photo(20, 20, 0), mode="CMYK")]
+    with backend_of({"backend": "DecodeTensor", "max": 16}) as backend:
+        expected = forward(backend, [good])[0]["result"]
+        for place in range(len(bad) + 1):
+            batch = [*bad[:place], good, *bad[place:]]
+            items = forward(backend, batch)
+            for index, item in enumerate(items):
+                if index == place:
+                    assert torch.equal(item["result"], expected)
+                else:
+                    assert "result" not in item
+                    assert isinstance(item["error"], DecodeError)
+
+
+def test_garbage_in_the_middle_is_an_outcome_and_harms_nobody() -> None:
+    good = jpeg(photo(300, 400, 0))
+    rng = np.random.default_rng(0)
+    with backend_of({"backend": "DecodeTensor", "max": 8}) as backend:
+        expected = forward(backend, [good])[0]["result"]
+        for _ in range(50):
+            broken = bytearray(good)
+            for position in rng.integers(2, len(good), 30):
+                broken[position] = int(rng.integers(0, 256))
+            items = forward(backend, [good, bytes(broken), good])
+            assert torch.equal(items[0]["result"], expected)
+            assert torch.equal(items[2]["result"], expected)
+            assert ("result" in items[1]) != ("error" in items[1])
+
+
+def test_twenty_thousand_decodes_keep_no_memory() -> None:
+    images = [jpeg(photo(height, width, 0)) for height, width in ((375, 500), (224, 224), (480, 640), (100, 333))]
+    config = {"backend": "SyncTensor[DecodeTensor]", "max": 8, "instance_num": 2, "batching_timeout": 1}
+    process = psutil.Process()
+    with pipe(config) as run:
+        for start in range(0, 20000, 80):
+            run([{"data": images[(start + index) % 4]} for index in range(80)])
+            if start == 4000:
+                before = (gpu_bytes(), process.memory_info().rss)
+        after = (gpu_bytes(), process.memory_info().rss)
+    grown = [(one - other) / 2**20 for one, other in zip(after, before, strict=True)]
+    print(f"grown from 4,000 to 20,000 decodes: GPU {grown[0]:.1f} MiB, host {grown[1]:.1f} MiB")
+    assert grown[0] < 16
+    assert grown[1] < 32

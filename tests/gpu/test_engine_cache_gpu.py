@@ -1,0 +1,116 @@
+"""The engine cache on a GPU: built once, loaded after, rebuilt when anything it depends on changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from device import needs_tensorrt, photo
+from test_tensorrt import small_model
+
+from torchpipe_py import pipe
+
+pytestmark = [needs_tensorrt, pytest.mark.timeout(400)]
+
+Start = Callable[..., bool]
+
+
+@pytest.fixture
+def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Start:
+    """Starts a pipe, makes one call, and says whether an engine was built."""
+
+    def start_pipe(**more: Any) -> bool:
+        config = {
+            "backend": "SyncTensor[TensorrtTensor]",
+            "model": str(tmp_path / "small.onnx"),
+            "max": 4,
+            "instance_num": 3,
+            "model::cache": str(tmp_path / "cache" / "small.trt"),
+            **more,
+        }
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), pipe(config) as run:
+            item = {"data": photo(8, 8, 0)}
+            run(item)
+            assert "result" in item
+        return any("building it from" in record.getMessage() for record in caplog.records)
+
+    small_model(tmp_path / "small.onnx")
+    return start_pipe
+
+
+def test_the_second_start_loads(start: Start) -> None:
+    assert start()
+    begin = perf_counter()
+    assert not start()
+    print(f"second start: {perf_counter() - begin:.1f} s")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"precision": "fp32"}, {"max": 8}, {"mean": "1, 2, 3"}, {"std": "2"}, {"precision::fp32": "conv"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_change_rebuilds_and_says_why(start: Start, change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert start()
+    assert start(**change)
+    (said,) = [record.getMessage() for record in caplog.records if "building it from" in record.getMessage()]
+    assert "stale" in said
+    assert next(iter(change)) in said
+    assert not start(**change)
+
+
+def test_a_changed_model_rebuilds(start: Start, tmp_path: Path) -> None:
+    assert start()
+    small_model(tmp_path / "small.onnx", seed=1)
+    assert start()
+    assert not start()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "no key", "bad key", "other version", "other GPU", "empty"])
+def test_a_damaged_or_foreign_cache_is_rebuilt(start: Start, tmp_path: Path, damage: str) -> None:
+    assert start()
+    engine, key = tmp_path / "cache" / "small.trt", tmp_path / "cache" / "small.trt.key"
+    content = bytearray(engine.read_bytes())
+    if damage == "cut":
+        engine.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+        engine.write_bytes(content)
+    elif damage == "empty":
+        engine.write_bytes(b"")
+    elif damage == "no key":
+        key.unlink()
+    elif damage == "bad key":
+        key.write_text("{")
+    else:
+        kept = json.loads(key.read_text())
+        kept["TensorRT" if damage == "other version" else "GPU"] = "another"
+        key.write_text(json.dumps(kept))
+    assert start()
+    assert not start()
+
+
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    model, cache = small_model(tmp_path / "small.onnx", channels=64), tmp_path / "small.trt"
+    code = f"""
+import logging, sys
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+from torchpipe_py import pipe
+with pipe({{"backend": "TensorrtTensor", "model": {model!r}, "max": 4, "model::cache": {str(cache)!r}}}) as run:
+    print("ready")
+"""
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("building it from" in output for output in outputs) == 1, outputs
+    assert all("ready" in output for output in outputs)
+    assert sorted(path.name for path in tmp_path.iterdir() if ".tmp" in path.name) == []

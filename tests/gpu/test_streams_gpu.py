@@ -1,0 +1,133 @@
+"""SyncTensor and friends: one stream for each instance, one wait at the end, tensors safe across streams."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Register
+from device import backend_of, forward, needs_gpu, photo
+
+from torchpipe_py import Backend, ItemBackend, pipe
+
+pytestmark = needs_gpu
+
+
+class Stream(ItemBackend):
+    """Result is the handle of the stream that PyTorch would use now."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        item["result"] = torch.cuda.current_stream().cuda_stream
+
+
+class Slow(Backend):
+    """Result is data plus one, after GPU work of some milliseconds; nothing waits for it here."""
+
+    def max(self) -> int:
+        return 4
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            torch.cuda._sleep(3_000_000)
+            item["result"] = item["data"] + 1
+
+
+@pytest.mark.parametrize("backend", ["SyncTensor[{0}]", "S[{0},SyncTensor]", "StreamGuard[S[{0}]]", "Torch[{0}]"])
+def test_inside_there_is_a_stream_of_its_own(register: Register, backend: str) -> None:
+    with (
+        backend_of({"backend": backend.format(register(Stream))}) as one,
+        backend_of({"backend": backend.format(register(Stream))}) as two,
+    ):
+        streams = [forward(one, [0])[0]["result"], forward(one, [0])[0]["result"], forward(two, [0])[0]["result"]]
+    assert streams[0] == streams[1]
+    assert len({*streams, torch.cuda.default_stream().cuda_stream}) == 3
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_a_nested_one_uses_the_outer_ones_stream(register: Register) -> None:
+    name = register(Stream)
+    inner = f"SyncTensor[{name}]"
+    keep = register(type("Keep", (ItemBackend,), {"forward_item": _keep, "__doc__": "Collects streams."}))
+    config = {"backend": f"SyncTensor[S[{name},{keep},{inner},{keep},S[{name},SyncTensor]]]"}
+    with backend_of(config) as backend:
+        (item,) = forward(backend, [0])
+    assert item["kept"] == [item["result"], item["result"]]
+
+
+def _keep(self: Any, item: dict[str, Any]) -> None:
+    item.setdefault("kept", []).append(item["data"])
+    item["result"] = item["data"]
+
+
+def test_results_are_complete_when_they_leave(register: Register) -> None:
+    name = register(Slow)
+    with pipe({"backend": f"SyncTensor[{name}]", "instance_num": 2}) as run:
+        for number in range(20):
+            item = {"data": torch.full((1, 3, 64, 64), float(number), device="cuda")}
+            run(item)
+            other = torch.cuda.Stream()
+            with torch.cuda.stream(other):  # ordered with nothing
+                assert item["result"].sum().item() == (number + 1) * 3 * 64 * 64
+
+
+def test_memory_dropped_on_the_way_is_not_used_again_too_soon(register: Register) -> None:
+    """Producer, slow consumer, many requests: every tensor is dropped while others are made."""
+    name = register(Slow)
+    config = {
+        "make": {"backend": "SyncTensor[S[Mat2Tensor,ResizeTensor]]", "resize_h": 64, "resize_w": 64, "next": "slow"},
+        "slow": {"backend": f"SyncTensor[{name}]", "instance_num": 3, "batching_timeout": 1, "next": "loose"},
+        "loose": {"backend": "ResizeTensor", "resize_h": 32, "resize_w": 32, "instance_num": 2},  # guards itself
+    }
+    wrong: list[Any] = []
+    with pipe(config) as run:
+
+        def client(seed: int) -> None:
+            for number in range(60):
+                value = (seed * 60 + number) % 250
+                item = {"data": np.full((64, 64, 3), value, np.uint8)}
+                run(item)
+                if not bool((item["result"] == value + 1).all()):
+                    wrong.append((value, item["result"].unique().tolist()))
+
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong[:3] == []
+
+
+def test_a_tensor_still_in_the_making_on_the_default_stream_is_waited_for() -> None:
+    with pipe({"backend": "SyncTensor[ResizeTensor]", "resize_h": 8, "resize_w": 8}) as run:
+        for number in range(10):
+            torch.cuda._sleep(20_000_000)
+            item = {"data": torch.full((1, 3, 64, 64), float(number), device="cuda")}
+            run(item)
+            assert bool((item["result"] == number).all())
+
+
+def test_mat2tensor_goes_to_the_gpu_and_to_the_cpu_if_told() -> None:
+    mat = photo(20, 30, 0)
+    for device, expected in (("", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")):
+        with backend_of({"backend": "Mat2Tensor", "device": device}) as backend:
+            (item,) = forward(backend, [mat])
+        assert item["result"].device.type == expected
+        assert item["result"].is_contiguous()
+        assert np.array_equal(item["result"][0].permute(1, 2, 0).cpu().numpy(), mat)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_device_id_is_where_the_work_is_done() -> None:
+    config = {"backend": "SyncTensor[S[Mat2Tensor,ResizeTensor]]", "resize_h": 8, "resize_w": 8, "device_id": 1}
+    with pipe(config) as run:
+        item = {"data": photo(20, 30, 0)}
+        run(item)
+        assert item["result"].device == torch.device("cuda", 1)
+    with pipe({**config, "backend": "SyncTensor[ResizeTensor]", "device_id": 0}) as run:
+        moved = {"data": item["result"]}
+        run(moved)
+        assert moved["result"].device == torch.device("cuda", 0)
+        assert torch.equal(moved["result"].cpu(), item["result"].cpu())

@@ -1,0 +1,357 @@
+"""TensorrtTensor on a GPU: numbers, batches, instances, and what bad input gets."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import MEAN, STD, backend_of, forward, gpu_bytes, jpeg, needs_tensorrt, normalised, photo, resnet, work_dir
+from onnx import TensorProto, helper, numpy_helper, save
+
+from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor, registry
+
+pytestmark = [needs_tensorrt, pytest.mark.timeout(400)]
+
+NORMALISE = {"mean": ", ".join(map(str, MEAN)), "std": ", ".join(map(str, STD))}
+
+
+def resnet_config(arch: str, onnx: str, **more: Any) -> dict[str, Any]:
+    return {
+        "backend": "SyncTensor[TensorrtTensor]",
+        "model": onnx,
+        "max": 8,
+        "model::cache": str(work_dir() / f"{arch}_8.trt"),
+        **NORMALISE,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module", params=["resnet18", "resnet50"])
+def arch(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def resnet18() -> str:
+    return resnet("resnet18")[1]
+
+
+def small_model(path: Path, *, channels: int = 4, batch: Any = "n", size: Any = 8, seed: int = 0) -> str:
+    """Conv 3×3, ReLU, global mean: N×3×size×size to N×channels."""
+    rng = np.random.default_rng(seed)
+    weight = numpy_helper.from_array(rng.standard_normal((channels, 3, 3, 3)).astype(np.float32), "weight")
+    nodes = [
+        helper.make_node("Conv", ["input", "weight"], ["mapped"], name="conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["mapped"], ["positive"], name="relu"),
+        helper.make_node("ReduceMean", ["positive"], ["logits"], name="mean", axes=[2, 3], keepdims=0),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "small",
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, [batch, 3, size, size])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, channels])],
+        [weight],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))
+    return str(path)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_fp16_is_pytorchs_fp32_within_a_hundredth_at_every_batch(arch: str) -> None:
+    model, onnx = resnet(arch)
+    mats = [photo(224, 224, 100 + seed) for seed in range(8)]
+    with torch.inference_mode():
+        expected = model(torch.cat([torch.from_numpy(normalised(mat)) for mat in mats]))
+    worst = 0.0
+    with backend_of(resnet_config(arch, onnx)) as backend:
+        assert (backend.min(), backend.max()) == (1, 8)
+        for count in range(1, 9):
+            results = torch.cat([item["result"] for item in forward(backend, mats[:count])]).cpu()
+            assert results.shape == (count, 1000)
+            errors = (results - expected[:count]).norm(dim=1) / expected[:count].norm(dim=1)
+            worst = max(worst, float(errors.max()))
+    print(f"{arch}: relative error of fp16 at most {worst:.2e}")
+    assert worst < 1e-2
+
+
+def test_a_result_is_the_same_bits_in_any_batch_at_any_place(arch: str) -> None:
+    onnx = resnet(arch)[1]
+    mats = [photo(224, 224, 200 + seed) for seed in range(8)]
+    with backend_of(resnet_config(arch, onnx)) as backend:
+        alone = forward(backend, mats[:1])[0]["result"]
+        for count in range(2, 9):
+            for place in (0, count // 2, count - 1):
+                others = mats[1:count]
+                batch = [*others[:place], mats[0], *others[place:]]
+                result = forward(backend, batch)[place]["result"]
+                assert torch.equal(result, alone), f"batch of {len(batch)}, place {place}"
+
+
+def test_every_kind_of_input_gives_the_same(resnet18: str) -> None:
+    mat = photo(224, 224, 1)
+    chw = torch.from_numpy(np.ascontiguousarray(mat.transpose(2, 0, 1)))
+    kinds = [
+        mat,
+        chw[None],
+        chw,
+        chw[None].float(),
+        chw[None].cuda(),
+        chw.cuda(),
+        chw[None].float().cuda(),
+        chw[None].numpy(),
+        chw[None].float().numpy(),
+        np.asfortranarray(mat),
+    ]
+    with backend_of(resnet_config("resnet18", resnet18)) as backend:
+        expected = forward(backend, [mat])[0]["result"]
+        for kind in kinds:
+            assert torch.equal(forward(backend, [kind])[0]["result"], expected), type(kind)
+            assert torch.equal(forward(backend, [kind, kind, kind])[1]["result"], expected)
+        for item in forward(backend, kinds[:8]):  # a batch of all kinds
+            assert torch.equal(item["result"], expected)
+
+
+def test_results_stay_when_the_next_batch_comes(resnet18: str) -> None:
+    with backend_of(resnet_config("resnet18", resnet18)) as backend:
+        first = forward(backend, [photo(224, 224, 1)])[0]["result"]
+        kept = first.clone()
+        forward(backend, [photo(224, 224, 2)])
+        assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("postprocessor", ["cpu", "SoftmaxCpu", "SoftmaxMax"])
+def test_postprocessors_on_the_gpu_are_those_on_the_host(resnet18: str, postprocessor: str) -> None:
+    mats = [photo(224, 224, seed) for seed in range(5)]
+    with backend_of(resnet_config("resnet18", resnet18)) as backend:
+        logits = [item["result"].cpu() for item in forward(backend, mats)]
+    with backend_of(resnet_config("resnet18", resnet18, postprocessor=postprocessor)) as backend:
+        results = [item["result"] for item in forward(backend, mats)]
+        forward(backend, mats[::-1])  # overwrites what results must not be views of
+    for result, one in zip(results, logits, strict=True):
+        probabilities = one.softmax(1)
+        if postprocessor == "SoftmaxMax":
+            assert result == (int(one.argmax()), pytest.approx(float(probabilities.max()), rel=1e-4))
+        else:
+            expected = one if postprocessor == "cpu" else probabilities
+            assert result.device.type == "cpu"
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_postprocessor_of_ones_own_gets_tensors_on_the_gpu(resnet18: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_postprocessors", dict(registry._postprocessors))
+
+    class Largest:
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            assert outputs[0].is_cuda
+            return outputs[0].argmax(1).tolist()
+
+    register_postprocessor(Largest, "Largest")
+    mats = [photo(224, 224, seed) for seed in range(3)]
+    with backend_of(resnet_config("resnet18", resnet18, postprocessor="Largest")) as backend:
+        assert all(isinstance(item["result"], int) for item in forward(backend, mats))
+
+
+def test_profiles_dynamic_shapes_and_layers_in_fp32(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "small.onnx", size="size")
+    base = {"backend": "TensorrtTensor", "model": model, "precision": "fp32"}
+    mats = [photo(16, 16, seed) for seed in range(6)]
+    with backend_of({**base, "max": "8x3x16x16", "min": "1x3x16x16"}) as one:
+        expected = [item["result"] for item in forward(one, mats)]
+    with backend_of({**base, "max": "2x3x32x32;8x3x32x32", "min": "1x3x4x4;3x3x4x4"}) as two:
+        assert (two.min(), two.max()) == (1, 8)
+        for count in (1, 2, 3, 6):
+            for item, want in zip(forward(two, mats[:count]), expected[:count], strict=True):
+                torch.testing.assert_close(item["result"], want, rtol=1e-5, atol=1e-5)
+        mixed = forward(two, [photo(16, 16, 0), photo(8, 24, 0), photo(16, 16, 1)])
+        torch.testing.assert_close(mixed[2]["result"], expected[1], rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="33"):
+            forward(two, [photo(33, 16, 0)])
+        torch.testing.assert_close(forward(two, mats[:1])[0]["result"], expected[0], rtol=1e-5, atol=1e-5)
+    fixed = small_model(tmp_path / "fixed.onnx")
+    with backend_of({**base, "model": fixed, "precision": "fp16", "precision::fp32": "conv, relu"}) as kept:
+        assert forward(kept, [photo(8, 8, 0)])[0]["result"].shape == (1, 4)
+
+
+def test_two_inputs_and_two_outputs(tmp_path: Path) -> None:
+    value = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 3])  # noqa: E731
+    nodes = [helper.make_node("Add", ["a", "b"], ["sum"]), helper.make_node("Sub", ["a", "b"], ["difference"])]
+    graph = helper.make_graph(nodes, "two", [value("a"), value("b")], [value("sum"), value("difference")])
+    path = str(tmp_path / "two.onnx")
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.5, 0.5]])
+    with backend_of({"backend": "TensorrtTensor", "model": path, "max": 4, "precision": "fp32"}) as backend:
+        items = forward(backend, [[a, b], [b, a.cuda()]])
+        assert [part.tolist() for part in items[0]["result"]] == [[[1.5, 2.5, 3.5]], [[0.5, 1.5, 2.5]]]
+        assert [part.tolist() for part in items[1]["result"]] == [[[1.5, 2.5, 3.5]], [[-0.5, -1.5, -2.5]]]
+        with pytest.raises(ValueError, match="2 inputs, data holds 1"):
+            forward(backend, [a])
+
+
+# -- several instances, several threads ---------------------------------------------------------------------------
+
+
+def gpu_pipeline(onnx: str) -> dict[str, Any]:
+    size = {"resize_h": 224, "resize_w": 224, "color": "rgb"}
+    return {
+        "global": {"batching_timeout": 2},
+        "gpu": {
+            "backend": "S[DecodeTensor,ResizeTensor,cvtColorTensor,SyncTensor]",
+            "DecodeTensor::max": 4,
+            "instance_num": 2,
+            "next": "cpu",
+            **size,
+        },
+        "cpu": {
+            "filter": "or",
+            "backend": "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]",
+            "instance_num": 2,
+            "next": "model",
+            **size,
+        },
+        "model": resnet_config("resnet18", onnx, instance_num=4, postprocessor="SoftmaxMax"),
+    }
+
+
+def test_eight_threads_two_thousand_calls_each(resnet18: str) -> None:
+    pytest.importorskip("torchvision")
+    sizes = [(375, 500), (64, 48), (333, 777), (224, 224), (17, 23)]
+    good = [jpeg(photo(*size, seed), quality=60 + seed) for seed, size in enumerate(sizes * 3)]
+    cmyk = jpeg(photo(100, 90, 5), mode="CMYK")
+    bad = [b"no image", good[0][:3000], b"\xff\xd8\xff", b"x" * 100]
+    inputs = [*good, cmyk, *bad]
+    with pipe(gpu_pipeline(resnet18)) as run:
+        expected = []
+        for data in inputs:
+            item = {"data": data}
+            run(item)
+            expected.append(item.get("result"))
+        assert [one is None for one in expected] == [False] * (len(good) + 1) + [True] * len(bad)
+        wrong: list[str] = []
+
+        def client(seed: int) -> None:
+            order = np.random.default_rng(seed).integers(0, len(inputs), 2000).tolist()
+            position = 0
+            while position < len(order):
+                count = 1 if position % 3 else 5  # single calls and lists
+                chosen = order[position : position + count]
+                items = [{"data": inputs[index]} for index in chosen]
+                run(items if count > 1 else items[0])
+                for index, item in zip(chosen, items, strict=False):
+                    if item.get("result") != expected[index] or ("error" in item) == ("result" in item):
+                        wrong.append(f"{index}: {item.get('result')} for {expected[index]}")
+                position += count
+
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong[:5] == []
+        sizes_seen = run.stats()["nodes"]["model"]["batch_sizes"]
+    assert len(sizes_seen) > 3, "batches of several sizes were run"
+
+
+def test_building_and_closing_ten_times_keeps_no_memory(resnet18: str) -> None:
+    pytest.importorskip("torchvision")
+    data = jpeg(photo(375, 500, 0))
+    used = []
+    for _ in range(10):
+        with pipe(gpu_pipeline(resnet18)) as run:
+            for _ in range(5):
+                run([{"data": data} for _ in range(8)])
+        used.append(gpu_bytes())
+    print("MiB in use after each:", [value >> 20 for value in used])
+    assert used[-1] - used[2] < 32 << 20
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_size_fails_alone(resnet18: str) -> None:
+    config = {**resnet_config("resnet18", resnet18, postprocessor="SoftmaxMax"), "batching_timeout": 50}
+    with pipe(config) as run:
+        good = [{"data": photo(224, 224, seed)} for seed in range(7)]
+        alone = {"data": photo(224, 224, 3)}
+        run(alone)
+        with pytest.raises(BackendError, match=r"takes 1x3x224x224, got 100x224x3"):
+            run([*good[:4], {"data": photo(100, 224, 0)}, *good[4:]])
+        assert good[3]["result"] == alone["result"]
+        with pytest.raises(BackendError, match="takes a Mat or a tensor, got str"):
+            run({"data": "text"})
+
+
+def test_out_of_gpu_memory_fails_alone() -> None:
+    config = {"backend": "SyncTensor[ResizeTensor]", "resize_h": 2**20, "resize_w": 2**18}
+    with pipe(config) as run:
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"(?i)out of memory"):
+                run({"data": torch.zeros(1, 3, 8, 8, device="cuda")})
+    assert torch.ones(4, device="cuda").sum().item() == 4.0
+
+
+def test_what_tensorrt_cannot_take_is_said(tmp_path: Path) -> None:
+    node = helper.make_node("Frobnicate", ["input"], ["output"], name="odd", domain="com.example")
+    value = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 3])  # noqa: E731
+    graph = helper.make_graph([node], "odd", [value("input")], [value("output")])
+    opsets = [helper.make_opsetid("", 13), helper.make_opsetid("com.example", 1)]
+    path = str(tmp_path / "odd.onnx")
+    save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    with pytest.raises(ConfigError, match=r"cannot take this ONNX model.*Frobnicate"):
+        pipe({"backend": "TensorrtTensor", "model": path})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"precision::fp32": "konv"}, "no layer 'konv'; did you mean 'conv'"),
+        ({"precision": "int8"}, "needs a quantised model"),
+        ({"max": 2, "min": 4}, "min = 4 is larger than max = 2"),
+        ({"max": "4;8"}, "min has 1 profiles, max has 2"),
+        ({"max": "4x3x9x9", "min": "1x3x9x9"}, "input 'input' is \\?x3x8x8, min and max say 1x3x9x9"),
+        ({"device_id": 64}, "device_id = 64: there are"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    config = {"backend": "TensorrtTensor", "model": small_model(tmp_path / "small.onnx"), **more}
+    with pytest.raises(ConfigError, match=message):
+        pipe(config)
+
+
+def test_a_fixed_batch_is_explained(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "fixed.onnx", batch=1)
+    with pytest.raises(ConfigError, match="export it with a dynamic batch"):
+        pipe({"backend": "TensorrtTensor", "model": model, "max": 4})
+    with pipe({"backend": "TensorrtTensor", "model": model}) as run:
+        item = {"data": photo(8, 8, 0)}
+        run(item)
+        assert item["result"].shape == (1, 4)
+
+
+# -- engine files and their cache ---------------------------------------------------------------------------------
+
+
+def test_an_engine_file_is_a_model(tmp_path: Path) -> None:
+    onnx, engine = small_model(tmp_path / "small.onnx"), str(tmp_path / "small.trt")
+    mat = {"data": photo(8, 8, 0)}
+    with pipe({"backend": "TensorrtTensor", "model": onnx, "max": 4, "model::cache": engine}) as run:
+        run(mat)
+    with pipe({"backend": "TensorrtTensor", "model": engine, "max": 4}) as run:
+        again = {"data": photo(8, 8, 0)}
+        run(again)
+    assert torch.equal(mat["result"], again["result"])
+    with pytest.raises(ConfigError, match=r"a batch of 16 is outside the engine's profiles \(1..4\)"):
+        pipe({"backend": "TensorrtTensor", "model": engine, "max": 16})
+    with pytest.raises(ConfigError, match="mean, std and model::cache go with an ONNX model"):
+        pipe({"backend": "TensorrtTensor", "model": engine, "mean": "1"})
+    content = bytearray(Path(engine).read_bytes())
+    for name, bytes_ in (("cut", content[: len(content) // 2]), ("junk", b"junk" * 1000), ("empty", b"")):
+        other = tmp_path / f"{name}.trt"
+        other.write_bytes(bytes_)
+        with pytest.raises(ConfigError, match="cannot load this engine; engines fit one version of TensorRT"):
+            pipe({"backend": "TensorrtTensor", "model": str(other)})

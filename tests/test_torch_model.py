@@ -1,0 +1,157 @@
+"""TorchTensor on the CPU, and what the GPU models share."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+
+from torchpipe_py import BackendError, ConfigError, pipe
+from torchpipe_py.backends.cuda_model import InputSpec, batch_sizes
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Small(torch.nn.Module):
+    """Conv 3×3, ReLU, global mean: N×3×H×W to N×4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = torch.nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.conv(images).relu().mean((2, 3))
+
+
+class TwoWays(torch.nn.Module):
+    """Sum and difference of two inputs."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a + b, a - b
+
+
+@pytest.fixture(scope="module", params=["script", "export"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("torch") / ("model.pt" if request.param == "script" else "model.pt2")
+    if request.param == "script":
+        torch.jit.script(Small().eval()).save(str(path))
+    else:
+        shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+        torch.export.save(
+            torch.export.export(Small().eval(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=shapes), path
+        )
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def two_ways(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("torch") / "two.pt"
+    torch.jit.script(TwoWays()).save(str(path))
+    return str(path)
+
+
+def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
+    mats = [picture(32, 32, seed) for seed in range(5)]
+    planes = [torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]
+    with torch.inference_mode():
+        expected = Small()((torch.cat(planes) - 10) / torch.tensor([1.0, 2.0, 4.0]).reshape(1, 3, 1, 1))
+    config = {"backend": "TorchTensor", "model": model, "max": 8, "mean": 10, "std": "1, 2, 4", "batching_timeout": 20}
+    with pipe(config) as run:
+        for values in (mats, planes, [one[0] for one in planes], [one.numpy() for one in planes]):
+            items: list[dict[str, Any]] = [{"data": value} for value in values]
+            run(items)
+            torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_several_inputs_and_outputs_are_lists(two_ways: str) -> None:
+    with pipe({"backend": "TorchTensor", "model": two_ways}) as run:
+        item = {"data": [torch.tensor([[3.0]]), torch.tensor([[1.0]])]}
+        run(item)
+        assert [part.tolist() for part in item["result"]] == [[[4.0]], [[2.0]]]
+
+
+def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text("a\nb\nc\nd\n")
+    with pipe({"backend": "TorchTensor", "model": model, "postprocessor": "SoftmaxMax", "labels": str(labels)}) as run:
+        item = {"data": picture(32, 32)}
+        run(item)
+        label, score = item["result"]
+        assert label in "abcd"
+        assert 0.25 <= score <= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("text", "takes a Mat or a tensor, got str"), (torch.zeros(2, 3, 8, 8), "takes one item, 1x…, got 2x3x8x8")],
+)
+def test_what_is_no_input(model: str, value: Any, message: str) -> None:
+    with pipe({"backend": "TorchTensor", "model": model}) as run, pytest.raises(BackendError, match=message):
+        run({"data": value})
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    junk, empty = tmp_path / "junk.pt", tmp_path / "empty.pt2"
+    junk.write_bytes(b"junk")
+    with zipfile.ZipFile(empty, "w") as archive:
+        archive.writestr("nothing", "here")
+    with pytest.raises(ConfigError, match=r"neither TorchScript nor \.pt2"):
+        pipe({"backend": "TorchTensor", "model": str(junk)})
+    with pytest.raises(ConfigError, match=r"PyTorch .* cannot load it"):
+        pipe({"backend": "TorchTensor", "model": str(empty)})
+
+
+def test_settings_that_do_not_fit(model: str) -> None:
+    with pytest.raises(ConfigError, match="std holds a zero"):
+        pipe({"backend": "TorchTensor", "model": model, "std": "1, 0, 1"})
+    with pytest.raises(ConfigError, match="floating input_type"):
+        pipe({"backend": "TorchTensor", "model": model, "mean": "1", "input_type": "uint8"})
+
+
+# -- shapes and sizes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [
+        (1, 1, [1]),
+        (1, 4, [1, 2, 3, 4]),
+        (2, 9, [2, 3, 4, 5, 6, 7, 8, 9]),
+        (8, 8, [8]),
+        (1, 20, [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]),
+        (30, 64, [32, 40, 48, 56, 64]),
+    ],
+)
+def test_batch_sizes_that_get_a_graph(least: int, most: int, expected: list[int]) -> None:
+    assert batch_sizes(least, most) == expected
+
+
+@pytest.mark.parametrize("most", range(1, 300, 7))
+def test_padding_to_the_next_size_adds_a_quarter_at_most(most: int) -> None:
+    sizes = batch_sizes(1, most)
+    assert sizes == sorted(set(sizes))
+    for count in range(1, most + 1):
+        assert min(size for size in sizes if size >= count) <= 1.25 * count
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.zeros((4, 5, 3), np.uint8), (3, 4, 5)),
+        (np.zeros((4, 5), np.uint8), (1, 4, 5)),
+        (torch.zeros(3, 4, 5), (3, 4, 5)),
+        (torch.zeros(1, 3, 4, 5), (3, 4, 5)),
+        (np.zeros((1, 3, 4, 5), np.float32), (3, 4, 5)),
+    ],
+)
+def test_the_shape_a_value_has_for_the_model(value: Any, expected: tuple[int, ...]) -> None:
+    for dims in (None, (None, None, None), expected):
+        assert InputSpec("x", torch.float32, dims).row_shape(value) == expected
+    with pytest.raises(ValueError, match="input 'x' takes 1x9x9x9"):
+        InputSpec("x", torch.float32, (9, 9, 9)).row_shape(value)

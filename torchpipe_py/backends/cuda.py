@@ -1,0 +1,214 @@
+"""CUDA streams: who has which, and when its work is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
+from torchpipe_py.errors import BackendUnavailable, ConfigError
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
+
+
+def cuda_device(device_id: int) -> Any:
+    """``torch.device`` of a CUDA device; ``BackendUnavailable`` without CUDA, ``ConfigError`` for one too many."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("PyTorch finds no CUDA device")
+    count = torch.cuda.device_count()
+    if device_id >= count:
+        raise ConfigError(f"device_id = {device_id}: there are {count} CUDA devices, counted from 0")
+    return torch.device("cuda", device_id)
+
+
+class _StreamPool:
+    """Streams that belong to one borrower at a time.
+
+    PyTorch hands out 32 streams in turn, so that two instances can come to hold the same one; a CUDA graph captured on
+    it would then take in the other's work. A returned stream is lent again, since PyTorch's memory is cached by stream.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[Any, list[Any]] = defaultdict(list)
+
+    def borrow(self, device: Any) -> Any:
+        """A ``torch.cuda.Stream`` of ``device`` that nobody else holds."""
+        with self._lock:
+            if self._free[device]:
+                return self._free[device].pop()
+        return _new_stream(device)
+
+    def give_back(self, device: Any, stream: Any) -> None:
+        """Let others borrow ``stream``, on which no work is left."""
+        with self._lock:
+            self._free[device].append(stream)
+
+
+def _new_stream(device: Any) -> Any:
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the device's context exists from here on
+        handle = ctypes.c_void_p()
+        status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+        if status != 0:
+            raise RuntimeError(f"cuStreamCreate failed with error {status}")
+        return torch.cuda.ExternalStream(handle.value, device=device)
+
+
+# Process-wide, as the devices and PyTorch's memory are.
+_streams = _StreamPool()
+
+
+class StreamGuard:
+    """The stream that one backend works on, and the one wait for it at the end.
+
+    Made in ``setup``, on the instance's thread. The outermost guard of an instance borrows a stream; one made while an
+    outer guard is ``active`` uses the outer's and leaves the waiting to it. After ``run`` every result is complete,
+    so that any thread and any stream may read it.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        import torch
+
+        self.device = cuda_device(config.device_id)
+        self._torch: Any = torch
+        self._default = torch.cuda.default_stream(self.device)
+        current = torch.cuda.current_stream(self.device)
+        self._is_outermost = current == self._default
+        self.stream: Any = _streams.borrow(self.device) if self._is_outermost else current
+        self._done: Any = torch.cuda.Event(blocking=True)  # sleeps instead of spinning beside the decoders
+        self._hands_over = config.is_last
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes the stream the thread's current one; backends set up or run inside use it."""
+        with self._torch.cuda.device(self.device), self._torch.cuda.stream(self.stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until the stream's work is done, without the GIL and without a busy core."""
+        self._done.record(self.stream)
+        self._done.synchronize()
+
+    def run(self, forward: Callable[[list[Data]], None], items: list[Data]) -> None:
+        """``forward(items)`` on the stream, and wait."""
+        if not self._is_outermost:
+            forward(items)
+            return
+        # NOTE: memory of inputs belongs to other streams, which may use it again once nobody holds the tensor.
+        held = [item[TASK_DATA_KEY] for item in items]
+        with self._torch.cuda.stream(self.stream):
+            self.stream.wait_stream(self._default)  # tensors of callers and of backends without a guard
+            try:
+                forward(items)
+            finally:
+                self.synchronize()
+        del held
+        if self._hands_over:
+            for item in items:
+                self._hand_over(item.get(TASK_RESULT_KEY))
+
+    def _hand_over(self, result: Any) -> None:
+        """A caller may drop a tensor while its own work on the default stream still reads it."""
+        if isinstance(result, (list, tuple)):
+            for one in result:
+                self._hand_over(one)
+        elif isinstance(result, self._torch.Tensor) and result.is_cuda:
+            result.record_stream(self._default)
+
+    def close(self) -> None:
+        """Give the stream back."""
+        if self._is_outermost and self.stream is not None:
+            self.stream.synchronize()
+            _streams.give_back(self.device, self.stream)
+        self.stream = None
+
+
+class GuardedBackend(Backend):
+    """A backend whose work goes to a GPU where there is one: override ``setup_guarded`` and ``forward_guarded``.
+
+    Inside a ``SyncTensor`` they run on its stream; alone, on a stream of this instance's own, with a wait at the end
+    of each ``forward``. Without a GPU they just run, unless ``needs_cuda``.
+    """
+
+    needs_cuda = False
+
+    _guard: StreamGuard | None = None
+
+    def setup(self) -> None:
+        import torch
+
+        if self.needs_cuda or torch.cuda.is_available():
+            self._guard = StreamGuard(self.config)
+            with self._guard.active():
+                self.setup_guarded()
+        else:
+            self.setup_guarded()
+
+    def forward(self, items: list[Data]) -> None:
+        if self._guard is None:
+            self.forward_guarded(items)
+        else:
+            self._guard.run(self.forward_guarded, items)
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    @property
+    def device(self) -> Any:
+        """The ``torch.device`` of this node: its CUDA device, or the CPU where there is none."""
+        import torch
+
+        return torch.device("cpu") if self._guard is None else self._guard.device
+
+    def setup_guarded(self) -> None:
+        """``setup``, with the stream current."""
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        """``forward``, with the stream current."""
+        raise NotImplementedError(type(self).__name__)
+
+
+class TensorBackend(GuardedBackend, ItemBackend):
+    """Works on one Tensor at a time: implement ``forward_tensor(tensor, item)``.
+
+    A tensor on the CPU is worked on there; one on another GPU is brought to this node's.
+    """
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        for item in items:
+            self.forward_item(item)
+
+    def forward_item(self, item: Data) -> None:
+        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(as_tensor(item[TASK_DATA_KEY])), item)
+
+    def here(self, tensor: Any) -> Any:
+        """``tensor`` where this node can work on it."""
+        return tensor.to(self.device) if tensor.is_cuda and tensor.device != self.device else tensor
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        """The result for ``tensor``, 1×C×H×W."""
+        raise NotImplementedError(type(self).__name__)
+
+
+def as_tensor(value: Any) -> Any:
+    """``value`` as a Tensor 1×C×H×W; C×H×W becomes 1×C×H×W; ``TypeError`` for anything else."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"expected a Tensor (torch.Tensor, 1xCxHxW), got {type(value).__name__}")
+    tensor = value[None] if value.ndim == 3 else value
+    if tensor.ndim != 4 or tensor.shape[0] != 1 or 0 in tensor.shape:
+        raise TypeError(f"expected a Tensor 1xCxHxW, got shape {'x'.join(map(str, value.shape))}")
+    return tensor

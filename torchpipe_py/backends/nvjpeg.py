@@ -1,0 +1,96 @@
+"""JPEG decoding on the GPU: nvJPEG through torchvision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.cuda import GuardedBackend
+from torchpipe_py.backends.jpeg import read_header
+from torchpipe_py.backends.opencv import COLORS, to_color
+from torchpipe_py.errors import BackendUnavailable, DecodeError
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_int
+
+
+class DecodeTensor(GuardedBackend):
+    """JPEG bytes to a Tensor 1×3×H×W, ``uint8``, on the GPU by nvJPEG; a batch is decoded in one call.
+
+    Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
+    (another format, CMYK, cut-off or corrupt bytes): no ``result``, ``error`` is a ``DecodeError``; a next node with
+    ``filter = "or"`` can decode it on the CPU. Pixels differ from OpenCV's where chroma is subsampled, since nvJPEG
+    does not smooth it; ``torchpipe parity`` shows by how much.
+    """
+
+    needs_cuda = True
+
+    color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
+    max_batch = Param(to_int, 1, low=1, key="max", doc="most images decoded in one call")
+
+    def setup_guarded(self) -> None:
+        try:
+            import torch
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ImportError as error:
+            raise BackendUnavailable(f"DecodeTensor needs torchvision (pip install torchvision): {error}") from error
+        self._frombuffer: Any = torch.frombuffer
+        self._uint8 = torch.uint8
+        self._out_of_memory = torch.cuda.OutOfMemoryError
+        self._decode: Any = decode_jpeg
+        self._rgb = ImageReadMode.RGB
+
+    def max(self) -> int:
+        return int(self.max_batch)
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        good: list[tuple[Data, Any, int]] = []
+        for item in items:
+            data = _as_bytes(item[TASK_DATA_KEY])
+            try:
+                orientation = read_header(data).orientation
+            except DecodeError as error:
+                item[TASK_ERROR_KEY] = error
+            else:
+                # NOTE: a copy, since PyTorch wants writable memory and bytes are not.
+                good.append((item, self._frombuffer(bytearray(data), dtype=self._uint8), orientation))
+        if good:
+            self._decode_batch(good)
+
+    def _decode_batch(self, batch: list[tuple[Data, Any, int]]) -> None:
+        try:
+            images = self._decode([encoded for _, encoded, _ in batch], mode=self._rgb, device=self.device)
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            if len(batch) > 1:
+                for one in batch:
+                    self._decode_batch([one])
+            else:
+                item, encoded, _ = batch[0]
+                item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {_first_line(error)}")
+            return
+        for (item, _, orientation), image in zip(batch, images, strict=True):
+            if orientation != 1:
+                image = oriented(image, orientation)
+            item[TASK_RESULT_KEY] = image[None] if self.color == "rgb" else image.flip(0)[None]
+            item[TASK_COLOR_KEY] = self.color
+
+
+def oriented(image: Any, orientation: int) -> Any:
+    """An image C×H×W turned upright by its EXIF orientation 1..8 (Exif 2.3, table 6)."""
+    if orientation >= 5:
+        image = image.transpose(1, 2)
+    dims = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
+    return (image.flip(dims) if dims else image).contiguous()
+
+
+def _as_bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, (bytearray, memoryview)) or getattr(value, "dtype", None) == "uint8":
+        return bytes(value)
+    raise TypeError(f"expected encoded bytes, got {type(value).__name__}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]
