@@ -34,6 +34,16 @@ MAY_IMPORT = {
     "engine": "build errors keys filters graph node request",
     "statistics": "engine node",
     "pipe": "build config engine errors graph keys request statistics",
+    "parity": "",
+    "parity.record": "errors",
+    "parity.options": "",
+    "parity.images": "parity.record",
+    "parity.compare": "parity.record",
+    "parity.results": "errors keys parity.record",
+    "parity.run": "errors keys parity.compare parity.images parity.record parity.results pipe",
+    "parity.report": "parity.compare parity.record parity.results",
+    "parity.page": "parity.compare parity.record parity.report parity.results",
+    "parity.command": "parity.compare parity.page parity.record parity.report parity.run",
     "": "backends.base config errors keys pipe registry",
 }
 

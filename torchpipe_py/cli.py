@@ -1,4 +1,4 @@
-"""``torchpipe``: look at backends and check configurations from the command line."""
+"""``torchpipe``: look at backends, check configurations and compare them from the command line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.build import plan_nodes
 from torchpipe_py.config import load_config
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.graph import build_graph
+from torchpipe_py.parity.options import add_options, check_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,13 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     backends.add_argument("name", nargs="?", help="only this one, with its documentation")
     backends.add_argument("--markdown", action="store_true", help="as the table in README.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
+    parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
+    add_options(parity)
+    parity.set_defaults(run=lambda args: _parity(parity, args))
     args = parser.parse_args(argv)
     try:
-        args.run(args)
-    except ConfigError as error:
+        return args.run(args) or 0
+    except TorchpipeError as error:
         print(f"torchpipe: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _check(config: str) -> None:
@@ -42,6 +45,14 @@ def _check(config: str) -> None:
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
         print(f"{name}: {plans[name].backend.label} x{spec.nodes[name].instance_num[0]}{after}")
     print(f"{config}: ok, {len(graph.order)} nodes")
+
+
+def _parity(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    check_options(parser, args)
+    # Here, so that the other commands stay light.
+    from torchpipe_py.parity.command import run_parity
+
+    return run_parity(args)
 
 
 def _backends(name: str | None, markdown: bool) -> None:

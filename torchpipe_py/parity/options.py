@@ -1,0 +1,73 @@
+"""The options of ``torchpipe parity``, without anything that runs it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare every option; ``check_options`` does what argparse cannot."""
+    add = parser.add_argument
+    add("a", metavar="A.toml", help="preprocessing whose result is a Mat or a Tensor: the reference")
+    add("b", metavar="B.toml", help="preprocessing to hold against it")
+    add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
+    add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
+    add("--limit", type=_positive, metavar="N", help="only the first N images, in the order of their names")
+    add("--html", type=_output, metavar="FILE", help="write a report with pictures, one self-contained file")
+    add("--json", type=_output, metavar="FILE", help="write every figure of every image")
+    add("--worst", type=_count, default=10, metavar="N", help="images to show (default: %(default)s)")
+    add("--max-mean", type=_not_negative, metavar="X", help="bar: mean absolute difference, averaged over all images")
+    add("--min-agreement", type=_share, metavar="X", help="bar: share of images with the same class, 0 to 1")
+
+
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with status 2 where options do not go together."""
+    if args.min_agreement is not None and args.model is None:
+        parser.error("--min-agreement needs --model")
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected at least 0, got {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("expected at least 1, got 0")
+    return value
+
+
+def _output(text: str) -> Path:
+    """A file to write: its folder exists, so that no comparison is made and lost."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: " + ("is a directory" if path.is_dir() else "no such folder"))
+    return path

@@ -1,0 +1,163 @@
+"""A comparison as one self-contained HTML file: tables, a histogram, the worst images side by side."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from torchpipe_py.parity.compare import AMPLIFICATION, disagreeing, histogram
+from torchpipe_py.parity.record import Compared, Parity, ParityError, Refused, View
+from torchpipe_py.parity.report import bar_text, facts, figure_rows, figure_text, model_rows, reason_text
+from torchpipe_py.parity.results import shape_text
+
+CHART_WIDTH, CHART_HEIGHT, CHART_LEFT, CHART_BASE = 640, 200, 44, 164
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #d6dbe1; --paper: #fff; --bar: #2f6fb5;
+  --good: #1d7a3d; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e8ed; --soft: #9aa6b4; --line: #39424d; --paper: #14181d; --bar: #6aa5e3;
+    --good: #6fcf8e; --bad: #ff8a80; }
+}
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+th { font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.ok { color: var(--good); } .missed { color: var(--bad); font-weight: 600; }
+section.pair { margin: 1.6rem 0; border-top: 1px solid var(--line); padding-top: .6rem; }
+section.pair h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
+section.pair p, .hint { margin: .1rem 0 .6rem; color: var(--soft); font-variant-numeric: tabular-nums; }
+.views { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: .8rem; align-items: start; }
+figure { margin: 0; } figcaption { color: var(--soft); font-size: .85rem; }
+figure img { display: block; width: 100%; max-height: 26rem; object-fit: contain; object-position: left top;
+  image-rendering: pixelated; }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; } svg rect { fill: var(--bar); }
+svg line { stroke: var(--line); }
+"""
+
+
+def html_report(parity: Parity) -> str:
+    """The whole file; names, labels and reasons are escaped, pictures are inlined."""
+    body = "\n".join(part for part in _parts(parity) if part)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>torchpipe parity</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _parts(parity: Parity) -> Iterator[str]:
+    yield "<h1>torchpipe parity</h1>"
+    yield _table([], [*facts(parity), *model_rows(parity)])
+    yield "\n".join(f'<p class="{"ok" if bar.ok else "missed"}">{escape(bar_text(bar))}</p>' for bar in parity.bars)
+    if parity.compared:
+        yield "<h2>Differences per image, on the 0..255 scale</h2>"
+        yield _table(["", "median", "mean", "worst", "worst image"], figure_rows(parity), numbers=(1, 2, 3))
+        yield "<h2>Mean absolute difference: how many images</h2>"
+        yield _chart([one.difference.mean for one in parity.compared])
+    yield from _pairs(parity)
+    yield from _lists(parity)
+
+
+def _pairs(parity: Parity) -> Iterator[str]:
+    if not parity.views:
+        return
+    yield f"<h2>The {len(parity.views)} worst images, by mean absolute difference</h2>"
+    yield (
+        f'<p class="hint">The third picture is the absolute difference, {AMPLIFICATION} times as strong. Large results'
+        " are shown smaller: of the difference each block keeps its largest value.</p>"
+    )
+    compared = {one.name: one for one in parity.worst}
+    for view in parity.views:
+        yield _pair(view, compared[view.name])
+
+
+def _pair(view: View, one: Compared) -> str:
+    figures = ("mean", "max", "share", "shift")
+    words = {"mean": "mean {}", "max": "largest {}", "share": "{} more than 1 apart", "shift": "B - A {}"}
+    said = [words[key].format(figure_text(key, getattr(one.difference, key))) for key in figures]
+    said += [f"A says {one.a}, B says {one.b}"] if one.a and one.b else []
+    captions = ("A", "B", f"|B - A| × {AMPLIFICATION}")
+    pictures = zip((view.a, view.b, view.amplified), captions, strict=True)
+    shown = "".join(_figure(picture, caption, view.name) for picture, caption in pictures)
+    head = f"<h3>{escape(view.name)}</h3><p>{escape(', '.join(said))}</p>"
+    return f'<section class="pair">{head}<div class="views">{shown}</div></section>'
+
+
+def _figure(picture: np.ndarray, caption: str, name: str) -> str:
+    alt = escape(f"{name}: {caption}", quote=True)
+    return f'<figure><img src="{_data_url(picture)}" alt="{alt}"><figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def _data_url(picture: np.ndarray) -> str:
+    """A PNG, since what is judged is single values."""
+    import cv2
+
+    done, encoded = cv2.imencode(".png", np.ascontiguousarray(picture[:, :, ::-1]))
+    if not done:
+        raise ParityError("OpenCV cannot encode a PNG")
+    return "data:image/png;base64," + base64.b64encode(encoded.tobytes()).decode("ascii")
+
+
+def _lists(parity: Parity) -> Iterator[str]:
+    classes = [(name, str(a), str(b)) for name, a, b in disagreeing(parity.compared)]
+    shapes = [(one.name, shape_text(one.a), shape_text(one.b)) for one in parity.shapes_differ]
+    yield _listed("Different classes", classes)
+    yield _listed("Refused", _reasons(parity.refused))
+    yield _listed("Without a class", _reasons(parity.unclassified))
+    yield _listed("Of different shapes, H×W×C", shapes)
+
+
+def _reasons(refused: Iterable[Refused]) -> list[tuple[str, str, str]]:
+    return [(one.name, reason_text(one.a), reason_text(one.b)) for one in refused]
+
+
+def _listed(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    if not rows:
+        return ""
+    return f"<h2>{escape(title)} ({len(rows)})</h2>\n{_table(['image', 'A', 'B'], rows)}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """Without heads the first column is one of names."""
+
+    def cell(tag: str, index: int, text: str) -> str:
+        kind = ' class="n"' if index in numbers else ""
+        return f"<{tag}{kind}>{escape(text)}</{tag}>"
+
+    lines = ["<tr>" + "".join(cell("th", index, head) for index, head in enumerate(heads)) + "</tr>"] if heads else []
+    for row in rows:
+        cells = [cell("td" if index or heads else "th", index, text) for index, text in enumerate(row)]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def _chart(means: Sequence[float]) -> str:
+    """A histogram as inline SVG; each bar says its range and count when pointed at."""
+    counts, top = histogram(means)
+    if top == 0:
+        return f'<p class="hint">All {len(means)} images: 0.</p>'
+    step, most = (CHART_WIDTH - CHART_LEFT) / len(counts), max(counts)
+    parts = [_bar(index, count, most, step, top / len(counts)) for index, count in enumerate(counts) if count]
+    parts.append(f'<line x1="{CHART_LEFT}" y1="{CHART_BASE}" x2="{CHART_WIDTH}" y2="{CHART_BASE}"></line>')
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        x = CHART_LEFT + share * (CHART_WIDTH - CHART_LEFT)
+        parts.append(f'<text x="{x:.0f}" y="{CHART_BASE + 18}" text-anchor="{anchor}">{top * share:.3g}</text>')
+    parts.append(f'<text x="{CHART_LEFT - 8}" y="20" text-anchor="end">{most}</text>')
+    parts.append(f'<text x="{CHART_LEFT - 8}" y="{CHART_BASE}" text-anchor="end">0</text>')
+    label = f"histogram of the mean absolute difference of {len(means)} images, 0 to {top:.3g}"
+    size = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" width="{CHART_WIDTH}" height="{CHART_HEIGHT}"'
+    return f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _bar(index: int, count: int, most: int, step: float, width: float) -> str:
+    height = max(1.0, (CHART_BASE - 12) * count / most)
+    place = f'x="{CHART_LEFT + index * step + 1:.1f}" y="{CHART_BASE - height:.1f}"'
+    title = f"<title>{index * width:.3g} to {(index + 1) * width:.3g}: {count} images</title>"
+    return f'<rect {place} width="{step - 2:.1f}" height="{height:.1f}">{title}</rect>'

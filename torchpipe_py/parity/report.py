@@ -1,0 +1,196 @@
+"""A comparison as a table for a terminal and as a dict for ``--json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchpipe_py.parity.compare import agreement, disagreeing, spreads
+from torchpipe_py.parity.record import ACCEPTED, Bar, Compared, Parity, Prediction, Refused
+from torchpipe_py.parity.results import shape_text
+
+WIDTH = 120
+LISTED = 20
+"""Lines of one list in the terminal; the files have them all."""
+
+SCHEMA = 1
+"""Of the JSON file; raised when a reader would have to change."""
+
+TITLES = {
+    "max": "largest difference",
+    "mean": "mean absolute difference",
+    "share": "values more than 1 apart",
+    "shift": "mean of B - A, signed",
+}
+
+
+def clip(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns, its middle left out."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def figure_text(figure: str, value: float) -> str:
+    """One figure of ``Difference`` with the digits that matter."""
+    if figure == "share":
+        return f"{value:.2%}"
+    return f"{value:+.3f}" if figure == "shift" else f"{value:.3f}"
+
+
+def facts(parity: Parity) -> list[tuple[str, str]]:
+    """Name and value of what stands above the table."""
+    counts = (
+        (parity.found, "found"),
+        (len(parity.compared), "compared"),
+        (len(parity.refused), "refused"),
+        (len(parity.shapes_differ), "of different shapes"),
+    )
+    rows = [("A", parity.a), ("B", parity.b)]
+    rows += [("model", parity.model)] if parity.model else []
+    rows += [("images", ", ".join(f"{count} {what}" for count, what in counts)), ("directory", parity.img_dir)]
+    return rows + [("note", note) for note in parity.notes]
+
+
+def figure_rows(parity: Parity) -> list[tuple[str, ...]]:
+    """Title, median, mean, worst and the worst image's name of each figure."""
+    return [
+        (TITLES[key], *(figure_text(key, value) for value in (one.median, one.mean, one.worst)), one.worst_name)
+        for key, one in spreads(parity.compared).items()
+    ]
+
+
+def model_rows(parity: Parity) -> list[tuple[str, str]]:
+    """What the model says, as name and value; empty without a model."""
+    if parity.model is None:
+        return []
+    found = agreement(parity.compared)
+    if found is None:
+        return [("top-1 agreement", "no image has a class on both sides")]
+    interval = f"95 % interval {found.low:.4f} to {found.high:.4f}"
+    rows = [("top-1 agreement", f"{found.share:.4f} ({found.same} of {found.total}; {interval})")]
+    if found.score_mean is not None and found.score_max is not None:
+        scores = f"mean {found.score_mean:.5f}, largest {found.score_max:.5f} (images with the same class)"
+        rows.append(("score difference", scores))
+    if parity.unclassified:
+        rows.append(("without a class", f"{len(parity.unclassified)} images"))
+    return rows
+
+
+def bar_text(bar: Bar) -> str:
+    """``--max-mean 1: 0.8120 over 200 images, ok``."""
+    found = "nothing to compare" if bar.value is None else f"{bar.value:.4f} over {bar.images} images"
+    return f"{bar.option} {bar.limit:g}: {found}, {'ok' if bar.ok else 'missed'}"
+
+
+def text_report(parity: Parity) -> Iterator[str]:
+    """Lines of at most ``WIDTH`` columns."""
+    for line in _lines(parity):
+        yield clip(line, WIDTH)
+
+
+def _lines(parity: Parity) -> Iterator[str]:
+    yield from _aligned(facts(parity))
+    if parity.compared:
+        yield ""
+        yield f"{'per image, 0..255 scale':26} {'median':>10} {'mean':>10} {'worst':>10}  worst image"
+        for title, *values, name in figure_rows(parity):
+            yield f"{title:26} " + " ".join(f"{value:>10}" for value in values) + f"  {clip(name, WIDTH - 62)}"
+    if parity.model is not None:
+        yield ""
+        yield from _aligned(model_rows(parity))
+    yield from _section("worst images, by mean absolute difference", list(map(_worst_line, parity.worst)))
+    yield from _section("different classes", [_classes_line(*one) for one in disagreeing(parity.compared)])
+    yield from _section("refused", list(map(_refused_line, parity.refused)))
+    yield from _section("without a class", list(map(_refused_line, parity.unclassified)))
+    shapes = [f"{clip(one.name, 60):60}  A {shape_text(one.a)}, B {shape_text(one.b)}" for one in parity.shapes_differ]
+    yield from _section("of different shapes, HxWxC", shapes)
+    if parity.bars:
+        yield ""
+        yield from _aligned([("bar", bar_text(bar)) for bar in parity.bars])
+
+
+def _aligned(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for name, value in rows:
+        yield f"{name:16} {clip(value, WIDTH - 17)}"
+
+
+def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if not lines:
+        return
+    yield ""
+    yield f"{title} ({len(lines)}):"
+    for line in lines[:LISTED]:
+        for part in line.split("\n"):
+            yield f"  {clip(part, WIDTH - 2)}"
+    if len(lines) > LISTED:
+        yield f"  and {len(lines) - LISTED} more, which --html and --json list"
+
+
+def _worst_line(one: Compared) -> str:
+    figures = one.difference
+    return (
+        f"{clip(one.name, 60):60}  mean {figures.mean:8.3f}  max {figures.max:7.2f}"
+        f"  >1 {figures.share:7.2%}  B-A {figures.shift:+8.3f}"
+    )
+
+
+def _classes_line(name: str, a: Prediction, b: Prediction) -> str:
+    return f"{clip(name, 60):60}  A {clip(str(a), 25)}, B {clip(str(b), 25)}"
+
+
+def reason_text(reason: str) -> str:
+    return "gives a result" if reason == ACCEPTED else reason
+
+
+def _refused_line(one: Refused) -> str:
+    """Name and reason; a line for each side where the sides differ."""
+    if one.a == one.b:
+        return f"{one.name}\n  A and B: {one.a}"
+    return f"{one.name}\n  A: {reason_text(one.a)}\n  B: {reason_text(one.b)}"
+
+
+def to_json(parity: Parity) -> dict[str, Any]:
+    """Everything; a reason is ``null`` where that side gave a result."""
+    return {
+        "schema": SCHEMA,
+        "a": parity.a,
+        "b": parity.b,
+        "model": parity.model,
+        "img_dir": parity.img_dir,
+        "notes": parity.notes,
+        "counts": {
+            "found": parity.found,
+            "compared": len(parity.compared),
+            "refused": len(parity.refused),
+            "shapes_differ": len(parity.shapes_differ),
+            "unclassified": len(parity.unclassified),
+        },
+        "summary": {key: asdict(one) for key, one in spreads(parity.compared).items()},
+        "agreement": _agreement_json(parity),
+        "bars": [asdict(bar) for bar in parity.bars],
+        "worst": [one.name for one in parity.worst],
+        "images": [_compared_json(one) for one in parity.compared],
+        "refused": [_refused_json(one) for one in parity.refused],
+        "unclassified": [_refused_json(one) for one in parity.unclassified],
+        "shapes_differ": [{"name": one.name, "a": list(one.a), "b": list(one.b)} for one in parity.shapes_differ],
+    }
+
+
+def _agreement_json(parity: Parity) -> dict[str, Any] | None:
+    found = agreement(parity.compared)
+    if found is None:
+        return None
+    differing = [{"name": name, "a": asdict(a), "b": asdict(b)} for name, a, b in disagreeing(parity.compared)]
+    return {**asdict(found), "disagreeing": differing}
+
+
+def _compared_json(one: Compared) -> dict[str, Any]:
+    classes = {"a": asdict(one.a), "b": asdict(one.b)} if one.a and one.b else {}
+    return {"name": one.name, **asdict(one.difference), **classes}
+
+
+def _refused_json(one: Refused) -> dict[str, Any]:
+    return {"name": one.name, "a": one.a or None, "b": one.b or None}
