@@ -1,0 +1,420 @@
+"""What a GPU machine can do, what the classic recipe makes of it, and what a pipe does: ResNet-50 by TensorRT, fp16.
+
+The model has random weights, which is nothing to speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, load_of, python, run_threads, test_jpeg
+
+MEAN, STD = "123.675, 116.28, 103.53", "58.395, 57.12, 57.375"
+SIDE = 224
+CORES_OF_G5 = 3
+WARM_UP = 0.5  # seconds of each subject before anything is measured
+
+
+# -- models and engines -------------------------------------------------------------------------------------------
+
+
+class Engines:
+    """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def onnx(self) -> str:
+        """Path of the ONNX model."""
+        path = self.folder / "resnet50.onnx"
+        if not path.exists():
+            import torch
+            import torchvision
+            from export_onnx import save_onnx
+
+            torch.manual_seed(0)
+            save_onnx(torchvision.models.resnet50(weights=None), path, SIDE, 17)
+        return str(path)
+
+    def node(self, most: int, **more: Any) -> dict[str, Any]:
+        """The model's node for batches up to ``most``."""
+        return {
+            "backend": "SyncTensor[TensorrtTensor]",
+            "model": self.onnx(),
+            "model::cache": str(self.folder / f"resnet50_{most}.trt"),
+            "max": most,
+            "mean": MEAN,
+            "std": STD,
+            "precision": "fp16",
+            **more,
+        }
+
+    def engine(self, most: int) -> str:
+        """Path of an engine for batches up to ``most``."""
+        from torchpipe_py import pipe
+
+        node = self.node(most)
+        with pipe(node):
+            return str(node["model::cache"])
+
+
+def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> dict[str, Any]:
+    """JPEG bytes in, decoded and resized by OpenCV, ``(label, score)`` out."""
+    return {
+        "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE, "color": "rgb"},
+        "decode": {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "instance_num": decoders, "next": "model"},
+        "model": engines.node(most, instance_num=instances, postprocessor="SoftmaxMax"),
+    }
+
+
+def gpu_pipe(engines: Engines, *, decoders: int, decode_most: int, most: int, instances: int) -> dict[str, Any]:
+    """JPEG bytes in, decoded by nvJPEG and resized on the GPU, ``(label, score)`` out."""
+    return {
+        "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE},
+        "decode": {
+            "backend": "S[DecodeTensor,ResizeTensor,SyncTensor]",
+            "DecodeTensor::max": decode_most,
+            "instance_num": decoders,
+            "next": "model",
+        },
+        "model": engines.node(most, instance_num=instances, postprocessor="SoftmaxMax"),
+    }
+
+
+@contextlib.contextmanager
+def running(config: dict[str, Any], encoded: bytes) -> Iterator[Callable[[], object]]:
+    """A pipe as a call that answers one image."""
+    from torchpipe_py import pipe
+
+    with pipe(config) as run:
+
+        def call() -> None:
+            item = {"data": encoded}
+            run(item)
+            if "result" not in item:
+                raise RuntimeError(f"no result: {item['error']}")
+
+        run_threads(call, 32, WARM_UP)
+        yield call
+
+
+def baseline(engines: Engines) -> Callable[[bytes], object]:
+    """The classic recipe, in process."""
+    from baseline_server import Baseline, LockedEngine
+
+    return Baseline(LockedEngine(engines.engine(1), SIDE), SIDE)
+
+
+def big_jpeg() -> bytes:
+    """1080×1080, quality 90."""
+    import cv2
+    import numpy as np
+
+    small = cv2.imdecode(np.frombuffer(test_jpeg(), np.uint8), cv2.IMREAD_COLOR)
+    big = cv2.resize(small, (1080, 1080), interpolation=cv2.INTER_CUBIC).astype(np.int16)
+    big += np.random.default_rng(7).normal(0, 7.5, big.shape).astype(np.int16)
+    return bytes(cv2.imencode(".jpg", np.clip(big, 0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])[1])
+
+
+def rows_of(loads: dict[str, Load]) -> list[Row]:
+    return [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+
+
+# -- limits -------------------------------------------------------------------------------------------------------
+
+
+def limits(engines: Engines, seconds: float, rounds: int) -> Report:
+    """What the machine does without any pipeline: OpenCV threads, nvJPEG, the engine with and without graphs."""
+    import cv2
+    import numpy as np
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    cv2.setNumThreads(1)
+    subjects: dict[str, Callable[[], Load]] = {}
+    for name, encoded in (("500x375", test_jpeg()), ("1080x1080", big_jpeg())):
+        array = np.frombuffer(encoded, np.uint8)
+
+        def by_opencv(array: Any = array) -> None:
+            cv2.resize(cv2.imdecode(array, cv2.IMREAD_COLOR_RGB), (SIDE, SIDE))
+
+        for threads in (1, 8, _cores()):
+            subjects[f"OpenCV decode+resize {name}, {threads} threads"] = partial(
+                run_threads, by_opencv, threads, seconds
+            )
+        tensor = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        for count in (1, 8, 32):
+            images = [tensor] * count
+
+            def by_nvjpeg(images: Any = images) -> None:
+                decode_jpeg(images, mode=ImageReadMode.RGB, device="cuda")
+                torch.cuda.current_stream().synchronize()
+
+            subjects[f"nvJPEG {name}, calls of {count}"] = partial(_scaled, by_nvjpeg, 1, count, seconds)
+    runs = ((1, 4, False), (1, 4, True), (8, 1, True), (8, 2, False), (8, 2, True), (8, 4, True))
+    for batch, threads, graphs in runs:
+        loop = BareEngine(engines.engine(8), batch, threads, graphs)
+        how = "CUDA graphs" if graphs else "execute_async_v3"
+        subjects[f"engine, batch {batch}, {threads} contexts, {how}"] = partial(loop.load, seconds)
+    report = Report("limits: no pipeline at all")
+    report.rows = rows_of(interleave(subjects, rounds))
+    return report
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _scaled(call: Callable[[], object], threads: int, count: int, seconds: float) -> Load:
+    load = run_threads(call, threads, seconds)
+    return Load(load.qps * count, load.p50, load.p99)
+
+
+class BareEngine:
+    """The engine alone: a thread, a context and static buffers each, nothing copied in or out."""
+
+    def __init__(self, path: str, batch: int, threads: int, graphs: bool) -> None:
+        import tensorrt as trt
+
+        self._batch, self._threads, self._graphs = batch, threads, graphs
+        self._runtime = trt.Runtime(_trt_logger())
+        self._engine = self._runtime.deserialize_cuda_engine(Path(path).read_bytes())
+        self._input_mode = trt.TensorIOMode.INPUT
+        self._capturing = threading.Lock()
+
+    def load(self, seconds: float) -> Load:
+        """Images per second over all threads; latencies of a batch."""
+        latencies: list[float] = []
+        until = [0.0]
+        ready = threading.Barrier(self._threads + 1)
+        threads = [
+            threading.Thread(target=self._loop, args=(ready, until, latencies, seconds)) for _ in range(self._threads)
+        ]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        start = until[0] = perf_counter()
+        ready.wait()
+        for thread in threads:
+            thread.join()
+        load = load_of(latencies, perf_counter() - start)
+        return Load(load.qps * self._batch, load.p50, load.p99)
+
+    def _loop(self, ready: threading.Barrier, until: list[float], latencies: list[float], seconds: float) -> None:
+        import torch
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            with self._capturing:
+                run, keep = self._prepare(stream)
+            ready.wait()
+            ready.wait()
+            while (start := perf_counter()) < until[0] + seconds:
+                run()
+                stream.synchronize()
+                latencies.append(perf_counter() - start)
+            del keep
+
+    def _prepare(self, stream: Any) -> tuple[Callable[[], object], Any]:
+        import torch
+
+        context, keep = self._engine.create_execution_context(), []
+        for index in range(self._engine.num_io_tensors):
+            name = self._engine.get_tensor_name(index)
+            shape = tuple(self._engine.get_tensor_shape(name))
+            if self._engine.get_tensor_mode(name) == self._input_mode:
+                context.set_input_shape(name, (self._batch, *shape[1:]))
+            keep.append(torch.rand((self._batch, *shape[1:]), device="cuda") * 255)
+            context.set_tensor_address(name, keep[-1].data_ptr())
+        run = partial(context.execute_async_v3, stream.cuda_stream)
+        for _ in range(3):
+            run()
+        stream.synchronize()
+        if not self._graphs:
+            return run, (context, keep)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+        return graph.replay, (context, keep, graph)
+
+
+def _trt_logger() -> Any:
+    import tensorrt as trt
+
+    from torchpipe_py.backends.tensorrt_api import messages
+
+    return messages(trt).logger  # TensorRT wants one logger in a process
+
+
+# -- G1, G2 -------------------------------------------------------------------------------------------------------
+
+
+def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
+    """G1 and G2: 500×375 JPEGs from client threads in this process, against a locked engine of batch 1."""
+    encoded, classic = test_jpeg(), baseline(engines)
+    decoders = max(1, _cores() - 2)
+    classic(encoded)
+    one = Report("G1: one client, in process")
+    many = Report("G2: many clients, in process")
+    with (
+        running(cpu_pipe(engines, decoders=decoders, most=8, instances=3), encoded) as eight,
+        running(gpu_pipe(engines, decoders=2, decode_most=8, most=8, instances=3), encoded) as gpu,
+    ):
+        loads = interleave(
+            {
+                "baseline: a lock around batch 1, preprocessing in the caller": partial(
+                    run_threads, lambda: classic(encoded), 1, seconds
+                ),
+                "torchpipe_py, CPU decode": partial(run_threads, eight, 1, seconds),
+                "torchpipe_py, GPU decode": partial(run_threads, gpu, 1, seconds),
+            },
+            rounds,
+        )
+        one.rows = rows_of(loads)
+        slow, fast, _ = loads.values()
+        one.require("G1 p50 against the baseline's", fast.p50 / slow.p50, high=1.0)
+        subjects = {
+            f"torchpipe_py, GPU decode, max 8, {count} clients": partial(run_threads, gpu, count, seconds)
+            for count in (20, 40, 100)
+        }
+        subjects |= {
+            f"torchpipe_py, CPU decode, max 8, {count} clients": partial(run_threads, eight, count, seconds)
+            for count in (20, 40)
+        }
+        for count in (1, 5, 20, 40):
+            subjects[f"baseline, {count} clients"] = partial(run_threads, lambda: classic(encoded), count, seconds)
+        loads = interleave(subjects, rounds)
+    with running(cpu_pipe(engines, decoders=decoders, most=32, instances=3), encoded) as wide:
+        loads |= interleave(
+            {
+                f"torchpipe_py, CPU decode, max 32, {count} clients": partial(run_threads, wide, count, seconds)
+                for count in (40, 100)
+            },
+            rounds,
+        )
+    many.rows = rows_of(loads)
+    best = max(load.qps for name, load in loads.items() if name.startswith("baseline"))
+    ours = {
+        count: max(
+            load.qps for name, load in loads.items() if "CPU decode" in name and name.endswith(f" {count} clients")
+        )
+        for count in (20, 40, 100)
+        if any("CPU decode" in name and name.endswith(f" {count} clients") for name in loads)
+    }
+    many.require("G2 QPS at 40 clients", ours[40], low=10000)
+    many.require("G2 QPS at 100 clients", ours[100], low=12000)
+    many.require("G2 best against the baseline's best", max(ours.values()) / best, low=8.0)
+    return [one, many]
+
+
+# -- G5 -----------------------------------------------------------------------------------------------------------
+
+
+def large_images(engines: Engines, seconds: float, rounds: int) -> Report:
+    """G5: 1080×1080 JPEGs on three cores, GPU decode against CPU decode; in a process of its own."""
+    if _cores() > CORES_OF_G5:
+        return _on_fewer_cores(engines, seconds, rounds)
+    encoded = big_jpeg()
+    report = Report(f"G5: 1080x1080 on {_cores()} cores, in process")
+    clients = (1, 5, 10)
+    with (
+        running(cpu_pipe(engines, decoders=_cores(), most=8, instances=1), encoded) as cpu,
+        running(gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=1), encoded) as gpu,
+    ):
+        loads = interleave(
+            {
+                f"{name} decode, {count} clients": partial(run_threads, call, count, seconds)
+                for count in clients
+                for name, call in (("CPU", cpu), ("GPU", gpu))
+            },
+            rounds,
+        )
+    report.rows = rows_of(loads)
+    for count in clients:
+        gain = loads[f"GPU decode, {count} clients"].qps / loads[f"CPU decode, {count} clients"].qps - 1
+        report.require(f"G5 gain in QPS at {count} clients", gain, low=0.5)
+    return report
+
+
+def _on_fewer_cores(engines: Engines, seconds: float, rounds: int) -> Report:
+    for most in (1, 8):
+        engines.engine(most)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        options = ["--work", str(engines.folder), "--seconds", str(seconds), "--rounds", str(rounds)]
+        child = python(
+            str(REPOSITORY / "scripts" / "bench_gpu.py"),
+            *("g5", "--cores", str(CORES_OF_G5), "--json", str(path), *options),
+            stdout=subprocess.DEVNULL,
+        )
+        child.wait()
+        if not path.exists():
+            raise RuntimeError(f"the benchmark on {CORES_OF_G5} cores exited with status {child.returncode}")
+        (content,) = json.loads(path.read_text(encoding="utf-8"))["reports"]
+    rows = [Row(**row) for row in content["rows"]]
+    targets = [tuple(target) for target in content["targets"]]
+    return Report(content["title"], rows, targets, content["remarks"])  # type: ignore[arg-type]
+
+
+# -- G6 -----------------------------------------------------------------------------------------------------------
+
+
+def engine_alone(engines: Engines, seconds: float, rounds: int) -> Report:
+    """G6: tensors on the GPU in, batch 8: through a pipe against a bare loop of CUDA graphs."""
+    import torch
+
+    from torchpipe_py import pipe
+
+    report = Report("G6: the engine alone, batch 8, float32 tensors on the GPU")
+    tensor = torch.rand(1, 3, SIDE, SIDE, device="cuda") * 255
+    torch.cuda.synchronize()
+    node = engines.node(8, instance_num=4, batching_timeout=2)
+    with pipe(node) as run:
+
+        def eight() -> None:
+            run([{"data": tensor} for _ in range(8)])
+
+        def single() -> None:
+            run({"data": tensor})
+
+        run_threads(eight, 4, WARM_UP)
+        subjects: dict[str, Callable[[], Load]] = {
+            f"bare loop, {threads} contexts": partial(BareEngine(engines.engine(8), 8, threads, True).load, seconds)
+            for threads in (1, 2, 4)
+        }
+        for clients in (4, 8):
+            subjects[f"torchpipe_py, {clients} clients, 8 per call"] = partial(_scaled, eight, clients, 8, seconds)
+        subjects["torchpipe_py, 64 clients, 1 per call"] = partial(run_threads, single, 64, seconds)
+        loads = interleave(subjects, rounds)
+    report.rows = rows_of(loads)
+    limit = max(load.qps for name, load in loads.items() if name.startswith("bare"))
+    best = max(load.qps for name, load in loads.items() if not name.startswith("bare"))
+    report.require("G6 QPS against the bare loop", best / limit, low=0.95)
+    return report
+
+
+BENCHMARKS: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
+    "limits": limits,
+    "g1g2": in_process,
+    "g5": large_images,
+    "g6": engine_alone,
+}
+
+
+def run_all(names: Sequence[str], engines: Engines, seconds: float, rounds: int) -> Iterator[Report]:
+    """The reports of these benchmarks, each as soon as it is there."""
+    for name in names:
+        outcome = BENCHMARKS[name](engines, seconds, rounds)
+        yield from outcome if isinstance(outcome, list) else [outcome]
