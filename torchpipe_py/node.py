@@ -23,6 +23,10 @@ _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 _WAKE: Any = None  # in a queue: look again; an awaited request went another way, or the node is closing
 
 
+def _ended(index: int) -> Backend:
+    raise RuntimeError(f"instance {index} has ended")
+
+
 class Instance:
     """One backend on its own thread; that thread alone writes the counters."""
 
@@ -160,6 +164,7 @@ class Node:
         except BaseException:
             logger.exception("node %r: close of instance %d failed", self.name, instance.index)
         instance.backend = None
+        instance.create = _ended  # what the instances share, an engine say, goes with the last of them
 
     def _serve(self, instance: Instance) -> None:
         if self.max == 1:

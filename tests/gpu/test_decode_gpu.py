@@ -35,13 +35,13 @@ def as_rgb(tensor: torch.Tensor) -> np.ndarray:
     [{"subsampling": 0}, {"subsampling": 0, "progressive": True}, {"mode": "L"}, {"subsampling": 0, "quality": 40}],
     ids=str,
 )
-def test_full_chroma_is_opencvs_within_two_levels(options: dict[str, Any], color: str) -> None:
+def test_full_chroma_is_opencvs_within_three_levels(options: dict[str, Any], color: str) -> None:
     data = jpeg(photo(123, 211, 0), **options)
     with backend_of({"backend": "DecodeTensor", "color": color}) as backend:
         (item,) = forward(backend, [data])
     assert item["color"] == color
     found = as_rgb(item["result"])[:, :, :: 1 if color == "rgb" else -1].astype(int)
-    assert np.abs(found - by_opencv(data)).max() <= 2
+    assert np.abs(found - by_opencv(data)).max() <= 3
 
 
 @pytest.mark.parametrize("subsampling", [1, 2])
@@ -63,7 +63,7 @@ def test_exif_orientation_is_applied_as_opencv_does(orientation: int) -> None:
     expected = by_opencv(data)
     found = as_rgb(item["result"])
     assert found.shape == expected.shape == ((60, 90, 3) if orientation < 5 else (90, 60, 3))
-    assert np.abs(found.astype(int) - expected).max() <= 2
+    assert np.abs(found.astype(int) - expected).max() <= 3
 
 
 def test_bad_items_alone_lose_their_result() -> None:

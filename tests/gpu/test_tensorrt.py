@@ -40,8 +40,10 @@ def resnet18() -> str:
     return resnet("resnet18")[1]
 
 
-def small_model(path: Path, *, channels: int = 4, batch: Any = "n", size: Any = 8, seed: int = 0) -> str:
-    """Conv 3×3, ReLU, global mean: N×3×size×size to N×channels."""
+def small_model(
+    path: Path, *, channels: int = 4, batch: Any = "n", size: tuple[Any, Any] = (8, 8), seed: int = 0
+) -> str:
+    """Conv 3×3, ReLU, global mean: N×3×H×W to N×channels."""
     rng = np.random.default_rng(seed)
     weight = numpy_helper.from_array(rng.standard_normal((channels, 3, 3, 3)).astype(np.float32), "weight")
     nodes = [
@@ -52,7 +54,7 @@ def small_model(path: Path, *, channels: int = 4, batch: Any = "n", size: Any = 
     graph = helper.make_graph(
         nodes,
         "small",
-        [helper.make_tensor_value_info("input", TensorProto.FLOAT, [batch, 3, size, size])],
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, [batch, 3, *size])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, channels])],
         [weight],
     )
@@ -158,7 +160,7 @@ def test_a_postprocessor_of_ones_own_gets_tensors_on_the_gpu(resnet18: str, monk
 
 
 def test_profiles_dynamic_shapes_and_layers_in_fp32(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "small.onnx", size="size")
+    model = small_model(tmp_path / "small.onnx", size=("height", "width"))
     base = {"backend": "TensorrtTensor", "model": model, "precision": "fp32"}
     mats = [photo(16, 16, seed) for seed in range(6)]
     with backend_of({**base, "max": "8x3x16x16", "min": "1x3x16x16"}) as one:
@@ -173,6 +175,11 @@ def test_profiles_dynamic_shapes_and_layers_in_fp32(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="33"):
             forward(two, [photo(33, 16, 0)])
         torch.testing.assert_close(forward(two, mats[:1])[0]["result"], expected[0], rtol=1e-5, atol=1e-5)
+    square = small_model(tmp_path / "square.onnx", size=("side", "side"))
+    with backend_of({**base, "model": square, "max": "2x3x32x32", "min": "1x3x4x4"}) as backend:
+        with pytest.raises(ValueError, match="no output for inputs of 1x3x8x24"):
+            forward(backend, [photo(8, 24, 0)])
+        assert forward(backend, [photo(8, 8, 0)])[0]["result"].shape == (1, 4)
     fixed = small_model(tmp_path / "fixed.onnx")
     with backend_of({**base, "model": fixed, "precision": "fp16", "precision::fp32": "conv, relu"}) as kept:
         assert forward(kept, [photo(8, 8, 0)])[0]["result"].shape == (1, 4)

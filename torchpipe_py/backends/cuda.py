@@ -107,7 +107,8 @@ class StreamGuard:
         # NOTE: memory of inputs belongs to other streams, which may use it again once nobody holds the tensor.
         held = [item[TASK_DATA_KEY] for item in items]
         with self._torch.cuda.stream(self.stream):
-            self.stream.wait_stream(self._default)  # tensors of callers and of backends without a guard
+            if any(map(_holds_cuda, held)):
+                self.stream.wait_stream(self._default)  # tensors of callers and of backends without a guard
             try:
                 forward(items)
             finally:
@@ -131,6 +132,12 @@ class StreamGuard:
             self.stream.synchronize()
             _streams.give_back(self.device, self.stream)
         self.stream = None
+
+
+def _holds_cuda(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_cuda, value))
+    return bool(getattr(value, "is_cuda", False))
 
 
 class GuardedBackend(Backend):

@@ -31,6 +31,17 @@ def half_model(content: bytes, fp32_nodes: Sequence[str]) -> bytes:
     return bytes(half.SerializeToString())
 
 
+def node_name(content: bytes, index: int) -> str:
+    """Operator and name of a node of the serialised model, for error messages; its index where it has neither."""
+    import onnx
+
+    try:
+        node = onnx.load_from_string(content).graph.node[index]
+    except Exception:
+        return f"node {index}"
+    return f"{node.op_type} {node.name!r}"
+
+
 def _load(path: str) -> Any:
     import onnx
 

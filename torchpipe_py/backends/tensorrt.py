@@ -142,9 +142,7 @@ class TensorrtTensor(CudaModel):
         stream = self._torch.cuda.current_stream().cuda_stream
         with_tensors = list(zip(self._inputs, inputs, strict=True))
         for name in self._outputs:
-            shape = tuple(context.get_tensor_shape(name))
-            if any(dim < 0 for dim in shape):
-                raise ValueError(f"output {name!r} has a shape that depends on the data, which is not supported")
+            shape = self._output_shape(context, name, shapes)
             outputs.append(self._torch.empty(shape, dtype=self._type(name), device=self.device))
             with_tensors.append((name, outputs[-1]))
         for name, tensor in with_tensors:
@@ -152,6 +150,16 @@ class TensorrtTensor(CudaModel):
         if not context.execute_async_v3(stream):
             raise RuntimeError(f"TensorRT did not run the batch: {messages(self._trt).last()}")
         return outputs
+
+    def _output_shape(self, context: Any, name: str, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        try:
+            shape = tuple(context.get_tensor_shape(name))
+        except ValueError:  # dimensions that TensorRT could not work out have no length
+            given = ", ".join("x".join(map(str, one)) for one in shapes)
+            raise ValueError(f"the model has no output for inputs of {given}: {messages(self._trt).last()}") from None
+        if any(dim < 0 for dim in shape):
+            raise ValueError(f"output {name!r} has a shape that depends on the data, which is not supported")
+        return shape
 
     def _context(self, shapes: list[tuple[int, ...]]) -> Any:
         """An execution context of its own for each set of shapes, since a captured graph holds on to its context.

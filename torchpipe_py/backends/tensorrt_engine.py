@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torchpipe_py.backends.onnx_graph import half_model, node_name
 from torchpipe_py.backends.tensorrt_api import (
     configure,
     has_quantization,
@@ -228,13 +229,11 @@ def build_engine(trt: Any, spec: EngineSpec, timing_path: Path | None) -> bytes:
 def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
     content = spec.onnx
     if is_strongly_typed(trt) and spec.precision != "fp32":
-        from torchpipe_py.backends.onnx_graph import half_model
-
         content = half_model(content, spec.fp32_layers)
     parser = trt.OnnxParser(network, trt_logger)
     if not parser.parse(content):
         problems = [parser.get_error(index) for index in range(parser.num_errors)]
-        words = "; ".join(f"node {problem.node()}: {problem.desc()}" for problem in problems)
+        words = "; ".join(f"{node_name(content, problem.node())}: {problem.desc()}" for problem in problems)
         raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot take this ONNX model: {words}")
 
 
