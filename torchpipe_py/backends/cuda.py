@@ -96,6 +96,8 @@ class StreamGuard:
 
     def synchronize(self) -> None:
         """Wait until the stream's work is done, without the GIL and without a busy core."""
+        if self.stream.query():
+            return
         self._done.record(self.stream)
         self._done.synchronize()
 

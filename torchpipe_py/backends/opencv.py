@@ -155,16 +155,28 @@ class ResizePadMat(_Resizer):
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         height, width, channels = mat.shape
-        scale = min(self.max_h / height, self.max_w / width)
-        new_h = min(self.max_h, max(1, round(height * scale)))
-        new_w = min(self.max_w, max(1, round(width * scale)))
+        new_h, new_w, inverse_trans = fit_inside(height, width, self.max_h, self.max_w)
         padded = np.full((self.max_h, self.max_w, channels), self.pad_value, np.uint8)
         padded[:new_h, :new_w] = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
         item[TASK_RESULT_KEY] = padded
-        item["inverse_trans"] = _inverse(width / new_w, height / new_h)
+        item["inverse_trans"] = inverse_trans
 
 
-def _inverse(scale_x: float, scale_y: float) -> Callable[[float, float], tuple[float, float]]:
+InverseTrans = Callable[[float, float], tuple[float, float]]
+
+
+def fit_inside(height: int, width: int, max_h: int, max_w: int) -> tuple[int, int, InverseTrans]:
+    """The largest size within ``max_h`` × ``max_w`` of the same aspect ratio, at least one pixel each way.
+
+    New height, new width, and ``inverse_trans(x, y)``, which maps a point of the new image to the old; in pixels.
+    """
+    scale = min(max_h / height, max_w / width)
+    new_h = min(max_h, max(1, round(height * scale)))
+    new_w = min(max_w, max(1, round(width * scale)))
+    return new_h, new_w, _inverse(width / new_w, height / new_h)
+
+
+def _inverse(scale_x: float, scale_y: float) -> InverseTrans:
     def inverse_trans(x: float, y: float) -> tuple[float, float]:
         return x * scale_x, y * scale_y
 

@@ -1,0 +1,619 @@
+"""Backends on Tensors, against OpenCV, Pillow and their sisters on Mats; on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+from PIL import Image
+
+from torchpipe_py import Backend, BackendError, ConfigError, pipe
+from torchpipe_py.backends import tensor as backends
+from torchpipe_py.backends.base import BackendConfig
+
+Data = dict[str, Any]
+
+FLAGS = {
+    "nearest": cv2.INTER_NEAREST,
+    "bilinear": cv2.INTER_LINEAR,
+    "bicubic": cv2.INTER_CUBIC,
+    "area": cv2.INTER_AREA,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(backend: str, data: Any, **config: Any) -> Data:
+    """The dict after one request; data or a whole dict in, on the CPU even where there is a GPU."""
+    item = data if isinstance(data, dict) else {"data": data}
+    with pipe({"backend": backend, **config}) as p:
+        p(item)
+    return item
+
+
+@contextmanager
+def made(name: str, **params: Any) -> Iterator[Backend]:
+    """An instance of the class of that name, set up without a pipe."""
+    cls = getattr(backends, name)
+    defaults = {key: param.default for key, param in cls.parameters().items()}
+    backend: Backend = cls(BackendConfig(params={**defaults, **params}))
+    backend.setup()
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def direct(name: str, data: Any, **params: Any) -> Data:
+    """The dict after one request, or the dict that is ``data``, to an instance without a pipe."""
+    item = data if isinstance(data, dict) else {"data": data}
+    with made(name, **params) as backend:
+        backend.forward([item])
+    return item
+
+
+def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    """A Mat without anything smooth in it."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+
+
+def to_tensor(mat: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(mat.transpose(2, 0, 1)[None].copy())
+
+
+def to_mat(tensor: torch.Tensor) -> np.ndarray:
+    return tensor[0].permute(1, 2, 0).numpy()
+
+
+def sizes(count: int, seed: int, most: int = 90) -> list[tuple[int, int, int, int]]:
+    """Height and width before and after: up, down, mixed, one pixel wide, one side unchanged."""
+    rng = np.random.default_rng(seed)
+    found = [tuple(int(one) for one in rng.integers(1, most, 4)) for _ in range(count)]
+    found += [(1, 1, 7, 5), (1, 40, 9, 3), (40, 1, 3, 9), (30, 50, 1, 1), (20, 30, 20, 7), (20, 30, 7, 30)]
+    return [*found, (20, 30, 40, 60), (40, 60, 20, 30), (20, 30, 20, 30), (2, 300, 300, 2)]
+
+
+# -- colors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cvtColorTensor", "CvtColorTensor"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_color_is_converted_only_if_it_differs(name: str, dtype: torch.dtype) -> None:
+    tensor = to_tensor(noise(4, 6)).to(dtype)
+    for given in ({"data": tensor}, {"data": tensor, "color": "rgb"}):
+        other = run(name, dict(given), color="bgr")
+        assert torch.equal(other["result"], tensor[:, [2, 1, 0]])
+        assert other["color"] == "bgr"
+        same = run(name, dict(given), color="RGB")
+        assert torch.equal(same["result"], tensor)
+        assert same["color"] == "rgb"
+    assert torch.equal(run(name, {"data": tensor, "color": "bgr"}, color="bgr")["result"], tensor)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_only_three_channels_have_a_color(channels: int) -> None:
+    with pytest.raises(BackendError, match=f"needs a Tensor of 3 channels, got {channels}") as caught:
+        run("cvtColorTensor", to_tensor(noise(4, 6, channels)), color="rgb")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interpolation", FLAGS)
+@pytest.mark.parametrize("size", sizes(25, seed=1))
+def test_resize_is_opencvs(interpolation: str, size: tuple[int, int, int, int]) -> None:
+    height, width, new_h, new_w = size
+    mat = noise(height, width)
+    config = {"resize_h": new_h, "resize_w": new_w, "interpolation": interpolation}
+    result = direct("ResizeTensor", to_tensor(mat), **config)["result"]
+    assert (result.dtype, tuple(result.shape)) == (torch.float32, (1, 3, new_h, new_w))
+    wanted = cv2.resize(mat, (new_w, new_h), interpolation=FLAGS[interpolation]).reshape(new_h, new_w, 3)
+    difference = np.abs(to_mat(result.clamp(0, 255)) - wanted).max()
+    assert difference == 0 if interpolation == "nearest" else difference <= 1
+
+
+def test_nearest_misses_no_pixel() -> None:
+    """PyTorch's own differs from OpenCV at sizes such as 49 to 7 times as much."""
+    for width in range(1, 130, 3):
+        row = np.arange(width, dtype=np.uint8)[None, :, None]
+        for wanted in range(1, 130, 2):
+            config = {"resize_h": 1, "resize_w": wanted, "interpolation": "nearest"}
+            result = direct("ResizeTensor", to_tensor(row), **config)["result"]
+            expected = cv2.resize(row, (wanted, 1), interpolation=cv2.INTER_NEAREST)
+            assert np.array_equal(result.numpy().ravel(), expected.ravel()), (width, wanted)
+
+
+@pytest.mark.parametrize("interpolation", FLAGS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64, torch.int64])
+def test_resize_takes_any_real_dtype(interpolation: str, dtype: torch.dtype) -> None:
+    tensor = to_tensor(noise(9, 14, 2))
+    config = {"resize_h": 5, "resize_w": 20, "interpolation": interpolation}
+    result = run("ResizeTensor", tensor.to(dtype), **config)["result"]
+    assert result.dtype == torch.float32
+    assert torch.equal(result, run("ResizeTensor", tensor, **config)["result"])
+
+
+def test_resize_keeps_what_is_between_the_levels() -> None:
+    tensor = torch.tensor([[[[0.0, 0.25]]]])
+    result = run("ResizeTensor", tensor, resize_h=1, resize_w=4)["result"]
+    assert result.flatten().tolist() == [0.0, 0.0625, 0.1875, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        ("ResizeTensor", {"resize_h": 4, "resize_w": 6}),
+        ("PillowResizeTensor", {"resize_h": 4, "resize_w": 6}),
+        ("ResizePadTensor", {"max_h": 4, "max_w": 6}),
+        ("CropTensor", {}),
+        ("Tensor2Mat", {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_result_never_shares_memory(backend: str, config: Data, dtype: torch.dtype, channels: int) -> None:
+    if backend == "PillowResizeTensor" and dtype != torch.uint8:
+        return
+    tensor = to_tensor(noise(4, 6, channels)).to(dtype)
+    before = tensor.clone()
+    result = run(backend, {"data": tensor, "box": [0, 0, 6, 4]}, **config)["result"]
+    assert np.array_equal(to_mat(before), result if backend == "Tensor2Mat" else to_mat(result))
+    result[...] = 77
+    assert torch.equal(tensor, before)
+
+
+def test_an_image_without_its_batch_dimension() -> None:
+    tensor = to_tensor(noise(9, 14))
+    assert run("ResizeTensor", tensor[0], resize_h=3, resize_w=4)["result"].shape == (1, 3, 3, 4)
+    assert run("PillowResizeTensor", tensor[0], resize_h=3, resize_w=4)["result"].shape == (1, 3, 3, 4)
+
+
+def strided(mat: np.ndarray) -> Iterator[torch.Tensor]:
+    yield torch.from_numpy(mat).permute(2, 0, 1)[None]
+    yield to_tensor(np.repeat(np.repeat(mat, 2, 0), 2, 1))[:, :, ::2, ::2]
+    yield to_tensor(mat).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("backend", ["ResizeTensor", "PillowResizeTensor", "CropTensor", "Tensor2Mat"])
+def test_memory_in_any_order(backend: str) -> None:
+    mat = noise(12, 10)
+    config = {"resize_h": 5, "resize_w": 7} if "Resize" in backend else {}
+    wanted = run(backend, {"data": to_tensor(mat), "box": [1, 2, 7, 9]}, **config)["result"]
+    for tensor in strided(mat):
+        result = run(backend, {"data": tensor, "box": [1, 2, 7, 9]}, **config)["result"]
+        assert np.array_equal(np.asarray(result), np.asarray(wanted))
+        assert backend != "Tensor2Mat" or result.flags.c_contiguous
+        assert backend != "CropTensor" or result.is_contiguous()
+
+
+@pytest.mark.parametrize("size", sizes(60, seed=2))
+def test_pillow_resize_is_pillows_to_the_bit(size: tuple[int, int, int, int]) -> None:
+    height, width, new_h, new_w = size
+    for mat in (noise(height, width), noise(height, width, 1) // 128 * 255):
+        result = direct("PillowResizeTensor", to_tensor(mat), resize_h=new_h, resize_w=new_w)["result"]
+        image = Image.fromarray(mat if mat.shape[2] == 3 else mat[:, :, 0])
+        wanted = np.asarray(image.resize((new_w, new_h), Image.Resampling.BILINEAR)).reshape(new_h, new_w, -1)
+        assert result.dtype == torch.uint8
+        assert np.array_equal(to_mat(result), wanted)
+
+
+@pytest.mark.parametrize(
+    "size",
+    # 13.0 shrinks the height first where it loses more than twice what the width loses, 12.2 above 100 to 1.
+    [
+        *((60, 40, 40, 30), (60, 40, 39, 30), (60, 40, 41, 30), (60, 40, 59, 41), (20, 30, 21, 60)),
+        *((201, 2, 50, 3), (200, 2, 50, 1), (301, 3, 200, 1), (301, 3, 224, 224)),
+    ],
+)
+def test_pillow_resize_takes_the_passes_in_pillows_order(size: tuple[int, int, int, int]) -> None:
+    for seed in range(4):
+        mat = noise(*size[:2], 3, seed)
+        result = direct("PillowResizeTensor", to_tensor(mat), resize_h=size[2], resize_w=size[3])["result"]
+        wanted = np.asarray(Image.fromarray(mat).resize(size[:1:-1], Image.Resampling.BILINEAR))
+        assert np.array_equal(to_mat(result), wanted)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "versions"),
+    [
+        ((60, 40), (39, 30), {(13, 0), (14, 1)}),
+        ((60, 40), (40, 30), set()),
+        ((60, 40), (59, 40), {(13, 0), (14, 1)}),
+        ((60, 40), (60, 50), set()),
+        ((60, 40), (61, 90), set()),
+        ((301, 3), (200, 1), {(12, 2), (12, 3), (13, 0), (14, 1)}),
+        ((300, 3), (299, 3), {(13, 0), (14, 1)}),
+        ((301, 3), (300, 1), {(12, 2), (12, 3)}),
+    ],
+)
+def test_the_order_of_passes_by_version(
+    old: tuple[int, int], new: tuple[int, int], versions: set[tuple[int, int]]
+) -> None:
+    every = [(10, 0), (11, 3), (12, 1), (12, 2), (12, 3), (13, 0), (14, 1)]
+    assert {version for version in every if backends.shrinks_height_first(old, new, version)} == versions
+
+
+@pytest.mark.parametrize("size", [(375, 500, 224, 224), (1200, 1600, 256, 341), (100, 75, 999, 1001)])
+def test_pillow_resize_of_pictures(size: tuple[int, int, int, int]) -> None:
+    mat = noise(*size[:2])
+    config = {"resize_h": size[2], "resize_w": size[3]}
+    result = run("S[Mat2Tensor,PillowResizeTensor,Tensor2Mat]", mat, **config)["result"]
+    assert np.array_equal(result, run("PillowResizeMat", mat, **config)["result"])
+
+
+def test_pillow_resize_of_many_sizes_in_one_instance() -> None:
+    """More than are kept, and each twice."""
+    with made("PillowResizeTensor", resize_h=8, resize_w=9) as resize:
+        for width in (*range(2, 90), *range(89, 1, -1)):
+            mat = noise(5, width, 3, seed=width)
+            item: Data = {"data": to_tensor(mat)}
+            resize.forward([item])
+            wanted = np.asarray(Image.fromarray(mat).resize((9, 8), Image.Resampling.BILINEAR))
+            assert np.array_equal(to_mat(item["result"]), wanted)
+        assert resize._taps.cache_info().currsize == backends.KEPT_TAPS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool])
+def test_pillow_resize_takes_8_bits_only(dtype: torch.dtype) -> None:
+    with pytest.raises(BackendError, match=f"expected a Tensor of uint8, got {dtype}") as caught:
+        run("PillowResizeTensor", torch.zeros(1, 3, 4, 4, dtype=dtype), resize_h=2, resize_w=2)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("interpolation", FLAGS)
+@pytest.mark.parametrize("size", [*sizes(8, seed=3), (1000, 1, 10, 10), (7, 5, 7, 5), (10, 10, 10, 30)])
+def test_resize_pad_is_that_of_mats(interpolation: str, size: tuple[int, int, int, int]) -> None:
+    mat = noise(*size[:2])
+    config = {"max_h": size[2], "max_w": size[3], "pad_value": 114, "interpolation": interpolation}
+    item, other = run("ResizePadTensor", to_tensor(mat), **config), run("ResizePadMat", mat, **config)
+    result = item["result"]
+    assert (result.dtype, tuple(result.shape)) == (torch.float32, (1, 3, *size[2:]))
+    assert np.abs(to_mat(result.clamp(0, 255)) - other["result"]).max() <= 1
+    for point in ((0, 0), (3, 5), (0.5, 100)):
+        assert item["inverse_trans"](*point) == other["inverse_trans"](*point)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "message"),
+    [
+        ("ResizeTensor", {"resize_h": 0, "resize_w": 3}, "resize_h.*at least 1"),
+        ("ResizeTensor", {"resize_h": 3}, "resize_w.*needs it"),
+        ("ResizeTensor", {"resize_h": 3, "resize_w": 3, "interpolation": "lanczos"}, "expected one of nearest"),
+        ("PillowResizeTensor", {"resize_h": 3, "resize_w": "wide"}, "expected an integer"),
+        ("ResizePadTensor", {"max_h": 3, "max_w": 3, "pad_value": 256}, "pad_value.*at most 255"),
+        ("cvtColorTensor", {"color": "gray"}, "expected one of bgr, rgb"),
+        ("SaveTensor", {}, "save_dir.*needs it"),
+        ("SaveMat", {}, "save_dir.*needs it"),
+        ("LoadTensor", {"tensor_name": "nowhere.pt"}, "no such file: nowhere.pt"),
+    ],
+)
+def test_a_wrong_parameter_is_refused(backend: str, config: Data, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pipe({"backend": backend, **config})
+
+
+IMAGE_BACKENDS: dict[str, Data] = {
+    "cvtColorTensor": {"color": "rgb"},
+    "ResizeTensor": {"resize_h": 2, "resize_w": 2},
+    "PillowResizeTensor": {"resize_h": 2, "resize_w": 2},
+    "ResizePadTensor": {"max_h": 2, "max_w": 2},
+    "CropTensor": {},
+    "Tensor2Mat": {},
+}
+
+
+@pytest.mark.parametrize("backend", IMAGE_BACKENDS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"bytes",
+        noise(4, 4),
+        torch.zeros(3),
+        torch.zeros(2, 3, 4, 4),
+        torch.zeros(1, 3, 0, 4),
+        [torch.zeros(1, 3, 4, 4)],
+    ],
+    ids=["bytes", "mat", "vector", "batch", "empty", "list"],
+)
+def test_things_that_are_no_image(backend: str, data: Any) -> None:
+    with pytest.raises(BackendError, match="expected a Tensor") as caught:
+        run(backend, {"data": data, "box": [0, 0, 1, 1]}, **IMAGE_BACKENDS[backend])
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+# -- crops --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("box", "part"),
+    [
+        ([2, 1, 5, 4], (2, 1, 5, 4)),
+        ((0, 0, 10, 8), (0, 0, 10, 8)),
+        (np.array([2, 1, 5, 4]), (2, 1, 5, 4)),
+        (np.array([1.6, 0.4, 5.2, 3.9], np.float32), (2, 0, 5, 4)),
+        (torch.tensor([2, 1, 5, 4]), (2, 1, 5, 4)),
+        (torch.tensor([1.6, 0.4, 5.2, 3.9]), (2, 0, 5, 4)),
+        ([np.float32(2.2), np.int64(1), 5, 4.0], (2, 1, 5, 4)),
+        ([-7, -0.6, 99, 1e9], (0, 0, 10, 8)),
+        ([9, 7, 10, 8], (9, 7, 10, 8)),
+    ],
+)
+def test_crop(box: Any, part: tuple[int, int, int, int]) -> None:
+    tensor = to_tensor(noise(8, 10))
+    left, top, right, bottom = part
+    for through in (run, direct):
+        item = through("CropTensor", {"data": tensor, "box": box})
+        assert torch.equal(item["result"], tensor[:, :, top:bottom, left:right])
+        assert item["result"].dtype == torch.uint8
+        assert item["box"] is box
+
+
+@pytest.mark.parametrize(
+    "box", [[5, 1, 5, 4], [5, 1, 2, 4], [2, 4, 5, 1], [10, 0, 12, 8], [0, -9, 10, 0], [1, 1, 1.4, 4]]
+)
+def test_a_box_that_leaves_nothing(box: list[float]) -> None:
+    with pytest.raises(
+        BackendError, match=r"box \[.*\] \(left, .*leaves no pixel of an image of 10x8 pixels"
+    ) as caught:
+        run("CropTensor", {"data": to_tensor(noise(8, 10)), "box": box})
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [[1, 2, 3], [1, 2, 3, 4, 5], "1234", 7, torch.zeros(1, 4), torch.tensor(3.0), [1, 2, 3, "4"], [0, 0, 5, np.nan]],
+)
+def test_a_box_that_is_no_box(box: Any) -> None:
+    with pytest.raises(BackendError, match=r"box must hold 4 numbers, left, .* got .* 10x8 pixels") as caught:
+        run("CropTensor", {"data": to_tensor(noise(8, 10)), "box": box})
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("others", [{}, {"box": None}])
+def test_a_dict_without_a_box(others: Data) -> None:
+    with pytest.raises(BackendError, match=r"no 'box' = .* an image of 10x8 pixels") as caught:
+        run("CropTensor", {"data": to_tensor(noise(8, 10)), **others})
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+# -- to Mats and lists --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 6])
+def test_a_mat_there_and_back(channels: int) -> None:
+    mat = noise(7, 9, channels)
+    item = run("S[Mat2Tensor,Tensor2Mat]", {"data": mat, "color": "rgb"})
+    assert np.array_equal(item["result"], mat)
+    assert (item["result"].dtype, item["result"].flags.c_contiguous) == (np.uint8, True)
+    assert item["result"].flags.writeable
+    assert item["color"] == "rgb"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_floats_are_rounded_and_clamped(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([-300.0, -0.4, 0.5, 1.5, 1.6, 254.4, 255.6, 1000.0, float("inf")], dtype=dtype)
+    result = run("Tensor2Mat", tensor.reshape(1, 1, 3, 3))["result"]
+    assert result.ravel().tolist() == [0, 0, 0, 2, 2, 254, 255, 255, 255]
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.int8, 0, 127), (torch.int64, 0, 255), (torch.bool, 1, 1)])
+def test_integers_are_clamped(dtype: torch.dtype, low: int, high: int) -> None:
+    tensor = torch.tensor([[[[-5, 127 if dtype == torch.int8 else 700]]]]).to(dtype)
+    assert run("Tensor2Mat", tensor)["result"].ravel().tolist() == [low, high]
+
+
+def test_a_result_with_a_gradient_becomes_a_mat() -> None:
+    tensor = torch.full((1, 3, 2, 2), 7.0, requires_grad=True)
+    assert run("Tensor2Mat", tensor)["result"].tolist() == [[[7] * 3] * 2] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64])
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (1, 1, 2, 3), (3, 2)])
+def test_vector(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    result = run("Tensor2Vector", torch.arange(6).to(dtype).reshape(shape))["result"]
+    assert result == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(type(one) is float for one in result)
+
+
+def test_a_vector_keeps_float32_and_row_major_order() -> None:
+    tensor = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).T
+    assert run("Tensor2Vector", tensor)["result"] == [float(one) for one in tensor.contiguous().numpy().ravel()]
+    assert run("Tensor2Vector", torch.zeros(0))["result"] == []
+
+
+@pytest.mark.parametrize("backend", ["Tensor2Vector", "SaveTensor"])
+@pytest.mark.parametrize("data", [b"bytes", np.zeros(3), [torch.zeros(3)], None])
+def test_things_that_are_no_tensor(backend: str, data: Any, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="expected a Tensor") as caught:
+        run(backend, data, **({"save_dir": str(tmp_path)} if backend == "SaveTensor" else {}))
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 3, 4, 6), ()])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
+def test_a_tensor_saved_and_loaded(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.rand(shape).mul(200).to(dtype)
+    item = run("SaveTensor", tensor, save_dir=str(tmp_path / "new" / "folder"))
+    assert item["result"] is tensor
+    assert Path(item["saved"]).parent == tmp_path / "new" / "folder"
+    loaded = run("LoadTensor", None, tensor_name=item["saved"])["result"].cpu()
+    assert torch.equal(loaded, tensor)
+    assert loaded.dtype == dtype
+
+
+def test_each_loaded_tensor_is_a_copy(tmp_path: Path) -> None:
+    path = tmp_path / "one.pt"
+    torch.save(torch.nn.Parameter(torch.ones(3)), path)
+    with pipe({"backend": "LoadTensor", "tensor_name": str(path), "instance_num": 2}) as p:
+        items: list[Data] = [{"data": number} for number in range(4)]
+        for item in items:
+            p(item)
+            item["result"] += 1
+    assert all(item["result"].tolist() == [2.0] * 3 for item in items)
+    assert not items[0]["result"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"x": torch.zeros(1)}, "no tensor but a dict"),
+        ([1, 2], "no tensor but a list"),
+        (None, "no tensor but a NoneType"),
+    ],
+)
+def test_a_file_without_a_tensor(tmp_path: Path, value: Any, message: str) -> None:
+    path = tmp_path / "other.pt"
+    torch.save(value, path)
+    with pytest.raises(ConfigError, match=rf"LoadTensor.*other\.pt: .*{message}"):
+        pipe({"backend": "LoadTensor", "tensor_name": str(path)})
+
+
+class Runs:
+    """Would run when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("/nowhere/at/all",)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensor", None], ids=["empty", "text", "code"])
+def test_a_file_that_is_no_tensors(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "bad.pt"
+    if content is None:
+        torch.save(Runs(), path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"bad\.pt: PyTorch cannot load it: "):
+        pipe({"backend": "LoadTensor", "tensor_name": str(path)})
+
+
+def test_a_saved_view_takes_no_more_than_its_part(tmp_path: Path) -> None:
+    batch = torch.zeros(1000, 1000)
+    item = run("SaveTensor", batch[3:4], save_dir=str(tmp_path))
+    assert os.path.getsize(item["saved"]) < 10_000
+
+
+@pytest.mark.parametrize("backend", ["SaveTensor", "SaveMat"])
+def test_every_file_has_a_name_of_its_own(tmp_path: Path, backend: str) -> None:
+    data = torch.zeros(3) if backend == "SaveTensor" else noise(2, 2)
+    items: list[Data] = []
+    for _ in range(2):
+        with pipe({"backend": backend, "save_dir": str(tmp_path), "instance_num": 3}) as p:
+            batch = [{"data": data} for _ in range(20)]
+            p(batch)
+            items += batch
+    extension = ".pt" if backend == "SaveTensor" else ".png"
+    assert sorted(os.listdir(tmp_path)) == sorted(os.path.basename(item["saved"]) for item in items)
+    assert len({item["saved"] for item in items}) == 40
+    assert all(item["saved"].endswith(extension) for item in items)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("color", [None, "bgr", "rgb"])
+def test_a_mat_saved(tmp_path: Path, channels: int, color: str | None) -> None:
+    mat = noise(6, 5, channels)
+    item = run("SaveMat", {"data": mat} | ({"color": color} if color else {}), save_dir=str(tmp_path))
+    assert item["result"] is mat
+    shown = mat[:, :, [2, 1, 0, 3][:channels]] if color == "rgb" and channels > 1 else mat
+    assert np.array_equal(cv2.imread(item["saved"], cv2.IMREAD_UNCHANGED).reshape(shown.shape), shown)
+    assert os.listdir(tmp_path) == [os.path.basename(item["saved"])]
+
+
+def test_a_decoded_picture_looks_the_same_in_its_file(tmp_path: Path, jpeg: bytes) -> None:
+    wanted = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+    for color in ("bgr", "rgb"):
+        item = run("S[DecodeMat,SaveMat]", jpeg, color=color, save_dir=str(tmp_path))
+        assert np.array_equal(cv2.imread(item["saved"]), wanted)
+
+
+@pytest.mark.parametrize("channels", [2, 5])
+def test_a_mat_that_is_no_png(tmp_path: Path, channels: int) -> None:
+    with pytest.raises(BackendError, match=f"1, 3 or 4 channels, the Mat has {channels}") as caught:
+        run("SaveMat", noise(4, 4, channels), save_dir=str(tmp_path))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tensor_is_no_mat(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="expected a Mat"):
+        run("SaveMat", torch.zeros(1, 3, 4, 4), save_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["SaveTensor", "SaveMat"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "file").write_text("here")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=rf"{backend}.*save_dir '.*file.*' cannot be made"):
+            pipe({"backend": backend, "save_dir": str(path)})
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's answer is a stand-in: whoever runs this may be root."""
+    monkeypatch.setattr(backends.os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=r"save_dir .* cannot be written"):
+        pipe({"backend": "SaveMat", "save_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize("step", ["open", "replace"])
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    folder = tmp_path / "folder"
+    with pipe({"backend": "SaveTensor", "save_dir": str(folder)}) as p:
+        if step == "open":
+            folder.rmdir()
+        else:
+            monkeypatch.setattr(backends.os, "replace", fail)
+        with pytest.raises(BackendError) as caught:
+            p({"data": torch.zeros(3)})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert list(tmp_path.rglob("*")) == ([] if step == "open" else [folder])
+
+
+def fail(*args: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[str], int]] = []
+    replace = os.replace
+
+    def watched(unfinished: str, path: str) -> None:
+        seen.append(([one.name for one in tmp_path.glob("*.pt")], os.path.getsize(unfinished)))
+        replace(unfinished, path)
+
+    monkeypatch.setattr(backends.os, "replace", watched)
+    item = run("SaveTensor", torch.zeros(300), save_dir=str(tmp_path))
+    assert seen == [([], os.path.getsize(item["saved"]))]
+
+
+# -- together -----------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_way_of_a_picture(jpeg: bytes) -> None:
+    config = {"resize_h": 60, "resize_w": 80, "color": "rgb"}
+    tensors = "S[DecodeMat,Mat2Tensor,cvtColorTensor,ResizeTensor,Tensor2Mat,SyncTensor]"
+    item = run(tensors, jpeg, **config, **{"DecodeMat::color": "bgr"})
+    other = run("S[DecodeMat,ResizeMat,cvtColorMat]", jpeg, **config)
+    assert np.abs(item["result"].astype(int) - other["result"]).max() <= 1
+    assert item["color"] == other["color"] == "rgb"
+
+
+def test_the_same_in_a_pipe_and_without() -> None:
+    result = run("SyncTensor[ResizeTensor]", to_tensor(picture(20, 30)), resize_h=40, resize_w=60)["result"]
+    assert torch.equal(result, direct("ResizeTensor", to_tensor(picture(20, 30)), resize_h=40, resize_w=60)["result"])
