@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -15,22 +14,22 @@ from torchpipe_py.batching import Batcher
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request
+from torchpipe_py.roster import LeaderRoster, Roster, Sleeper
 
 logger = logging.getLogger("torchpipe_py")
 
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
-
-_WAKE: Any = None  # in a queue: look again; an awaited request went another way, or the node is closing
 
 
 def _ended(index: int) -> Backend:
     raise RuntimeError(f"instance {index} has ended")
 
 
-class Instance:
+class Instance(Sleeper):
     """One backend on its own thread; that thread alone writes the counters."""
 
     def __init__(self, index: int, create: Callable[[int], Backend]) -> None:
+        super().__init__()
         self.index = index
         self.create = create
         self.backend: Backend | None = None
@@ -54,8 +53,8 @@ class Node:
     request can still reach this one. ``waiting``, shared by the nodes of a pipe, holds those whose leader waits for
     company: an instance that has delivered its batch wakes the leaders for whom nothing is under way any more.
 
-    Where batches are larger than one, one idle instance at a time is the leader: it holds ``_leader``, collects the
-    next batch and hands leadership on before it computes.
+    Where batches are larger than one, one idle instance at a time is the leader: it collects the next batch and hands
+    leadership on before it computes.
     """
 
     def __init__(
@@ -73,11 +72,9 @@ class Node:
         self.instances = [Instance(index, one) for index, one in enumerate(create)]
         self.upstream: tuple[Node, ...] = ()
         self._deliver, self._fail, self._waiting = deliver, fail, waiting
-        self._queue: SimpleQueue[Request] = SimpleQueue()
-        self._get = self._queue.get
-        self.put = self._queue.put
-        self._leader = threading.Lock()
+        self._queue: deque[Request] = deque()
         self._batcher = Batcher(timeout, self._batch_key)
+        self._roster: Roster = Roster(self._queue)
         self._opened = threading.Event()
         self._closing = False
         self.max = self.min = 1
@@ -96,7 +93,20 @@ class Node:
             instance.ready.wait()
         self.max = max(instance.max for instance in self.instances)
         self.min = min(instance.min for instance in self.instances)
+        if self.max > 1:
+            self._roster = LeaderRoster(self._queue, self._batcher)
         return next((instance.setup_error for instance in self.instances if instance.setup_error), None)
+
+    def put(self, request: Request) -> None:
+        """Queue a request, from any thread."""
+        self._queue.append(request)
+        if self._roster.resting:
+            self._roster.rouse()
+
+    def rouse_leader(self) -> None:
+        """Let a leader that waits for company look again whether any is under way."""
+        if isinstance(self._roster, LeaderRoster):
+            self._roster.rouse_leader()
 
     def open(self) -> None:
         """Let the instances take requests, once all of them are set up."""
@@ -108,11 +118,9 @@ class Node:
         self._opened.set()
         try:
             while True:
-                request = self._queue.get_nowait()
-                if request is not _WAKE:
-                    self._fail(request, self._closed_error())
-        except Empty:
-            self.put(_WAKE)
+                self._fail(self._queue.popleft(), self._closed_error())
+        except IndexError:
+            self._roster.close()
 
     def join(self, until: float | None = None) -> bool:
         """Wait for the threads to end, no longer than ``until``; whether they did."""
@@ -133,7 +141,7 @@ class Node:
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
-        return 0 if self._closing else self._queue.qsize() + len(self._batcher)
+        return 0 if self._closing else len(self._queue) + len(self._batcher)
 
     # -- the instances' threads ---------------------------------------------------------------------------------
 
@@ -167,16 +175,20 @@ class Node:
         instance.create = _ended  # what the instances share, an engine say, goes with the last of them
 
     def _serve(self, instance: Instance) -> None:
-        if self.max == 1:
+        roster = self._roster
+        if not isinstance(roster, LeaderRoster):
             self._serve_singly(instance)
             return
-        while True:
-            batch = self._take_batch(instance)
-            if batch is None:
-                return
-            instance.busy = len(batch)
+        while roster.lead(instance):
+            try:
+                batch = self._collect(instance, roster)
+                instance.busy = len(batch)
+            finally:
+                roster.hand_on()
+            if not batch:
+                continue
             self._process(instance, batch)
-            batch = None  # an idle instance keeps nothing of its last request
+            batch = []  # an idle instance keeps nothing of its last request
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
             instance.busy = 0
             if self._waiting:
@@ -185,14 +197,14 @@ class Node:
     def _serve_singly(self, instance: Instance) -> None:
         """Where no batch can form, nobody leads: each instance takes a request for itself, without any list."""
         assert instance.backend is not None  # set up before the first request
-        get, forward, deliver, waiting = self._get, instance.backend.forward, self._deliver, self._waiting
+        take, forward, deliver, waiting = self._queue.popleft, instance.backend.forward, self._deliver, self._waiting
         while True:
-            request = get()
-            if request is _WAKE:
-                if self._closing:
-                    self.put(_WAKE)  # for the next instance
-                    return
-                continue
+            try:
+                request = take()
+            except IndexError:
+                if self._roster.rest(instance):
+                    continue
+                return
             instance.busy = 1
             if self._closing or request.done or request.deadline is not None:
                 self._process(instance, [request])
@@ -218,31 +230,24 @@ class Node:
             if waiting:
                 self._wake_leaders()
 
-    def _take_batch(self, instance: Instance) -> list[Request] | None:
-        """As leader, collect the next batch; ``None`` ends the thread."""
-        batcher = self._batcher
-        with self._leader:
-            while not len(batcher):
-                self._accept(self._get())
-                if self._closing:
-                    self.put(_WAKE)
-                    return batcher.clear() or None
-                if self._waiting and not len(batcher):
-                    self._wake_leaders()  # the marker counted as a request until now
-            instance.collected_since = perf_counter()
-            while True:
-                for _ in range(self._queue.qsize()):
-                    self._accept(self._get())
-                if self._closing:
-                    self.put(_WAKE)
-                    return batcher.clear() or None
-                quiet = self.timeout <= 0 or not self._is_awaiting()
-                batch = batcher.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
-                if batch is not None:
-                    return batch
-                self._wait(instance)
+    def _collect(self, instance: Instance, roster: LeaderRoster) -> list[Request]:
+        """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
+        batcher, queue = self._batcher, self._queue
+        instance.collected_since = perf_counter()
+        while True:
+            for _ in range(len(queue)):
+                self._accept(queue.popleft())
+            if self._closing:
+                return batcher.clear()
+            if not len(batcher):
+                return []
+            quiet = self.timeout <= 0 or not self._is_awaiting()
+            batch = batcher.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
+            if batch is not None:
+                return batch
+            self._wait(instance, roster)
 
-    def _wait(self, instance: Instance) -> None:
+    def _wait(self, instance: Instance, roster: LeaderRoster) -> None:
         """Sleep until a request comes, the next batch closes by the clock, or nothing is under way any more."""
         self._waiting.add(self)
         try:
@@ -250,9 +255,7 @@ class Node:
             if self._is_awaiting():
                 close = self._batcher.next_close(instance.max, self._lead_time(instance))
                 if close is not None:
-                    self._accept(self._get(timeout=min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX)))
-        except Empty:
-            pass
+                    roster.nap(instance, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))
         finally:
             self._waiting.discard(self)
 
@@ -261,8 +264,6 @@ class Node:
         return 1.5 * instance.last_compute + _DEADLINE_MARGIN
 
     def _accept(self, request: Request) -> None:
-        if request is _WAKE:
-            return
         try:
             self._batcher.add(request)
         except Exception as error:
@@ -279,7 +280,7 @@ class Node:
     def _wake_leaders(self) -> None:
         for node in list(self._waiting):
             if not node._is_awaiting():
-                node.put(_WAKE)
+                node.rouse_leader()
 
     # -- one batch ----------------------------------------------------------------------------------------------
 

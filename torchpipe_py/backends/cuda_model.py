@@ -22,6 +22,11 @@ Dims = Sequence[int | None]
 Infer = Callable[[list[Any]], list[Any]]
 """From input tensors N×… to output tensors N×…, enqueued on the current stream."""
 
+Way = tuple[Any, ...]
+"""How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
+
+MAT = "mat"
+
 ALL_SIZES = 8  # up to here each batch size has a graph of its own
 MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
 
@@ -77,27 +82,43 @@ class StagedInput:
         self.buffer = buffer
         self._torch: Any = torch
         self._row = tuple(buffer.shape[1:])
-        self._mats: Any = None
-        self._staging: dict[Any, _Staging] = {}
+        self._staging: dict[Any, Staging] = {}
 
-    def stage(self, values: list[Any]) -> None:
-        """Enqueue the copies of all rows; the values may be changed once the stream is waited for."""
+    def gather(self, values: list[Any]) -> Staging | None:
+        """Bring the values together; what still has to be copied to the buffer, or ``None`` if that is enqueued."""
         kinds = {self._kind(value) for value in values}
         if len(kinds) > 1:
             for index, value in enumerate(values):
-                self.buffer[index].copy_(self._as_tensor(value), non_blocking=False)
-            return
+                self.buffer[index].copy_(self._as_tensor(value))
+            return None
         (kind,) = kinds
-        if kind == "mat":
-            self._mat_staging().stage(values, len(values))
+        if kind == MAT:
+            staging = self.mat_staging()
+            staging.gather_mats(values)
         elif kind[0] == "cuda":
-            self._stage_cuda(values, kind[1])
+            self._concatenate(values, kind[1])
+            return None
         else:
-            self._staging_of(kind[1]).stage([self._as_tensor(value).numpy() for value in values], len(values))
+            staging = self._staging_of(kind[1])
+            staging.gather([self._as_tensor(value).numpy() for value in values])
+        return staging
+
+    def mat_staging(self) -> Staging:
+        """Where Mats are gathered, N×H×W×C."""
+        if MAT not in self._staging:
+            channels, height, width = self._row
+            shape = (len(self.buffer), height, width, channels)
+            pinned = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True)
+            self._staging[MAT] = Staging(self.buffer, pinned, True)
+        return self._staging[MAT]
+
+    def takes_images(self) -> bool:
+        """Whether Mats are likely values: one, three or four channels."""
+        return len(self._row) == 3 and self._row[0] in (1, 3, 4)
 
     def _kind(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return "mat" if is_mat(value) else ("cpu", self._torch.from_numpy(value[:0]).dtype)
+            return MAT if is_mat(value) else ("cpu", self._torch.from_numpy(value[:0]).dtype)
         return ("cuda" if value.is_cuda else "cpu", value.dtype)
 
     def _as_tensor(self, value: Any) -> Any:
@@ -107,7 +128,7 @@ class StagedInput:
         tensor = value if isinstance(value, self._torch.Tensor) else self._torch.from_numpy(value)
         return tensor.detach().reshape(self._row)
 
-    def _stage_cuda(self, values: list[Any], dtype: Any) -> None:
+    def _concatenate(self, values: list[Any], dtype: Any) -> None:
         count = len(values)
         device = self.buffer.device
         rows = [value if value.device == device else value.to(device) for value in values]
@@ -118,40 +139,48 @@ class StagedInput:
         else:
             self.buffer[:count].copy_(self._torch.cat(rows))
 
-    def _mat_staging(self) -> _Staging:
-        if self._mats is None:
-            channels, height, width = self._row
-            shape = (len(self.buffer), height, width, channels)
-            self._mats = _Staging(self.buffer, self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True), True)
-        staging: _Staging = self._mats
-        return staging
-
-    def _staging_of(self, dtype: Any) -> _Staging:
+    def _staging_of(self, dtype: Any) -> Staging:
         if dtype not in self._staging:
             pinned = self._torch.empty(self.buffer.shape, dtype=dtype, pin_memory=True)
-            self._staging[dtype] = _Staging(self.buffer, pinned, False)
+            self._staging[dtype] = Staging(self.buffer, pinned, False)
         return self._staging[dtype]
 
 
-class _Staging:
-    """Rows gathered in pinned memory, copied to the GPU as they are and converted there."""
+class Staging:
+    """Rows gathered in pinned memory; copied to the GPU as they are, and converted and laid out there."""
 
     def __init__(self, buffer: Any, pinned: Any, channels_last: bool) -> None:
+        import cv2
         import torch
 
-        self._rows = list(pinned.numpy())
-        self._pinned = pinned
+        self._stack: Any = cv2.vconcat
+        self._rows = pinned.numpy()
+        self._pinned, self._buffer = pinned, buffer
         direct = pinned.dtype == buffer.dtype and not channels_last
         self._device = buffer if direct else torch.empty(pinned.shape, dtype=pinned.dtype, device=buffer.device)
         self._source = None if direct else self._device.permute(0, 3, 1, 2) if channels_last else self._device
-        self._buffer = buffer
 
-    def stage(self, arrays: list[np.ndarray], count: int) -> None:
+    def gather(self, arrays: list[np.ndarray]) -> None:
+        """Copy arrays of one row each."""
         for row, array in zip(self._rows, arrays, strict=False):
             np.copyto(row, array.reshape(row.shape))
-        self._device[:count].copy_(self._pinned[:count], non_blocking=True)
+
+    def gather_mats(self, mats: list[np.ndarray]) -> None:
+        """Copy Mats of one size."""
+        _, height, width, channels = self._rows.shape
+        if channels == 1 or len(mats) == 1:
+            self.gather(mats)
+            return
+        # One call for all of them: NumPy would give up the GIL, and queue for it again, for each.
+        target = self._rows[: len(mats)].reshape(len(mats) * height, width, channels)
+        if self._stack(mats, target) is not target:
+            self.gather(mats)  # OpenCV has put them elsewhere
+
+    def enqueue(self, size: int) -> None:
+        """Enqueue the copy of ``size`` rows."""
+        self._device[:size].copy_(self._pinned[:size], non_blocking=True)
         if self._source is not None:
-            self._buffer[:count].copy_(self._source[:count])
+            self._buffer[:size].copy_(self._source[:size])
 
 
 class GraphedNetwork:
@@ -167,40 +196,44 @@ class GraphedNetwork:
         self._inputs = [StagedInput(buffer) for buffer in buffers]
         self._infer, self._finish = infer, finish
         self._pool: Any = torch.cuda.graph_pool_handle() if use_graphs else None
-        self._runs: dict[int, Callable[[], list[Any]]] = {}
+        self._runs: dict[Way, Callable[[], list[Any]]] = {}
 
     def run(self, rows: list[list[Any]], size: int) -> list[Any]:
         """Enqueue a batch, padded to ``size``; outputs N×…, on the GPU or, with ``finish``, in pinned memory.
 
         Both are overwritten by the next run.
         """
-        for index, staged in enumerate(self._inputs):
-            staged.stage([row[index] for row in rows])
-        return self.prepared(size)()
+        stagings = [staged.gather([row[index] for row in rows]) for index, staged in enumerate(self._inputs)]
+        return self._prepared((size, *stagings))()
 
-    def prepared(self, size: int) -> Callable[[], list[Any]]:
-        """What runs a batch of ``size`` that is staged, captured at its first use."""
-        run = self._runs.get(size)
+    def warm_up(self, size: int) -> None:
+        """Capture what runs a batch of ``size``: of tensors on the GPU, and of Mats where the inputs look like it."""
+        self._prepared((size, *[None] * len(self._inputs)))
+        if all(staged.takes_images() for staged in self._inputs):
+            self._prepared((size, *[staged.mat_staging() for staged in self._inputs]))
+
+    def _prepared(self, way: Way) -> Callable[[], list[Any]]:
+        run = self._runs.get(way)
         if run is None:
-            run = self._runs[size] = self._eager(size) if self._pool is None else self._captured(size)
+            run = self._runs[way] = self._eager(way) if self._pool is None else self._captured(way)
         return run
 
-    def _eager(self, size: int) -> Callable[[], list[Any]]:
+    def _eager(self, way: Way) -> Callable[[], list[Any]]:
         host: list[Any] = []
-        return lambda: self._enqueue(size, host)
+        return lambda: self._enqueue(way, host)
 
-    def _captured(self, size: int) -> Callable[[], list[Any]]:
+    def _captured(self, way: Way) -> Callable[[], list[Any]]:
         host: list[Any] = []
         stream = self._torch.cuda.current_stream()
         for _ in range(2):  # kernels are loaded and algorithms chosen before the capture
-            self._enqueue(size, host)
+            self._enqueue(way, host)
         stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         with _capturing:
             # NOTE: "thread_local": other threads go on allocating and synchronizing meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                outputs = self._enqueue(size, host)
+                outputs = self._enqueue(way, host)
             finally:
                 graph.capture_end()
 
@@ -210,8 +243,12 @@ class GraphedNetwork:
 
         return run
 
-    def _enqueue(self, size: int, host: list[Any]) -> list[Any]:
-        """Network, ``finish`` and the copies to ``host``, which is filled with buffers at the first call."""
+    def _enqueue(self, way: Way, host: list[Any]) -> list[Any]:
+        """Copies, network, ``finish`` and the copies to ``host``, which is filled with buffers at the first call."""
+        size, *stagings = way
+        for staging in stagings:
+            if staging is not None:
+                staging.enqueue(size)
         outputs = self._infer([staged.buffer[:size] for staged in self._inputs])
         for output in outputs:
             if output.ndim == 0 or len(output) != size:
@@ -272,7 +309,7 @@ class CudaModel(GuardedBackend, ModelBackend):
         """Capture every batch size for inputs of these shapes (without batch)."""
         network = self._network(shapes)
         for size in self._sizes:
-            network.prepared(size)
+            network.warm_up(size)
         self._guard_synchronize()
 
     def forward_guarded(self, items: list[Data]) -> None:
