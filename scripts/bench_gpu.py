@@ -62,6 +62,7 @@ def _set_threads() -> None:
 
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
+    sys.setswitchinterval(0.0005)
 
 
 def _describe() -> str:

@@ -427,9 +427,7 @@ def test_the_file_of_the_tutorial_plans(write: Write, classifier: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_file_of_the_tutorial_needs_a_gpu(write: Write, classifier: str) -> None:
-    with pytest.raises(
-        BackendUnavailable, match=r"node 'resnet50': SyncTensor\[TensorrtTensor\]: PyTorch finds no"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"node 'resnet50': SyncTensor\[TensorrtTensor\]: PyTorch finds no"):
         pipe(write(SEED.replace("MODEL.onnx", classifier)))
 
 

@@ -35,16 +35,41 @@ class Slow(Backend):
             item["result"] = item["data"] + 1
 
 
+class Looker(ItemBackend):
+    """Notes whether the stream's work is done; result is data."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        item.setdefault("idle", []).append(torch.cuda.current_stream().query())
+        item["result"] = item["data"]
+
+
 @pytest.mark.parametrize("backend", ["SyncTensor[{0}]", "S[{0},SyncTensor]", "StreamGuard[S[{0}]]", "Torch[{0}]"])
-def test_inside_there_is_a_stream_of_its_own(register: Register, backend: str) -> None:
-    with (
-        backend_of({"backend": backend.format(register(Stream))}) as one,
-        backend_of({"backend": backend.format(register(Stream))}) as two,
-    ):
-        streams = [forward(one, [0])[0]["result"], forward(one, [0])[0]["result"], forward(two, [0])[0]["result"]]
-    assert streams[0] == streams[1]
-    assert len({*streams, torch.cuda.default_stream().cuda_stream}) == 3
+def test_every_instance_has_a_stream_of_its_own(register: Register, backend: str) -> None:
+    node = {"backend": backend.format(register(Stream))}
+    seen = set()
+    with pipe(node) as one, pipe(node) as two:
+        for run in (one, two, one, two):
+            item = {"data": 0}
+            run(item)
+            seen.add(item["result"])
+    assert len(seen) == 2
+    assert torch.cuda.default_stream().cuda_stream not in seen
+
+
+def test_the_thread_has_its_default_stream_back_in_the_end(register: Register) -> None:
+    with backend_of({"backend": f"SyncTensor[{register(Stream)}]"}) as backend:
+        (item,) = forward(backend, [0])
+        assert item["result"] != torch.cuda.default_stream().cuda_stream
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_neighbours_in_a_sequence_wait_each_for_its_own(register: Register) -> None:
+    slow, look = register(Slow), register(Looker)
+    config = {"backend": f"S[SyncTensor[{slow}],{look},SyncTensor[{slow}],{look}]"}
+    with pipe(config) as run:
+        item = {"data": torch.zeros(1, 3, 8, 8, device="cuda")}
+        run(item)
+    assert item["idle"] == [True, True]
 
 
 def test_a_nested_one_uses_the_outer_ones_stream(register: Register) -> None:

@@ -80,6 +80,7 @@ class Sequential(Backend):
             (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), child.max())
             for filter_, child in zip(filters, self.config.children, strict=True)
         ]
+        self._single_steps = [(filter_, child, _single(child, forward)) for filter_, child, forward, _ in self._steps]
 
     def _setup_children(self) -> None:
         wish = None
@@ -90,6 +91,9 @@ class Sequential(Backend):
             child.setup()
 
     def forward(self, items: list[Data]) -> None:
+        if len(items) == 1:
+            self._forward_single(items[0])
+            return
         for filter_, child, forward, most in self._steps:
             running = []
             going = []
@@ -114,6 +118,19 @@ class Sequential(Backend):
                     forward(running[start : start + most])
             items = going
 
+    def _forward_single(self, item: Data) -> None:
+        """The same for one item, without a list: most sequences see one request at a time."""
+        for filter_, child, forward in self._single_steps:
+            status = filter_(item)
+            if status is Status.Run:
+                item.pop(TASK_RESULT_KEY, None)
+                item.pop(TASK_ERROR_KEY, None)
+                forward(item)
+            elif status is Status.Error:
+                raise BackendError(f"a filter in front of {child.config.label} says Error")
+            elif status is not Status.Skip:
+                return
+
     def close(self) -> None:
         close_all(reversed(self.config.children))
 
@@ -125,6 +142,13 @@ class Sequential(Backend):
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)
+
+
+def _single(child: Backend, forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:
+    """``forward`` for one item."""
+    if isinstance(child, ItemBackend) and type(child).forward is ItemBackend.forward:
+        return child.forward_item
+    return lambda item: forward([item])
 
 
 class FirstAvailable(Wrapper):

@@ -68,12 +68,16 @@ def _new_stream(device: Any) -> Any:
 _streams = _StreamPool()
 
 
-class StreamGuard:
-    """The stream that one backend works on, and the one wait for it at the end.
+# How many guards are being set up around the one that is made now; a thread belongs to one instance.
+_nesting = threading.local()
 
-    Made in ``setup``, on the instance's thread. The outermost guard of an instance borrows a stream; one made while an
-    outer guard is ``active`` uses the outer's and leaves the waiting to it. After ``run`` every result is complete,
-    so that any thread and any stream may read it.
+
+class StreamGuard:
+    """The stream that an instance works on, and the one wait for it at the end.
+
+    Made in ``setup``, on the instance's thread. The first guard of a thread borrows a stream and makes it the thread's
+    current one until it is closed. A guard made while another one is ``active`` leaves the waiting to that one. After
+    ``run`` every result is complete, so that any thread and any stream may read it.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -82,16 +86,23 @@ class StreamGuard:
         self.device = cuda_device(config.device_id)
         self._torch: Any = torch
         self._default = torch.cuda.default_stream(self.device)
-        current = torch.cuda.current_stream(self.device)
-        self._is_outermost = current == self._default
-        self.stream: Any = _streams.borrow(self.device) if self._is_outermost else current
+        self._is_outermost = not getattr(_nesting, "depth", 0)
         self._hands_over = config.is_last
+        self.stream: Any = torch.cuda.current_stream(self.device)
+        self._is_borrowed = bool(self.stream == self._default)
+        if self._is_borrowed:
+            self.stream = _streams.borrow(self.device)
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Makes the stream the thread's current one; backends set up or run inside use it."""
-        with self._torch.cuda.device(self.device), self._torch.cuda.stream(self.stream):
+        """Backends set up inside leave the waiting to this one."""
+        _nesting.depth = getattr(_nesting, "depth", 0) + 1
+        try:
             yield
+        finally:
+            _nesting.depth -= 1
 
     def synchronize(self) -> None:
         """Wait until the stream's work is done, without the GIL.
@@ -107,13 +118,12 @@ class StreamGuard:
             return
         # NOTE: memory of inputs belongs to other streams, which may use it again once nobody holds the tensor.
         held = [item[TASK_DATA_KEY] for item in items]
-        with self._torch.cuda.stream(self.stream):
-            if any(map(_holds_cuda, held)):
-                self.stream.wait_stream(self._default)  # tensors of callers and of backends without a guard
-            try:
-                forward(items)
-            finally:
-                self.synchronize()
+        if any(map(_holds_cuda, held)):
+            self.stream.wait_stream(self._default)  # tensors of callers and of backends without a guard
+        try:
+            forward(items)
+        finally:
+            self.synchronize()
         del held
         if self._hands_over:
             for item in items:
@@ -129,10 +139,11 @@ class StreamGuard:
 
     def close(self) -> None:
         """Give the stream back."""
-        if self._is_outermost and self.stream is not None:
+        if self._is_borrowed:
+            self._is_borrowed = False
             self.stream.synchronize()
+            self._torch.cuda.set_stream(self._default)
             _streams.give_back(self.device, self.stream)
-        self.stream = None
 
 
 def _holds_cuda(value: Any) -> bool:

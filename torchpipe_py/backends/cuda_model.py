@@ -13,10 +13,11 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.model import ModelBackend, request_inputs
+from torchpipe_py.backends.model import ModelBackend
+from torchpipe_py.backends.opencv import UINT8
 from torchpipe_py.keys import TASK_DATA_KEY
 
-Dims = Sequence[int | None]
+Dims = tuple[int | None, ...]
 """A shape without the batch; ``None``: any size."""
 
 Infer = Callable[[list[Any]], list[Any]]
@@ -46,8 +47,12 @@ class InputSpec:
         """Shape without the batch of one request's value; ``ValueError`` where it does not fit."""
         shape = self._row_shape(value)
         dims = self.dims
-        if dims is not None and (
-            len(shape) != len(dims) or any(want not in (None, have) for want, have in zip(dims, shape, strict=True))
+        if (
+            dims is not None
+            and shape != dims
+            and (
+                len(shape) != len(dims) or any(want not in (None, have) for want, have in zip(dims, shape, strict=True))
+            )
         ):
             wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
             raise ValueError(f"input {self.name!r} takes 1x{wanted}, got {'x'.join(map(str, value.shape))}")
@@ -70,7 +75,7 @@ class InputSpec:
 
 def is_mat(value: Any) -> bool:
     """Whether ``value`` is a Mat: an array H×W or H×W×C, ``uint8``."""
-    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3)
+    return isinstance(value, np.ndarray) and value.dtype is UINT8 and value.ndim in (2, 3)
 
 
 class StagedInput:
@@ -290,6 +295,7 @@ class CudaModel(GuardedBackend, ModelBackend):
 
         self._torch: Any = torch
         self._sizes = batch_sizes(self.min(), self.max())
+        self._specs_of: dict[int, Sequence[InputSpec]] = {}
         self._networks: OrderedDict[tuple[tuple[int, ...], ...], GraphedNetwork] = OrderedDict()
         self._finish: Infer | None = getattr(self._postprocess, "on_device", None)
 
@@ -316,14 +322,24 @@ class CudaModel(GuardedBackend, ModelBackend):
         groups: dict[tuple[tuple[int, ...], ...], tuple[list[Data], list[list[Any]]]] = {}
         for item in items:
             data = item[TASK_DATA_KEY]
-            specs = self.input_specs(len(data) if isinstance(data, (list, tuple)) else 1)
-            row = request_inputs(item, len(specs))
-            shapes = tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])
+            row = list(data) if isinstance(data, (list, tuple)) else [data]
+            shapes = self._shapes(row)
             members, rows = groups.setdefault(shapes, ([], []))
             members.append(item)
             rows.append(row)
         for shapes, (members, rows) in groups.items():
             self._run(self._network(shapes), members, rows)
+
+    def _shapes(self, row: list[Any]) -> tuple[tuple[int, ...], ...]:
+        """The shape of each input of one request, without batch; ``ValueError`` where they do not fit."""
+        specs = self._specs_of.get(len(row))
+        if specs is None:
+            specs = self._specs_of[len(row)] = self.input_specs(len(row))
+        if len(row) != len(specs):
+            raise ValueError(f"the model has {len(specs)} inputs, data holds {len(row)}")
+        if len(row) == 1:
+            return (specs[0].row_shape(row[0]),)
+        return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])
 
     def _run(self, network: GraphedNetwork, items: list[Data], rows: list[list[Any]]) -> None:
         count = len(items)

@@ -38,23 +38,32 @@ def interpolation() -> Param:
     return Param(to_str, "bilinear", choices=tuple(INTERPOLATIONS), doc="as OpenCV's INTER_ flag of that name")
 
 
+UINT8 = np.dtype(np.uint8)
+
+
 def as_mat(value: Any) -> np.ndarray:
     """``value`` as an H×W×C ``uint8`` array; H×W becomes H×W×1; ``TypeError`` for anything else."""
-    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim not in (2, 3) or 0 in value.shape:
-        found = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise TypeError(f"expected a Mat (uint8 array, HxWxC), got {found}")
-    return value if value.ndim == 3 else value[:, :, None]
+    # NOTE: on the path of every request, under the GIL: a dtype is one object, and comparing it with a type is slow.
+    if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype == UINT8) and value.size:
+        if value.ndim == 3:
+            return value
+        if value.ndim == 2:
+            return value[:, :, None]
+    found = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(f"expected a Mat (uint8 array, HxWxC), got {found}")
 
 
 def encoded_bytes(value: Any) -> np.ndarray:
     """Encoded image bytes as a 1-D ``uint8`` array without a copy; ``TypeError`` for what holds no bytes."""
+    if isinstance(value, bytes):
+        return np.frombuffer(value, UINT8)
     if isinstance(value, np.ndarray):
         if value.dtype == np.uint8 and value.ndim == 1:
             return value
         raise TypeError(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
-    if not isinstance(value, (bytes, bytearray, memoryview)):
+    if not isinstance(value, (bytearray, memoryview)):
         raise TypeError(f"expected encoded bytes, got {type(value).__name__}")
-    return np.frombuffer(value, np.uint8)
+    return np.frombuffer(value, UINT8)
 
 
 class DecodeMat(ItemBackend):
@@ -81,7 +90,7 @@ class DecodeMat(ItemBackend):
     def forward_item(self, item: Data) -> None:
         encoded = encoded_bytes(item[TASK_DATA_KEY])
         try:
-            mat = self._decode(encoded, self._flags) if len(encoded) else None
+            mat = self._decode(encoded, self._flags) if encoded.size else None
         except self._cv2_error as error:
             item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {str(error).strip()}")
             return
@@ -135,10 +144,16 @@ class ResizeMat(_Resizer):
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
 
+    def setup(self) -> None:
+        super().setup()
+        self._shape, self._size = (self.resize_h, self.resize_w), (self.resize_w, self.resize_h)
+
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
-        if mat.shape[:2] != (self.resize_h, self.resize_w):
-            mat = as_mat(self._resize(mat, (self.resize_w, self.resize_h), interpolation=self._flag))
+        if mat.shape[:2] != self._shape:
+            mat = self._resize(mat, self._size, None, 0, 0, self._flag)
+            if mat.ndim == 2:
+                mat = mat[:, :, None]
         item[TASK_RESULT_KEY] = mat
 
 

@@ -109,7 +109,9 @@ class TensorrtTensor(CudaModel):
             dims = tuple(engine.get_tensor_shape(name))
             if not dims:
                 raise ConfigError(f"model {self.model}: input {name!r} is a scalar; expected a batch dimension")
-            self._specs.append(InputSpec(name, self._type(name), [dim if dim >= 0 else None for dim in dims[1:]]))
+            self._specs.append(
+                InputSpec(name, self._type(name), tuple([dim if dim >= 0 else None for dim in dims[1:]]))
+            )
         self._profiles = [
             [profile_range(engine, name, profile) for name in self._inputs]
             for profile in range(engine.num_optimization_profiles)
