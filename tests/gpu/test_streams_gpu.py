@@ -64,7 +64,7 @@ def test_the_thread_has_its_default_stream_back_in_the_end(register: Register) -
 
 
 def test_neighbours_in_a_sequence_wait_each_for_its_own(register: Register) -> None:
-    slow, look = register(Slow), register(Looker)
+    slow, look = register(type("SlowSingle", (Slow,), {"max": Backend.max})), register(Looker)
     config = {"backend": f"S[SyncTensor[{slow}],{look},SyncTensor[{slow}],{look}]"}
     with pipe(config) as run:
         item = {"data": torch.zeros(1, 3, 8, 8, device="cuda")}
