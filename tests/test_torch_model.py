@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
             items: list[dict[str, Any]] = [{"data": value} for value in values]
             run(items)
             torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_a_package_of_aotinductor(tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    program = torch.export.export(Small().eval(), (torch.zeros(2, 3, 8, 8),), dynamic_shapes=shapes)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    mats = [picture(8, 8, seed) for seed in range(3)]
+    with torch.inference_mode():
+        expected = Small()(torch.cat([torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]))
+    with pipe({"backend": "TorchTensor", "model": path, "max": 4, "batching_timeout": 20}) as run:
+        items = [{"data": mat} for mat in mats]
+        run(items)
+    torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_several_inputs_and_outputs_are_lists(two_ways: str) -> None:
