@@ -31,12 +31,22 @@ def by_pillow(mode: str = "RGB", **options: Any) -> bytes:
         (by_pillow(), 3),
         (by_pillow(progressive=True), 3),
         (by_pillow(subsampling=0, optimize=True), 3),
+        (by_pillow(restart_marker_rows=1), 3),
         (by_pillow("L"), 1),
         (by_pillow(comment=b"\xff\xd9 in a comment"), 3),
         (b"\xff\xd8" + b"\xff" * 5 + by_pillow()[2:], 3),  # fill bytes before a marker
         (by_pillow() + b"trailing", 3),
     ],
-    ids=["baseline", "progressive", "full chroma", "gray", "comment", "fill bytes", "trailing bytes"],
+    ids=[
+        "baseline",
+        "progressive",
+        "full chroma",
+        "restart markers",
+        "gray",
+        "comment",
+        "fill bytes",
+        "trailing bytes",
+    ],
 )
 def test_size_and_components(data: bytes, components: int) -> None:
     assert read_header(data) == (60, 40, components, 1)
@@ -76,6 +86,7 @@ def test_a_damaged_exif_segment_is_no_reason_to_refuse() -> None:
         (encode(picture(4, 4), ".png"), "they look like PNG"),
         (encode(picture(4, 4), ".webp"), "they look like WebP"),
         (by_pillow("CMYK"), r"4 color components \(CMYK\) are not supported on the GPU"),
+        (by_pillow(progressive=True, restart_marker_rows=1), "progressive with restart markers is not supported"),
         (by_pillow()[:2], "cut off in its header"),
         (by_pillow()[:100], "cut off in its header"),
         (by_pillow()[:-2], "there is no end marker"),

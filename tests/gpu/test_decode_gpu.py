@@ -32,7 +32,13 @@ def as_rgb(tensor: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("color", ["rgb", "bgr"])
 @pytest.mark.parametrize(
     "options",
-    [{"subsampling": 0}, {"subsampling": 0, "progressive": True}, {"mode": "L"}, {"subsampling": 0, "quality": 40}],
+    [
+        {"subsampling": 0},
+        {"subsampling": 0, "progressive": True},
+        {"mode": "L"},
+        {"subsampling": 0, "quality": 40},
+        {"subsampling": 0, "restart_marker_rows": 1},
+    ],
     ids=str,
 )
 def test_full_chroma_is_opencvs_within_three_levels(options: dict[str, Any], color: str) -> None:
@@ -70,7 +76,9 @@ def test_bad_items_alone_lose_their_result() -> None:
     good = jpeg(photo(100, 150, 0))
     file = io.BytesIO()
     Image.fromarray(photo(10, 10, 0)).save(file, "PNG")
-    bad = [b"", b"no image", good[:2000], good[:-2], file.getvalue(), jpeg(photo(20, 20, 0), mode="CMYK")]
+    restarted = jpeg(photo(64, 64, 0), progressive=True, restart_marker_rows=1)
+    cmyk = jpeg(photo(20, 20, 0), mode="CMYK")
+    bad = [b"", b"no image", good[:2000], good[:-2], file.getvalue(), cmyk, restarted]
     with backend_of({"backend": "DecodeTensor", "max": 16}) as backend:
         expected = forward(backend, [good])[0]["result"]
         for place in range(len(bad) + 1):

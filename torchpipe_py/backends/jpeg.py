@@ -10,7 +10,9 @@ from torchpipe_py.errors import DecodeError
 MAX_PIXELS = 2**30  # cv2.imdecode's own bound
 ORIENTATION = 0x0112  # the EXIF tag
 
-_SOI, _EOI, _SOS, _APP1 = 0xD8, 0xD9, 0xDA, 0xE1
+_EOI, _SOS, _APP1 = 0xD9, 0xDA, 0xE1
+_PROGRESSIVE = 0xC2
+_RESTART_INTERVAL = b"\xff\xdd"
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # C4, C8, CC are no frames but tables
 _HUFFMAN_DCT = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
@@ -29,7 +31,7 @@ def read_header(data: bytes) -> JpegHeader:
     """The header; ``DecodeError`` for what is no JPEG, is cut off, or is of a kind hardware decoders do not take."""
     if data[:2] != b"\xff\xd8":
         raise DecodeError(f"{len(data)} bytes are no JPEG{_known_format(data)}")
-    frame, orientation, position = None, 1, 2
+    frame, kind, orientation, position = None, 0, 1, 2
     try:
         while True:
             if data[position] != 0xFF:
@@ -47,7 +49,7 @@ def read_header(data: bytes) -> JpegHeader:
             if marker == _SOS:
                 break
             if marker in _FRAMES:
-                frame = _read_frame(data, position, marker)
+                frame, kind = _read_frame(data, position, marker), marker
             elif marker == _APP1 and data[position + 2 : position + 8] == b"Exif\0\0":
                 orientation = _read_orientation(data[position + 2 : position + length])
             position += length
@@ -57,6 +59,9 @@ def read_header(data: bytes) -> JpegHeader:
         raise DecodeError("JPEG: no frame header before the image data")
     if data.rfind(b"\xff\xd9", position) < 0:
         raise DecodeError(f"JPEG: cut off after {len(data)} bytes, there is no end marker")
+    if kind == _PROGRESSIVE and _RESTART_INTERVAL in data:
+        # NOTE: nvJPEG (CUDA 13.0, H200) decodes these wrongly without a word; `torchpipe parity` showed it.
+        raise DecodeError("JPEG: progressive with restart markers is not supported on the GPU")
     return JpegHeader(*frame, orientation)
 
 

@@ -17,9 +17,9 @@ class DecodeTensor(GuardedBackend):
     """JPEG bytes to a Tensor 1×3×H×W, ``uint8``, on the GPU by nvJPEG; a batch is decoded in one call.
 
     Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
-    (another format, CMYK, cut-off or corrupt bytes): no ``result``, ``error`` is a ``DecodeError``; a next node with
-    ``filter = "or"`` can decode it on the CPU. Pixels differ from OpenCV's where chroma is subsampled, since nvJPEG
-    does not smooth it; ``torchpipe parity`` shows by how much.
+    (another format, CMYK, progressive with restart markers, cut-off or corrupt bytes): no ``result``, ``error`` is a
+    ``DecodeError``; a next node with ``filter = "or"`` can decode it on the CPU. Pixels differ from OpenCV's where
+    chroma is subsampled, since nvJPEG does not smooth it; ``torchpipe parity`` shows by how much.
     """
 
     needs_cuda = True
