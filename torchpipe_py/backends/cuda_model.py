@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,13 +203,18 @@ class GraphedNetwork:
         self._infer, self._finish = infer, finish
         self._pool: Any = torch.cuda.graph_pool_handle() if use_graphs else None
         self._runs: dict[Way, Callable[[], list[Any]]] = {}
+        self._stream = torch.cuda.current_stream()
+        self._is_staged = False
 
     def run(self, rows: list[list[Any]], size: int) -> list[Any]:
         """Enqueue a batch, padded to ``size``; outputs N×…, on the GPU or, with ``finish``, in pinned memory.
 
         Both are overwritten by the next run.
         """
+        if self._is_staged:
+            self._stream.synchronize()  # the last batch may still be on its way out of pinned memory
         stagings = [staged.gather([row[index] for row in rows]) for index, staged in enumerate(self._inputs)]
+        self._is_staged = any(stagings)
         return self._prepared((size, *stagings))()
 
     def warm_up(self, size: int) -> None:
@@ -229,18 +235,20 @@ class GraphedNetwork:
 
     def _captured(self, way: Way) -> Callable[[], list[Any]]:
         host: list[Any] = []
-        stream = self._torch.cuda.current_stream()
         for _ in range(2):  # kernels are loaded and algorithms chosen before the capture
             self._enqueue(way, host)
-        stream.synchronize()
+        self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         with _capturing:
             # NOTE: "thread_local": other threads go on allocating and synchronizing meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 outputs = self._enqueue(way, host)
-            finally:
-                graph.capture_end()
+            except Exception:
+                with suppress(Exception):  # the capture must end, but it has nothing more to say
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
         def run() -> list[Any]:
             graph.replay()
@@ -359,6 +367,7 @@ class CudaModel(GuardedBackend, ModelBackend):
         network = self._networks.get(shapes)
         if network is None:
             if len(self._networks) == MAX_SHAPES:
+                self._guard_synchronize()  # its graph may still run
                 self._networks.popitem(last=False)
             specs = self.input_specs(len(shapes))
             buffers = [

@@ -47,7 +47,7 @@ class TensorrtTensor(CudaModel):
     def setup_guarded(self) -> None:
         super().setup_guarded()
         self._trt = load_tensorrt()
-        key = ("engine", str(self.device), self.model, self.min_batch, self.max_batch)
+        key = ("engine", str(self.device), *self.params.items())
         self._engine = self.config.shared.get(key, self._load)
         self._types = {
             self._trt.float32: self._torch.float32,
