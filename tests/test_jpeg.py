@@ -87,6 +87,7 @@ def test_a_damaged_exif_segment_is_no_reason_to_refuse() -> None:
         (encode(picture(4, 4), ".webp"), "they look like WebP"),
         (by_pillow("CMYK"), r"4 color components \(CMYK\) are not supported on the GPU"),
         (by_pillow(progressive=True, restart_marker_rows=1), "progressive with restart markers is not supported"),
+        (by_pillow(keep_rgb=True), "stored as RGB, not YCbCr"),
         (by_pillow()[:2], "cut off in its header"),
         (by_pillow()[:100], "cut off in its header"),
         (by_pillow()[:-2], "there is no end marker"),

@@ -16,8 +16,9 @@ from conftest import picture
 from PIL import Image
 
 from torchpipe_py import Backend, BackendError, ConfigError, pipe
-from torchpipe_py.backends import tensor as backends
+from torchpipe_py.backends import files, taps
 from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.registry import find_backend
 
 Data = dict[str, Any]
 
@@ -48,7 +49,9 @@ def run(backend: str, data: Any, **config: Any) -> Data:
 @contextmanager
 def made(name: str, **params: Any) -> Iterator[Backend]:
     """An instance of the class of that name, set up without a pipe."""
-    cls = getattr(backends, name)
+    cls = find_backend(name)
+    assert cls is not None
+    assert issubclass(cls, Backend)
     defaults = {key: param.default for key, param in cls.parameters().items()}
     backend: Backend = cls(BackendConfig(params={**defaults, **params}))
     backend.setup()
@@ -245,7 +248,7 @@ def test_the_order_of_passes_by_version(
     old: tuple[int, int], new: tuple[int, int], versions: set[tuple[int, int]]
 ) -> None:
     every = [(10, 0), (11, 3), (12, 1), (12, 2), (12, 3), (13, 0), (14, 1)]
-    assert {version for version in every if backends.shrinks_height_first(old, new, version)} == versions
+    assert {version for version in every if taps.shrinks_height_first(old, new, version)} == versions
 
 
 @pytest.mark.parametrize("size", [(375, 500, 224, 224), (1200, 1600, 256, 341), (100, 75, 999, 1001)])
@@ -265,7 +268,7 @@ def test_pillow_resize_of_many_sizes_in_one_instance() -> None:
             resize.forward([item])
             wanted = np.asarray(Image.fromarray(mat).resize((9, 8), Image.Resampling.BILINEAR))
             assert np.array_equal(to_mat(item["result"]), wanted)
-        assert resize._taps.cache_info().currsize == backends.KEPT_TAPS  # type: ignore[attr-defined]
+        assert resize._taps.cache_info().currsize == taps.KEPT_TAPS  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool])
@@ -566,7 +569,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, backend: str) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's answer is a stand-in: whoever runs this may be root."""
-    monkeypatch.setattr(backends.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=r"save_dir .* cannot be written"):
         pipe({"backend": "SaveMat", "save_dir": str(tmp_path)})
 
@@ -578,7 +581,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
         if step == "open":
             folder.rmdir()
         else:
-            monkeypatch.setattr(backends.os, "replace", fail)
+            monkeypatch.setattr(files.os, "replace", fail)
         with pytest.raises(BackendError) as caught:
             p({"data": torch.zeros(3)})
     assert isinstance(caught.value.__cause__, OSError)
@@ -597,7 +600,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatc
         seen.append(([one.name for one in tmp_path.glob("*.pt")], os.path.getsize(unfinished)))
         replace(unfinished, path)
 
-    monkeypatch.setattr(backends.os, "replace", watched)
+    monkeypatch.setattr(files.os, "replace", watched)
     item = run("SaveTensor", torch.zeros(300), save_dir=str(tmp_path))
     assert seen == [([], os.path.getsize(item["saved"]))]
 

@@ -49,6 +49,7 @@ class NodePlan:
     spec: NodeSpec
     backend: BackendPlan
     filter: Filter
+    reaches_caller: bool = True
 
     def creators(self) -> list[Callable[[int], Backend]]:
         """One function for each instance, from its index to its backend."""
@@ -59,7 +60,7 @@ class NodePlan:
                 device_id=self.spec.device_id,
                 instance=instance,
                 instance_num=count,
-                is_last=not self.spec.next,
+                reaches_caller=self.reaches_caller,
                 shared=shared,
             )
             return self.backend.create(seat)
@@ -75,7 +76,9 @@ def plan_nodes(spec: PipelineSpec, roots: tuple[str, ...]) -> dict[str, NodePlan
         backend = binder.bind(_expand(node.calls[0], node), {})
         binder.check_keys()
         used_defaults |= binder.used
-        plans[node.name] = NodePlan(node, backend, _entry_filter(node, node.name in roots))
+        always_run = [next_one in spec.nodes and _always_runs(spec.nodes[next_one]) for next_one in node.next]
+        reaches_caller = not always_run or not all(always_run)
+        plans[node.name] = NodePlan(node, backend, _entry_filter(node, node.name in roots), reaches_caller)
     _check_defaults(spec, used_defaults)
     return plans
 
@@ -241,6 +244,11 @@ def _entry_filter(node: NodeSpec, is_root: bool) -> Filter:
     if node.filter is not None:
         return _find_filter(node.filter, node, "filter")
     return run if is_root or node.map else swap
+
+
+def _always_runs(node: NodeSpec) -> bool:
+    """Whether the node runs on every result that comes to it."""
+    return node.filter is None or node.filter.lower() in ("swap", "run")
 
 
 def _check_defaults(spec: PipelineSpec, used: set[str]) -> None:

@@ -79,6 +79,11 @@ class PipeClosed(TorchpipeError, RuntimeError):
     code = "closed"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for an error message: the valid name nearest to ``name``, or the list of all of them."""
     names = sorted(set(valid))

@@ -235,8 +235,12 @@ class Node:
         batcher, queue = self._batcher, self._queue
         instance.collected_since = perf_counter()
         while True:
-            for _ in range(len(queue)):
-                self._accept(queue.popleft())
+            while queue:
+                try:
+                    request = queue.popleft()
+                except IndexError:  # close() empties the queue too
+                    break
+                self._accept(request)
             if self._closing:
                 return batcher.clear()
             if not len(batcher):

@@ -37,9 +37,9 @@ BUILT_IN_BACKENDS = {
     "CropTensor": f"{_BACKENDS}.tensor:CropTensor",
     "Tensor2Mat": f"{_BACKENDS}.tensor:Tensor2Mat",
     "Tensor2Vector": f"{_BACKENDS}.tensor:Tensor2Vector",
-    "SaveTensor": f"{_BACKENDS}.tensor:SaveTensor",
-    "SaveMat": f"{_BACKENDS}.tensor:SaveMat",
-    "LoadTensor": f"{_BACKENDS}.tensor:LoadTensor",
+    "SaveTensor": f"{_BACKENDS}.files:SaveTensor",
+    "SaveMat": f"{_BACKENDS}.files:SaveMat",
+    "LoadTensor": f"{_BACKENDS}.files:LoadTensor",
 }
 
 ALIASES = {

@@ -68,6 +68,7 @@ class LeaderRoster(Roster):
         self._lock = threading.Lock()  # of all that follows, and of `resting`
         self._leads = False
         self._napping: Sleeper | None = None
+        self._is_rung = False  # the leader was roused before it fell asleep
 
     def lead(self, sleeper: Sleeper) -> bool:
         """Sleep until there is work that nobody collects, and become the one who does; ``False`` when closed."""
@@ -94,7 +95,8 @@ class LeaderRoster(Roster):
         """The leader sleeps until work is added, somebody rouses it, or the time is over."""
         with self._lock:
             self.resting.append(leader)
-            if self._closed or self._queue:
+            if self._closed or self._queue or self._is_rung:
+                self._is_rung = False
                 self.resting.pop()
                 return
             self._napping = leader
@@ -122,9 +124,15 @@ class LeaderRoster(Roster):
         sleeper.wake()
 
     def rouse_leader(self) -> None:
-        """Wake the leader if it naps."""
-        if self._napping is not None:
-            self.rouse()
+        """Wake the leader if it naps; if it is about to, it will not."""
+        with self._lock:
+            sleeper = self._napping
+            if sleeper is None:
+                self._is_rung = self._leads
+                return
+            self._napping = None
+            self.resting.remove(sleeper)
+        sleeper.wake()
 
     def close(self) -> None:
         """Wake everybody; nobody rests any more."""

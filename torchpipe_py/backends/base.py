@@ -80,7 +80,8 @@ class Shared:
 class BackendConfig:
     """What a backend is constructed from: typed parameters, children and where it runs.
 
-    ``is_last`` says that its node has no successor, so that results go to the caller.
+    ``reaches_caller`` says that a result of its node may go to the caller as it is: there is no next node, or one that
+    may be skipped.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class BackendConfig:
     device_id: int = 0
     instance: int = 0
     instance_num: int = 1
-    is_last: bool = True
+    reaches_caller: bool = True
     shared: Shared = field(default_factory=Shared)
 
 

@@ -87,7 +87,7 @@ class StreamGuard:
         self._torch: Any = torch
         self._default = torch.cuda.default_stream(self.device)
         self._is_outermost = not getattr(_nesting, "depth", 0)
-        self._hands_over = config.is_last
+        self._hands_over = config.reaches_caller
         self.stream: Any = torch.cuda.current_stream(self.device)
         self._is_borrowed = bool(self.stream == self._default)
         if self._is_borrowed:

@@ -10,24 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.model import ModelBackend
-from torchpipe_py.backends.opencv import UINT8
+from torchpipe_py.backends.staging import StagedInput, is_mat
 from torchpipe_py.keys import TASK_DATA_KEY
 
 Dims = tuple[int | None, ...]
 """A shape without the batch; ``None``: any size."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shape of each input, without the batch."""
 
 Infer = Callable[[list[Any]], list[Any]]
 """From input tensors N×… to output tensors N×…, enqueued on the current stream."""
 
 Way = tuple[Any, ...]
 """How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
-
-MAT = "mat"
 
 ALL_SIZES = 8  # up to here each batch size has a graph of its own
 MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
@@ -60,7 +59,7 @@ class InputSpec:
         return shape
 
     def _row_shape(self, value: Any) -> tuple[int, ...]:
-        if is_mat(value):
+        if is_mat(value) and (self.dims is None or len(self.dims) == 3):
             shape = value.shape
             return (shape[2], shape[0], shape[1]) if len(shape) == 3 else (1, *shape)
         try:
@@ -72,121 +71,6 @@ class InputSpec:
         if not shape or shape[0] != 1:
             raise ValueError(f"input {self.name!r} takes one item, 1x…, got {'x'.join(map(str, shape)) or 'a scalar'}")
         return shape[1:]
-
-
-def is_mat(value: Any) -> bool:
-    """Whether ``value`` is a Mat: an array H×W or H×W×C, ``uint8``."""
-    return isinstance(value, np.ndarray) and value.dtype is UINT8 and value.ndim in (2, 3)
-
-
-class StagedInput:
-    """One input's buffer on the GPU, max×…, filled from the values of a batch: Mats, arrays or tensors."""
-
-    def __init__(self, buffer: Any) -> None:
-        import torch
-
-        self.buffer = buffer
-        self._torch: Any = torch
-        self._row = tuple(buffer.shape[1:])
-        self._staging: dict[Any, Staging] = {}
-
-    def gather(self, values: list[Any]) -> Staging | None:
-        """Bring the values together; what still has to be copied to the buffer, or ``None`` if that is enqueued."""
-        kinds = {self._kind(value) for value in values}
-        if len(kinds) > 1:
-            for index, value in enumerate(values):
-                self.buffer[index].copy_(self._as_tensor(value))
-            return None
-        (kind,) = kinds
-        if kind == MAT:
-            staging = self.mat_staging()
-            staging.gather_mats(values)
-        elif kind[0] == "cuda":
-            self._concatenate(values, kind[1])
-            return None
-        else:
-            staging = self._staging_of(kind[1])
-            staging.gather([self._as_tensor(value).numpy() for value in values])
-        return staging
-
-    def mat_staging(self) -> Staging:
-        """Where Mats are gathered, N×H×W×C."""
-        if MAT not in self._staging:
-            channels, height, width = self._row
-            shape = (len(self.buffer), height, width, channels)
-            pinned = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True)
-            self._staging[MAT] = Staging(self.buffer, pinned, True)
-        return self._staging[MAT]
-
-    def takes_images(self) -> bool:
-        """Whether Mats are likely values: one, three or four channels."""
-        return len(self._row) == 3 and self._row[0] in (1, 3, 4)
-
-    def _kind(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return MAT if is_mat(value) else ("cpu", self._torch.from_numpy(value[:0]).dtype)
-        return ("cuda" if value.is_cuda else "cpu", value.dtype)
-
-    def _as_tensor(self, value: Any) -> Any:
-        """A value as a tensor without its batch dimension, C×H×W for a Mat."""
-        if is_mat(value):
-            value = np.ascontiguousarray(value.reshape(*value.shape[:2], -1).transpose(2, 0, 1))
-        tensor = value if isinstance(value, self._torch.Tensor) else self._torch.from_numpy(value)
-        return tensor.detach().reshape(self._row)
-
-    def _concatenate(self, values: list[Any], dtype: Any) -> None:
-        count = len(values)
-        device = self.buffer.device
-        rows = [value if value.device == device else value.to(device) for value in values]
-        if rows[0].ndim == len(self._row):
-            rows = [row[None] for row in rows]
-        if dtype == self.buffer.dtype:
-            self._torch.cat(rows, out=self.buffer[:count])
-        else:
-            self.buffer[:count].copy_(self._torch.cat(rows))
-
-    def _staging_of(self, dtype: Any) -> Staging:
-        if dtype not in self._staging:
-            pinned = self._torch.empty(self.buffer.shape, dtype=dtype, pin_memory=True)
-            self._staging[dtype] = Staging(self.buffer, pinned, False)
-        return self._staging[dtype]
-
-
-class Staging:
-    """Rows gathered in pinned memory; copied to the GPU as they are, and converted and laid out there."""
-
-    def __init__(self, buffer: Any, pinned: Any, channels_last: bool) -> None:
-        import cv2
-        import torch
-
-        self._stack: Any = cv2.vconcat
-        self._rows = pinned.numpy()
-        self._pinned, self._buffer = pinned, buffer
-        direct = pinned.dtype == buffer.dtype and not channels_last
-        self._device = buffer if direct else torch.empty(pinned.shape, dtype=pinned.dtype, device=buffer.device)
-        self._source = None if direct else self._device.permute(0, 3, 1, 2) if channels_last else self._device
-
-    def gather(self, arrays: list[np.ndarray]) -> None:
-        """Copy arrays of one row each."""
-        for row, array in zip(self._rows, arrays, strict=False):
-            np.copyto(row, array.reshape(row.shape))
-
-    def gather_mats(self, mats: list[np.ndarray]) -> None:
-        """Copy Mats of one size."""
-        _, height, width, channels = self._rows.shape
-        if channels == 1 or len(mats) == 1:
-            self.gather(mats)
-            return
-        # One call for all of them: NumPy would give up the GIL, and queue for it again, for each.
-        target = self._rows[: len(mats)].reshape(len(mats) * height, width, channels)
-        if self._stack(mats, target) is not target:
-            self.gather(mats)  # OpenCV has put them elsewhere
-
-    def enqueue(self, size: int) -> None:
-        """Enqueue the copy of ``size`` rows."""
-        self._device[:size].copy_(self._pinned[:size], non_blocking=True)
-        if self._source is not None:
-            self._buffer[:size].copy_(self._source[:size])
 
 
 class GraphedNetwork:
@@ -286,6 +170,17 @@ def batch_sizes(least: int, most: int) -> list[int]:
     return [size for size in sizes if least <= size < most] + [most]
 
 
+def finish_of(postprocessor: Any) -> Infer | None:
+    """The part of a postprocessor that runs on the GPU; a subclass that has only ``forward`` of its own has none."""
+    for cls in type(postprocessor).__mro__:
+        if "on_device" in vars(cls):
+            finish: Infer = postprocessor.on_device
+            return finish
+        if "forward" in vars(cls):
+            return None
+    return None
+
+
 class CudaModel(GuardedBackend, ModelBackend):
     """A model that runs on a GPU as CUDA graphs: subclasses load it, say what its inputs are, and enqueue it.
 
@@ -304,8 +199,8 @@ class CudaModel(GuardedBackend, ModelBackend):
         self._torch: Any = torch
         self._sizes = batch_sizes(self.min(), self.max())
         self._specs_of: dict[int, Sequence[InputSpec]] = {}
-        self._networks: OrderedDict[tuple[tuple[int, ...], ...], GraphedNetwork] = OrderedDict()
-        self._finish: Infer | None = getattr(self._postprocess, "on_device", None)
+        self._networks: OrderedDict[Shapes, GraphedNetwork] = OrderedDict()
+        self._finish = finish_of(self._postprocess)
 
     def close(self) -> None:
         self._networks = OrderedDict()
@@ -315,19 +210,26 @@ class CudaModel(GuardedBackend, ModelBackend):
         """The model's inputs; ``count`` is what a request brings, for models that do not say."""
         raise NotImplementedError(type(self).__name__)
 
+    def size_for(self, count: int, shapes: Shapes) -> int:
+        """The size that a batch of ``count`` is padded to; ``ValueError`` where the model takes no such shapes."""
+        return self._sizes[bisect_left(self._sizes, count)]
+
+    def forget(self, shapes: Shapes) -> None:
+        """Release what ``enqueue`` keeps for inputs of these shapes."""
+
     def enqueue(self, inputs: list[Any]) -> list[Any]:
         """Enqueue the model on the current stream; output tensors N×…, in the model's order."""
         raise NotImplementedError(type(self).__name__)
 
-    def warm_up(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def warm_up(self, shapes: Shapes) -> None:
         """Capture every batch size for inputs of these shapes (without batch)."""
         network = self._network(shapes)
-        for size in self._sizes:
+        for size in sorted({self.size_for(size, shapes) for size in self._sizes}):
             network.warm_up(size)
         self._guard_synchronize()
 
     def forward_guarded(self, items: list[Data]) -> None:
-        groups: dict[tuple[tuple[int, ...], ...], tuple[list[Data], list[list[Any]]]] = {}
+        groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
         for item in items:
             data = item[TASK_DATA_KEY]
             row = list(data) if isinstance(data, (list, tuple)) else [data]
@@ -336,9 +238,10 @@ class CudaModel(GuardedBackend, ModelBackend):
             members.append(item)
             rows.append(row)
         for shapes, (members, rows) in groups.items():
-            self._run(self._network(shapes), members, rows)
+            size = self.size_for(len(members), shapes)
+            self._run(self._network(shapes), members, rows, size)
 
-    def _shapes(self, row: list[Any]) -> tuple[tuple[int, ...], ...]:
+    def _shapes(self, row: list[Any]) -> Shapes:
         """The shape of each input of one request, without batch; ``ValueError`` where they do not fit."""
         specs = self._specs_of.get(len(row))
         if specs is None:
@@ -349,9 +252,9 @@ class CudaModel(GuardedBackend, ModelBackend):
             return (specs[0].row_shape(row[0]),)
         return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])
 
-    def _run(self, network: GraphedNetwork, items: list[Data], rows: list[list[Any]]) -> None:
+    def _run(self, network: GraphedNetwork, items: list[Data], rows: list[list[Any]], size: int) -> None:
         count = len(items)
-        outputs = network.run(rows, self._sizes[bisect_left(self._sizes, count)])
+        outputs = network.run(rows, size)
         if self._finish is None:
             self.write_results(items, [output[:count].clone() for output in outputs])
             return
@@ -363,12 +266,12 @@ class CudaModel(GuardedBackend, ModelBackend):
         assert self._guard is not None  # a CudaModel needs CUDA
         self._guard.synchronize()
 
-    def _network(self, shapes: tuple[tuple[int, ...], ...]) -> GraphedNetwork:
+    def _network(self, shapes: Shapes) -> GraphedNetwork:
         network = self._networks.get(shapes)
         if network is None:
             if len(self._networks) == MAX_SHAPES:
                 self._guard_synchronize()  # its graph may still run
-                self._networks.popitem(last=False)
+                self.forget(self._networks.popitem(last=False)[0])
             specs = self.input_specs(len(shapes))
             buffers = [
                 self._torch.zeros((self.max(), *shape), dtype=spec.dtype, device=self.device)

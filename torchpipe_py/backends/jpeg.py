@@ -10,7 +10,7 @@ from torchpipe_py.errors import DecodeError
 MAX_PIXELS = 2**30  # cv2.imdecode's own bound
 ORIENTATION = 0x0112  # the EXIF tag
 
-_EOI, _SOS, _APP1 = 0xD9, 0xDA, 0xE1
+_EOI, _SOS, _APP1, _APP14 = 0xD9, 0xDA, 0xE1, 0xEE
 _PROGRESSIVE = 0xC2
 _RESTART_INTERVAL = b"\xff\xdd"
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
@@ -31,7 +31,7 @@ def read_header(data: bytes) -> JpegHeader:
     """The header; ``DecodeError`` for what is no JPEG, is cut off, or is of a kind hardware decoders do not take."""
     if data[:2] != b"\xff\xd8":
         raise DecodeError(f"{len(data)} bytes are no JPEG{_known_format(data)}")
-    frame, kind, orientation, position = None, 0, 1, 2
+    frame, kind, transform, orientation, position = None, 0, 1, 1, 2
     try:
         while True:
             if data[position] != 0xFF:
@@ -50,6 +50,8 @@ def read_header(data: bytes) -> JpegHeader:
                 break
             if marker in _FRAMES:
                 frame, kind = _read_frame(data, position, marker), marker
+            elif marker == _APP14 and data[position + 2 : position + 7] == b"Adobe":
+                transform = data[position + 13]
             elif marker == _APP1 and data[position + 2 : position + 8] == b"Exif\0\0":
                 orientation = _read_orientation(data[position + 2 : position + length])
             position += length
@@ -62,6 +64,8 @@ def read_header(data: bytes) -> JpegHeader:
     if kind == _PROGRESSIVE and _RESTART_INTERVAL in data:
         # NOTE: nvJPEG (CUDA 13.0, H200) decodes these wrongly without a word; `torchpipe parity` showed it.
         raise DecodeError("JPEG: progressive with restart markers is not supported on the GPU")
+    if frame[2] == 3 and transform == 0:
+        raise DecodeError("JPEG: colors stored as RGB, not YCbCr, are not supported on the GPU")
     return JpegHeader(*frame, orientation)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.jpeg import read_header
-from torchpipe_py.backends.opencv import COLORS, to_color
-from torchpipe_py.errors import BackendUnavailable, DecodeError
+from torchpipe_py.backends.opencv import COLORS, encoded_bytes, to_color
+from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int
 
@@ -45,7 +45,8 @@ class DecodeTensor(GuardedBackend):
     def forward_guarded(self, items: list[Data]) -> None:
         good: list[tuple[Data, Any, int]] = []
         for item in items:
-            data = _as_bytes(item[TASK_DATA_KEY])
+            data = item[TASK_DATA_KEY]
+            data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
             try:
                 orientation = read_header(data).orientation
             except DecodeError as error:
@@ -67,7 +68,7 @@ class DecodeTensor(GuardedBackend):
                     self._decode_batch([one])
             else:
                 item, encoded, _ = batch[0]
-                item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {_first_line(error)}")
+                item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {first_line(error)}")
             return
         for (item, _, orientation), image in zip(batch, images, strict=True):
             if orientation != 1:
@@ -82,15 +83,3 @@ def oriented(image: Any, orientation: int) -> Any:
         image = image.transpose(1, 2)
     dims = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
     return (image.flip(dims) if dims else image).contiguous()
-
-
-def _as_bytes(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, (bytearray, memoryview)) or getattr(value, "dtype", None) == "uint8":
-        return bytes(value)
-    raise TypeError(f"expected encoded bytes, got {type(value).__name__}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

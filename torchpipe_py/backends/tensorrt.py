@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Param
-from torchpipe_py.backends.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.cuda_model import CudaModel, InputSpec, Shapes
 from torchpipe_py.backends.onnx_graph import model_bytes
-from torchpipe_py.backends.tensorrt_api import context_memory, load_tensorrt, messages, new_context, profile_range, said
+from torchpipe_py.backends.tensorrt_api import context_memory, load_tensorrt, messages, new_context, profile_range
 from torchpipe_py.backends.tensorrt_engine import EngineSpec, cached_engine, load_engine, to_bounds
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import to_int, to_str, to_strings
@@ -62,7 +63,7 @@ class TensorrtTensor(CudaModel):
             },
         }
         self._read_engine()
-        self._contexts: dict[tuple[int, ...], Any] = {}
+        self._contexts: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._scratch: Any = None
         shapes = tuple(tuple(dim for dim in spec.dims or () if dim is not None) for spec in self._specs)
         if all(len(shape) == len(spec.dims or ()) for shape, spec in zip(shapes, self._specs, strict=True)):
@@ -120,7 +121,6 @@ class TensorrtTensor(CudaModel):
             if not any(low[0] <= size <= high[0] for ranges in self._profiles for low, high in ranges[:1]):
                 held = ", ".join(f"{ranges[0][0][0]}..{ranges[0][1][0]}" for ranges in self._profiles)
                 raise ConfigError(f"model {self.model}: a batch of {size} is outside the engine's profiles ({held})")
-        self._sizes = [size for size in self._sizes if self._profile_for(size) is not None]
         shape = tuple(engine.get_tensor_shape(self._outputs[0]))
         self.check_labels([dim if dim >= 0 else None for dim in shape])
 
@@ -130,15 +130,27 @@ class TensorrtTensor(CudaModel):
             raise ConfigError(f"model {self.model}: tensor {name!r} is a {dtype}, which PyTorch has no type for")
         return self._types[dtype]
 
-    def _profile_for(self, size: int) -> int | None:
-        """The first profile that takes batches of ``size``."""
+    def size_for(self, count: int, shapes: Shapes) -> int:
+        for size in self._sizes:
+            if size >= count and self._profile_for([(size, *shape) for shape in shapes]) is not None:
+                return size
+        given = ", ".join("x".join(map(str, shape)) for shape in shapes)
+        raise ValueError(f"no profile of the engine takes {count} of {given}; min and max say what it is built for")
+
+    def _profile_for(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
+        """The first profile that takes inputs of these shapes, batch included."""
         for index, ranges in enumerate(self._profiles):
-            if all(low[0] <= size <= high[0] for low, high in ranges):
+            bounds = [zip(low, shape, high, strict=True) for (low, high), shape in zip(ranges, shapes, strict=True)]
+            if all(least <= dim <= most for bound in bounds for least, dim, most in bound):
                 return index
         return None
 
+    def forget(self, shapes: Shapes) -> None:
+        for key in [key for key in self._contexts if tuple(shape[1:] for shape in key) == shapes]:
+            del self._contexts[key]
+
     def enqueue(self, inputs: list[Any]) -> list[Any]:
-        shapes = [tuple(tensor.shape) for tensor in inputs]
+        shapes = tuple([tuple(tensor.shape) for tensor in inputs])
         context = self._context(shapes)
         outputs = []
         stream = self._torch.cuda.current_stream().cuda_stream
@@ -153,7 +165,7 @@ class TensorrtTensor(CudaModel):
             raise RuntimeError(f"TensorRT did not run the batch: {messages(self._trt).last()}")
         return outputs
 
-    def _output_shape(self, context: Any, name: str, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    def _output_shape(self, context: Any, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         try:
             shape = tuple(context.get_tensor_shape(name))
         except ValueError:  # dimensions that TensorRT could not work out have no length
@@ -163,26 +175,25 @@ class TensorrtTensor(CudaModel):
             raise ValueError(f"output {name!r} has a shape that depends on the data, which is not supported")
         return shape
 
-    def _context(self, shapes: list[tuple[int, ...]]) -> Any:
+    def _context(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
         """An execution context of its own for each set of shapes, since a captured graph holds on to its context.
 
         They share one scratch memory, as an instance runs one batch at a time.
         """
-        key = tuple(dim for shape in shapes for dim in shape)
-        context = self._contexts.get(key)
+        context = self._contexts.get(shapes)
         if context is not None:
             return context
-        profile = self._profile_for(shapes[0][0])
-        stream = self._torch.cuda.current_stream().cuda_stream
-        with messages(self._trt).collected() as errors:
+        profile = self._profile_for(shapes)
+        stream = self._torch.cuda.current_stream()
+        with self.config.shared.get("making contexts", threading.Lock):
             size = context_memory(self._engine)
             if self._scratch is None:
                 self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.device)
             context = new_context(self._trt, self._engine, self._scratch.data_ptr(), size)
-            if context is None or not context.set_optimization_profile_async(profile, stream):
-                raise RuntimeError(f"TensorRT gives no execution context: {said(errors)}")
-            for name, shape in zip(self._inputs, shapes, strict=True):
-                if not context.set_input_shape(name, shape):
-                    raise ValueError(f"input {name!r} of {'x'.join(map(str, shape))}: {said(errors)}")
-        self._contexts[key] = context
+            if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
+                raise RuntimeError(f"TensorRT gives no execution context: {messages(self._trt).last()}")
+        for name, shape in zip(self._inputs, shapes, strict=True):
+            if not context.set_input_shape(name, shape):
+                raise ValueError(f"input {name!r} of {'x'.join(map(str, shape))}: {messages(self._trt).last()}")
+        self._contexts[shapes] = context
         return context

@@ -176,17 +176,28 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
         logger.warning("%s: no model::cache is given, the engine is built at every start", spec.model)
         return load_engine(trt, build_engine(trt, spec, None), spec.model)
     cache, key = EngineCache(cache_path), spec.key(trt, gpu)
+    engine, _ = _kept_engine(trt, cache, key)
+    if engine is not None:  # without the lock: files are replaced whole, and a cache may be on a read-only disk
+        return engine
     with cache.locked():
-        content, reason = cache.load(key)
-        if content is not None:
-            try:
-                return load_engine(trt, content, cache_path)
-            except ConfigError as error:
-                reason = str(error)
+        engine, reason = _kept_engine(trt, cache, key)
+        if engine is not None:
+            return engine
         logger.warning("engine %s: %s; building it from %s", cache_path, reason, spec.model)
         content = build_engine(trt, spec, cache.timing_path)
         cache.store(content, key)
     return load_engine(trt, content, cache_path)
+
+
+def _kept_engine(trt: Any, cache: EngineCache, key: dict[str, Any]) -> tuple[Any, str]:
+    """The engine in the cache if it is right and TensorRT takes it; else ``None`` and the reason."""
+    content, reason = cache.load(key)
+    if content is None:
+        return None, reason
+    try:
+        return load_engine(trt, content, str(cache.path)), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def load_engine(trt: Any, content: bytes, name: str) -> Any:
@@ -268,7 +279,7 @@ def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
 def _load_timing(config: Any, path: Path | None) -> None:
     content = path.read_bytes() if path is not None and path.exists() else b""
     cache = config.create_timing_cache(content)
-    if not config.set_timing_cache(cache, False):  # another version or GPU: start afresh
+    if cache is None or not config.set_timing_cache(cache, False):  # damaged, another version or GPU: start afresh
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 

@@ -46,7 +46,8 @@ class Mat2Tensor(GuardedBackend, ItemBackend):
             item[TASK_RESULT_KEY] = self._from_numpy(self._planes(mat))
         else:
             # Half the work on the host: the planes are taken apart where memory is fast.
-            tensor = self._from_numpy(mat.copy() if not mat.flags.writeable else mat).to(self.device)
+            writable = mat if mat.flags.c_contiguous and mat.flags.writeable else mat.copy()
+            tensor = self._from_numpy(writable).to(self.device)
             item[TASK_RESULT_KEY] = tensor.permute(2, 0, 1)[None].contiguous()
 
     def _planes(self, mat: np.ndarray) -> np.ndarray:

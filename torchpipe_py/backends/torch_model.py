@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.cuda_model import CudaModel, InputSpec, is_mat
+from torchpipe_py.backends.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.model import request_inputs
-from torchpipe_py.errors import BackendUnavailable, ConfigError
+from torchpipe_py.backends.staging import is_mat
+from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_bool, to_str
 
@@ -54,8 +55,15 @@ class TorchTensor(CudaModel):
             inputs = [inputs[0] - self._mean, *inputs[1:]]
         if self._std is not None:
             inputs = [inputs[0] / self._std, *inputs[1:]]
-        with self._torch.inference_mode():
-            outputs = self._module(*inputs)
+        try:
+            with self._torch.inference_mode():
+                outputs = self._module(*inputs)
+        except Exception as error:
+            if self._guard is None or not self._torch.cuda.is_current_stream_capturing():
+                raise
+            raise RuntimeError(
+                f"{self.model} cannot be captured as a CUDA graph ({first_line(error)}); set cuda_graph = false"
+            ) from error
         return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
     def forward_guarded(self, items: list[Data]) -> None:
@@ -102,7 +110,7 @@ def load_module(path: str, device: Any) -> Any:
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
-        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {_first_line(error)}") from error
+        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(error)}") from error
 
 
 def _load_package(torch: Any, path: str, device: Any) -> Any:
@@ -115,7 +123,3 @@ def _load_package(torch: Any, path: str, device: Any) -> Any:
     if compiled_for != device.type:
         raise BackendUnavailable(f"model {path} is compiled for {compiled_for}, this node runs on {device.type}")
     return package
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]

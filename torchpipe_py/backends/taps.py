@@ -1,0 +1,100 @@
+"""Resizing as weighted sums: which pixels of a row make a pixel of the resized one, and how much of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+PRECISION_BITS = 22  # of Pillow's coefficients: src/libImaging/Resample.c
+KEPT_TAPS = 64
+
+Taps = tuple[np.ndarray, np.ndarray]
+"""What each pixel of a resized row is made of: columns of the input, int64, and their weights, float64; both out×k.
+
+The columns of one row differ from each other; where a weight is 0 the column does not matter.
+"""
+
+
+def keep_taps(make: Callable[..., Taps]) -> Callable[..., tuple[Any, Any]]:
+    """``taps(size, wanted, device, *options)``: what ``make`` gives, as tensors on ``device``; keeps the last 64."""
+    import torch
+
+    @lru_cache(maxsize=KEPT_TAPS)
+    def taps(size: int, wanted: int, device: Any, *options: Any) -> tuple[Any, Any]:
+        columns, weights = make(size, wanted, *options)
+        return torch.from_numpy(columns).to(device), torch.from_numpy(weights).to(device)
+
+    return taps
+
+
+def resample(tensor: Any, dim: int, wanted: int, columns: Any, weights: Any) -> Any:
+    """A float64 Tensor with dimension ``dim`` (2: rows, 3: columns) resized to ``wanted``, by one matrix product."""
+    # The matrix, wanted×size, is made anew: of large images it is large, and kept it would fill the GPU.
+    matrix = tensor.new_zeros((wanted, tensor.shape[dim])).scatter_(1, columns, weights)
+    return tensor @ matrix.T if dim == 3 else matrix @ tensor
+
+
+def pillow_taps(size: int, wanted: int) -> Taps:
+    """Pillow's bilinear coefficients times 2²², whole numbers: ``precompute_coeffs``, ``normalize_coeffs_8bpc``."""
+    scale = size / wanted
+    support = max(scale, 1.0)
+    centers = (np.arange(wanted) + 0.5) * scale
+    first = np.maximum((centers - support + 0.5).astype(np.int64), 0)
+    end = np.minimum((centers + support + 0.5).astype(np.int64), size)
+    columns = _columns(first, 2 * math.ceil(support) + 1, size)
+    weights = np.maximum(1.0 - np.abs((columns - centers[:, None] + 0.5) * (1.0 / support)), 0.0)
+    weights[(columns < first[:, None]) | (columns >= end[:, None])] = 0.0
+    # NOTE: cumsum adds from left to right, as Pillow does; sum does not, and the last bit decides some roundings.
+    weights /= weights.cumsum(axis=1)[:, -1:]
+    return columns, np.floor(weights * (1 << PRECISION_BITS) + 0.5)
+
+
+def shrinks_height_first(old: Sequence[int], new: Sequence[int], pillow: tuple[int, int]) -> bool:
+    """Whether Pillow of version ``pillow`` resizes the height before the width; ``old``, ``new``: height and width.
+
+    Never before 12.2; then images over 100 times as high as wide (python-pillow/Pillow#9524); since 13.0 wherever the
+    height loses more than twice as many pixels as the width (#9549).
+    """
+    (old_h, old_w), (new_h, new_w) = old, new
+    if pillow < (12, 2) or new_h >= old_h:
+        return False
+    return old_h > 100 * old_w if pillow < (13, 0) else old_h - new_h > 2 * (old_w - new_w)
+
+
+def area_taps(size: int, wanted: int, shrinks: bool) -> Taps:
+    """Weights of OpenCV's INTER_AREA; ``shrinks``: neither side of the image grows."""
+    return _covered_taps(size, wanted) if shrinks else _widened_taps(size, wanted)
+
+
+def _covered_taps(size: int, wanted: int) -> Taps:
+    """The mean over the pixels that an output pixel covers, each counted by the part covered."""
+    scale = size / wanted
+    start = np.arange(wanted)[:, None] * scale
+    columns = _columns(start[:, 0].astype(np.int64), math.ceil(scale) + 1, size)
+    weights = np.maximum(np.minimum(start + scale, columns + 1) - np.maximum(start, columns), 0.0)
+    return columns, weights / weights.sum(axis=1, keepdims=True)
+
+
+def _widened_taps(size: int, wanted: int) -> Taps:
+    """Where a side grows OpenCV interpolates, in both directions, only where an output pixel lies across two pixels."""
+    growth = wanted / size
+    left = (np.arange(wanted) * (1 / growth)).astype(np.int64)
+    # NOTE: float32 as in OpenCV: rounding to a whole number here decides between no part and all of the next pixel.
+    part = (np.arange(1, wanted + 1) - (left + 1) * growth).astype(np.float32).astype(np.float64)
+    part = np.where(part <= 0, 0.0, part - np.floor(part))
+    part[left >= size - 1] = 0.0
+    left = np.minimum(left, size - 1)
+    columns = _columns(left, 2, size)
+    weights = np.where(columns == left[:, None], 1 - part[:, None], 0.0)
+    return columns, np.where(columns == left[:, None] + 1, part[:, None], weights)
+
+
+def _columns(first: np.ndarray, count: int, size: int) -> np.ndarray:
+    """For each row ``count`` columns from ``first`` on, moved left where they would leave the image."""
+    count = min(count, size)
+    columns: np.ndarray = np.minimum(first, size - count)[:, None] + np.arange(count)
+    return columns
