@@ -1,0 +1,194 @@
+"""Who sleeps and who is woken: the roster alone, with threads, and the two gaps in which a wake-up could be lost."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import pytest
+from conftest import Register
+
+from torchpipe_py import ItemBackend, PipeClosed, pipe
+from torchpipe_py.roster import LeaderRoster, Roster, Sleeper
+
+WAIT = 30.0
+
+
+@pytest.fixture
+def busy_switching() -> Iterator[None]:
+    """Threads are switched some hundred times as often, so that gaps are hit."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def start(target: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(WAIT)
+    return not thread.is_alive()
+
+
+def wait_until(roster: Roster, count: int) -> None:
+    limit = perf_counter() + WAIT
+    while len(roster.resting) != count:
+        assert perf_counter() < limit
+
+
+def test_the_one_that_rested_last_is_woken_first() -> None:
+    roster, woken = Roster(deque()), deque[int]()
+
+    def rest(number: int) -> None:
+        roster.rest(Sleeper())
+        woken.append(number)
+
+    threads = []
+    for number in range(3):
+        threads.append(start(lambda number=number: rest(number)))
+        wait_until(roster, number + 1)
+    for number in range(3):
+        roster.rouse()
+        assert ended(threads[2 - number])
+    assert list(woken) == [2, 1, 0]
+    roster.rouse()  # nobody is left: nothing happens
+
+
+def test_nobody_rests_while_there_is_work_or_after_closing() -> None:
+    queue = deque([1])
+    roster = Roster(queue)
+    assert roster.rest(Sleeper())
+    queue.clear()
+    thread = start(lambda: roster.rest(Sleeper()))
+    wait_until(roster, 1)
+    roster.close()
+    assert ended(thread)
+    assert not roster.rest(Sleeper())
+    assert roster.resting == []
+
+
+def test_one_leads_and_hands_on_only_what_is_left() -> None:
+    queue: deque[int] = deque([1, 2])
+    roster, first, second = LeaderRoster(queue, ()), Sleeper(), Sleeper()
+    assert roster.lead(first)
+    leading = threading.Event()
+    thread = start(lambda: roster.lead(second) and leading.set())
+    wait_until(roster, 1)
+    roster.rouse()  # there is a leader, who is awake
+    assert not leading.wait(0.05)
+    queue.popleft()
+    roster.hand_on()
+    assert leading.wait(WAIT)
+    assert ended(thread)
+
+
+def test_a_leader_roused_before_its_nap_does_not_nap() -> None:
+    roster, leader = LeaderRoster(deque([1]), ()), Sleeper()
+    queue = roster._queue
+    assert roster.lead(leader)
+    queue.clear()  # type: ignore[attr-defined]
+    roster.rouse_leader()  # between the last look and the nap
+    thread = start(lambda: roster.nap(leader, 1000.0))
+    assert ended(thread)
+    napping = start(lambda: roster.nap(leader, 1000.0))  # once only
+    wait_until(roster, 1)
+    roster.rouse_leader()
+    assert ended(napping)
+
+
+def test_a_nap_ends_by_the_clock_by_work_and_by_closing() -> None:
+    queue: deque[int] = deque([1])
+    roster, leader = LeaderRoster(queue, (1,)), Sleeper()
+    assert roster.lead(leader)
+    roster.nap(leader, 1000.0)  # there is something in the queue
+    queue.clear()
+    roster.nap(leader, 0.01)
+    assert roster.resting == []
+    thread = start(lambda: roster.nap(leader, 1000.0))
+    wait_until(roster, 1)
+    roster.close()
+    assert ended(thread)
+    roster.nap(leader, 1000.0)
+    assert not roster.lead(leader)
+
+
+@pytest.mark.usefixtures("busy_switching")
+@pytest.mark.parametrize("leaders", [False, True])
+def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
+    queue: deque[int] = deque()
+    roster = LeaderRoster(queue, ()) if leaders else Roster(queue)
+    total, taken = 20_000, deque[int]()
+    done = threading.Event()
+
+    def take() -> None:
+        try:
+            taken.append(queue.popleft())
+        except IndexError:
+            return
+        if len(taken) >= total:
+            done.set()
+
+    def work() -> None:
+        sleeper = Sleeper()
+        if isinstance(roster, LeaderRoster):
+            while roster.lead(sleeper):
+                roster.nap(sleeper, 1e-4)
+                take()
+                roster.hand_on()
+        else:
+            while roster.rest(sleeper):
+                take()
+
+    def add(numbers: range) -> None:
+        for number in numbers:
+            queue.append(number)
+            if roster.resting:
+                roster.rouse()
+
+    workers = [start(work) for _ in range(4)]
+    adders = [start(lambda index=index: add(range(index, total, 3))) for index in range(3)]
+    assert all(ended(thread) for thread in adders)
+    assert done.wait(WAIT)
+    roster.close()
+    assert all(ended(thread) for thread in workers)
+    assert sorted(taken) == list(range(total))
+
+
+class Slow(ItemBackend):
+    """Result is data; takes batches."""
+
+    def max(self) -> int:
+        return 4
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        item["result"] = item["data"]
+
+
+@pytest.mark.usefixtures("busy_switching")
+def test_closing_beside_a_leader_who_collects(register: Register) -> None:
+    """No thread may end with an exception (pytest would report it), and every call gets its answer."""
+    name = register(Slow)
+    for _ in range(60):
+        run = pipe({"backend": name, "instance_num": 3, "batching_timeout": 1})
+        answers: deque[str] = deque()
+
+        def call(run: Any = run, answers: deque[str] = answers) -> None:
+            try:
+                while True:
+                    run({"data": 1})
+            except PipeClosed:
+                answers.append("closed")
+
+        callers = [start(call) for _ in range(6)]
+        run({"data": 1})
+        run.close()
+        assert all(ended(thread) for thread in callers)
+        assert len(answers) == 6
