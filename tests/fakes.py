@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import pytest
+import torch
+
 from torchpipe_py import Backend
+from torchpipe_py.backends import cuda
+from torchpipe_py.backends.cuda_model import CudaModel
 
 WAIT = 30.0
 """Seconds after which something that must happen counts as not happening."""
@@ -94,3 +100,41 @@ def in_threads(count: int, work: Callable[[int], object]) -> None:
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+class FakeStream:
+    """Stands in for a ``torch.cuda.Stream``."""
+
+    cuda_stream = 0
+
+    def synchronize(self) -> None: ...
+
+
+class FakeGuard:
+    """Stands in for a ``StreamGuard``; its device is the CPU."""
+
+    device = torch.device("cpu")
+    stream = FakeStream()
+
+    def __init__(self, config: Any) -> None: ...
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        yield
+
+    def synchronize(self) -> None: ...
+
+    def run(self, forward: Callable[[list[Any]], None], items: list[Any]) -> None:
+        forward(items)
+
+    def close(self) -> None: ...
+
+
+def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets backends that need a GPU run on the CPU, without CUDA graphs: their logic on the host can be tested."""
+    empty = torch.empty
+    monkeypatch.setattr(cuda, "StreamGuard", FakeGuard)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: FakeStream())
+    monkeypatch.setattr(CudaModel, "use_graphs", False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
+from fakes import cpu_as_gpu
 
 from torchpipe_py.backends import cuda_model
 from torchpipe_py.backends.base import BackendConfig, Param
@@ -40,39 +41,16 @@ class Model(CudaModel):
         self.forgotten.append(shapes)
 
 
-class FakeStream:
-    def synchronize(self) -> None: ...
-
-
-class FakeGuard:
-    """Stands in for a ``StreamGuard``."""
-
-    device = torch.device("cpu")
-    stream = FakeStream()
-
-    def synchronize(self) -> None: ...
-
-    def run(self, forward: Any, items: list[dict[str, Any]]) -> None:
-        forward(items)
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: FakeStream())
+    cpu_as_gpu(monkeypatch)
 
     def make_model(**settings: Any) -> Model:
         dims = settings.pop("dims", (3, None, None))
         defaults = {name: param.default for name, param in Model.parameters().items()}
         model = Model(BackendConfig(params={**defaults, "max_batch": 16, **settings}))
         model.dims = dims
-        monkeypatch.setattr(cuda_model.GuardedBackend, "setup", lambda self: None)
         model.setup()
-        model._guard = FakeGuard()  # type: ignore[assignment]
-        model.setup_guarded()
         return model
 
     return make_model
