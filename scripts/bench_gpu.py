@@ -1,7 +1,8 @@
 """``python scripts/bench_gpu.py limits|g1g2|g5|g6|all``: limit, baseline and the pipe on a GPU, in one run.
 
-Needs a CUDA device, TensorRT, torchvision, and pycuda for the baseline. Engines are built at the first run (minutes)
-and kept in ``--work``. Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
+``g1g2``: one client and many, 500×375 JPEGs; ``g5``: 1080×1080 JPEGs on three cores; ``g6``: the engine alone. Needs a
+CUDA device, TensorRT, torchvision, and pycuda for the baseline. Engines are built at the first run (minutes) and kept
+in ``--work``. Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _missing() -> str:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{', '.join(missing)}: not installed"
-    import torch
+    if importlib.util.find_spec("torch") is not None:
+        import torch
 
-    return "" if torch.cuda.is_available() else "no CUDA device"
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)}: not installed" if missing else ""
 
 
 def _set_threads() -> None:

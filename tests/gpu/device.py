@@ -34,7 +34,8 @@ def _is_there(module: str) -> bool:
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_torchvision = pytest.mark.skipif(not _is_there("torchvision"), reason="torchvision is not installed")
 needs_tensorrt = pytest.mark.skipif(
-    not torch.cuda.is_available() or not _is_there("tensorrt"), reason="no CUDA device, or TensorRT is not installed"
+    not torch.cuda.is_available() or not _is_there("tensorrt"),
+    reason="TensorRT is not installed" if torch.cuda.is_available() else "no CUDA device",
 )
 
 
