@@ -268,6 +268,18 @@ def test_the_model_file_is_not_changed(classifier: str) -> None:
     onnx.checker.check_model(classifier)
 
 
+def test_onnx_runtime_takes_mats_as_tensorrt_does(classifier: str) -> None:
+    """So that ``FirstAvailable[TensorrtTensor,OnnxTensor]`` takes the same requests on every machine."""
+    mats = [np.random.default_rng(seed).integers(0, 256, (8, 6, 3), np.uint8) for seed in range(3)]
+    planes = [torch.from_numpy(mat).permute(2, 0, 1) for mat in mats]
+    with pipe({"backend": "OnnxTensor", "model": classifier, "max": 4, "batching_timeout": 20}) as p:
+        items: list[Data] = [{"data": value} for value in (*mats, *planes)]
+        p(items)
+    for mat, tensor in zip(items[:3], items[3:], strict=True):
+        torch.testing.assert_close(mat["result"], tensor["result"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tensorrt_says_what_is_missing(classifier: str) -> None:
     with pytest.raises(BackendUnavailable, match="node 'node': TensorrtTensor: "):
         pipe({"backend": "TensorrtTensor", "model": classifier})

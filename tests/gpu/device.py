@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ def jpeg(mat: np.ndarray, **options: Any) -> bytes:
 
 def work_dir() -> Path:
     """Where models and engines stay between runs if ``TORCHPIPE_GPU_CACHE`` says so; else for this process."""
-    path = Path(os.environ.get("TORCHPIPE_GPU_CACHE") or f"/tmp/torchpipe_gpu_{os.getpid()}")
+    path = Path(os.environ.get("TORCHPIPE_GPU_CACHE") or Path(tempfile.gettempdir()) / f"torchpipe_gpu_{os.getpid()}")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
