@@ -79,15 +79,14 @@ class StagedInput:
         return tensor.detach().reshape(self._row)
 
     def _concatenate(self, values: list[Any], dtype: Any) -> None:
-        count = len(values)
-        device = self.buffer.device
-        rows = [value if value.device == device else value.to(device) for value in values]
-        if rows[0].ndim == len(self._row):
-            rows = [row[None] for row in rows]
-        if dtype == self.buffer.dtype:
-            self._torch.cat(rows, out=self.buffer[:count])
+        buffer = self.buffer[: len(values)]
+        rows = [value.detach() if value.requires_grad else value for value in values]
+        rows = [row if row.ndim > len(self._row) else row[None] for row in rows]
+        rows = [row if row.device == buffer.device else row.to(buffer.device) for row in rows]
+        if dtype == buffer.dtype:
+            self._torch.cat(rows, out=buffer)
         else:
-            self.buffer[:count].copy_(self._torch.cat(rows))
+            buffer.copy_(self._torch.cat(rows))
 
     def _staging_of(self, dtype: Any) -> Staging:
         if dtype not in self._staging:
