@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import Register
 
+import torchpipe_py.node
 from torchpipe_py import ItemBackend, PipeClosed, pipe
 from torchpipe_py.roster import LeaderRoster, Roster, Sleeper
 
@@ -170,6 +171,31 @@ class Slow(ItemBackend):
 
     def forward_item(self, item: dict[str, Any]) -> None:
         item["result"] = item["data"]
+
+
+class Emptied(deque):
+    """Says a few times that it holds something although another thread, which closes the node, has just taken it."""
+
+    lies = 20
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if count or not Emptied.lies:
+            return count
+        Emptied.lies -= 1
+        return 1
+
+
+def test_a_leader_finds_the_queue_emptied(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may not end with an exception, which pytest would report."""
+    monkeypatch.setattr(Emptied, "lies", 20)
+    monkeypatch.setattr(torchpipe_py.node, "deque", Emptied)
+    with pipe({"backend": register(Slow), "instance_num": 2}) as run:
+        for number in range(5):
+            item = {"data": number}
+            run(item, timeout=WAIT)
+            assert item["result"] == number
+    assert Emptied.lies == 0
 
 
 @pytest.mark.usefixtures("busy_switching")
