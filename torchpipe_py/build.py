@@ -77,7 +77,7 @@ def plan_nodes(spec: PipelineSpec, roots: tuple[str, ...]) -> dict[str, NodePlan
         binder.check_keys()
         used_defaults |= binder.used
         always_run = [next_one in spec.nodes and _always_runs(spec.nodes[next_one]) for next_one in node.next]
-        reaches_caller = not always_run or not all(always_run)
+        reaches_caller = not (always_run and all(always_run))
         plans[node.name] = NodePlan(node, backend, _entry_filter(node, node.name in roots), reaches_caller)
     _check_defaults(spec, used_defaults)
     return plans

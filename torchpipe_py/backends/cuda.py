@@ -199,15 +199,18 @@ class GuardedBackend(Backend):
         raise NotImplementedError(type(self).__name__)
 
 
-class TensorBackend(GuardedBackend, ItemBackend):
+class GuardedItemBackend(GuardedBackend, ItemBackend):
+    """A guarded backend that works on one item at a time: implement ``forward_item``."""
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        ItemBackend.forward(self, items)
+
+
+class TensorBackend(GuardedItemBackend):
     """Works on one Tensor at a time: implement ``forward_tensor(tensor, item)``.
 
     A tensor on the CPU is worked on there; one on another GPU is brought to this node's.
     """
-
-    def forward_guarded(self, items: list[Data]) -> None:
-        for item in items:
-            self.forward_item(item)
 
     def forward_item(self, item: Data) -> None:
         item[TASK_RESULT_KEY] = self.forward_tensor(self.here(as_tensor(item[TASK_DATA_KEY])), item)

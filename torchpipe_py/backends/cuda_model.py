@@ -12,9 +12,8 @@ from typing import Any
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.model import ModelBackend
+from torchpipe_py.backends.model import ModelBackend, check_count, request_values
 from torchpipe_py.backends.staging import StagedInput, is_mat
-from torchpipe_py.keys import TASK_DATA_KEY
 
 Dims = tuple[int | None, ...]
 """A shape without the batch; ``None``: any size."""
@@ -231,30 +230,29 @@ class CudaModel(GuardedBackend, ModelBackend):
     def forward_guarded(self, items: list[Data]) -> None:
         groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
         for item in items:
-            data = item[TASK_DATA_KEY]
-            row = list(data) if isinstance(data, (list, tuple)) else [data]
+            row = request_values(item)
             shapes = self._shapes(row)
             members, rows = groups.setdefault(shapes, ([], []))
             members.append(item)
             rows.append(row)
         for shapes, (members, rows) in groups.items():
-            size = self.size_for(len(members), shapes)
-            self._run(self._network(shapes), members, rows, size)
+            self.run_group(shapes, members, rows)
 
     def _shapes(self, row: list[Any]) -> Shapes:
         """The shape of each input of one request, without batch; ``ValueError`` where they do not fit."""
         specs = self._specs_of.get(len(row))
         if specs is None:
             specs = self._specs_of[len(row)] = self.input_specs(len(row))
-        if len(row) != len(specs):
-            raise ValueError(f"the model has {len(specs)} inputs, data holds {len(row)}")
+        check_count(row, len(specs))
         if len(row) == 1:
             return (specs[0].row_shape(row[0]),)
         return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])
 
-    def _run(self, network: GraphedNetwork, items: list[Data], rows: list[list[Any]], size: int) -> None:
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
+        """Run requests whose inputs have the same ``shapes``; ``rows`` holds the inputs of each."""
         count = len(items)
-        outputs = network.run(rows, size)
+        size = self.size_for(count, shapes)
+        outputs = self._network(shapes).run(rows, size)
         if self._finish is None:
             self.write_results(items, [output[:count].clone() for output in outputs])
             return

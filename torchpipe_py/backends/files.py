@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend, Param
-from torchpipe_py.backends.cuda import GuardedBackend
+from torchpipe_py.backends.cuda import GuardedItemBackend
 from torchpipe_py.backends.opencv import as_mat
 from torchpipe_py.backends.tensor import AnyTensor
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
@@ -74,7 +74,7 @@ class SaveMat(ItemBackend):
         return memoryview(encoded)
 
 
-class LoadTensor(GuardedBackend, ItemBackend):
+class LoadTensor(GuardedItemBackend):
     """The Tensor in the file ``tensor_name``, whatever ``data`` is: a copy on this node's device for each request.
 
     The file is read once, when the node starts; ``torch.load`` takes tensors from it and runs no code.
@@ -86,9 +86,8 @@ class LoadTensor(GuardedBackend, ItemBackend):
     def setup_guarded(self) -> None:
         self._tensor = load_tensor(self.tensor_name, self.device)
 
-    def forward_guarded(self, items: list[Data]) -> None:
-        for item in items:
-            item[TASK_RESULT_KEY] = self._tensor.clone()
+    def forward_item(self, item: Data) -> None:
+        item[TASK_RESULT_KEY] = self._tensor.clone()
 
     def close(self) -> None:
         self._tensor = None
@@ -102,8 +101,7 @@ def load_tensor(path: str, device: Any) -> Any:
     try:
         value = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
-        raise ConfigError(f"tensor_name {path}: PyTorch cannot load it: {reason}") from error
+        raise ConfigError(f"tensor_name {path}: PyTorch cannot load it: {first_line(error)}") from error
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"tensor_name {path}: it holds no tensor but a {type(value).__name__}")
     return value.detach()

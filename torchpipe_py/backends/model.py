@@ -67,13 +67,16 @@ class ModelBackend(Backend):
             item[TASK_RESULT_KEY] = result
 
 
-def request_inputs(item: Data, count: int) -> list[Any]:
-    """The inputs of one request, ``count`` of them: ``data`` itself, or the list that it is."""
+def request_values(item: Data) -> list[Any]:
+    """The inputs of one request: ``data`` itself, or the list that it is."""
     data = item[TASK_DATA_KEY]
-    values = list(data) if isinstance(data, (list, tuple)) else [data]
+    return list(data) if isinstance(data, (list, tuple)) else [data]
+
+
+def check_count(values: Sequence[Any], count: int) -> None:
+    """``ValueError`` where a request does not bring the model's ``count`` inputs."""
     if len(values) != count:
         raise ValueError(f"the model has {count} inputs, data holds {len(values)}")
-    return values
 
 
 def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.model import ModelBackend, as_array, request_inputs
+from torchpipe_py.backends.model import ModelBackend, as_array, check_count, request_values
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.values import to_int, to_strings
 
@@ -60,7 +60,8 @@ class OnnxTensor(ModelBackend):
     def forward(self, items: list[Data]) -> None:
         groups: dict[Hashable, list[tuple[Data, list[np.ndarray]]]] = {}
         for item in items:
-            values = request_inputs(item, len(self._inputs))
+            values = request_values(item)
+            check_count(values, len(self._inputs))
             arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
             groups.setdefault(tuple(array.shape for array in arrays), []).append((item, arrays))
         for group in groups.values():

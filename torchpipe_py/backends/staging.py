@@ -18,6 +18,17 @@ def is_mat(value: Any) -> bool:
     return value.dtype is UINT8 or value.dtype == UINT8  # an unpickled dtype is another object
 
 
+def row_tensor(value: Any, shape: tuple[int, ...]) -> Any:
+    """One request's value, a Mat, array or tensor, as a tensor of ``shape``, which has no batch dimension."""
+    import torch
+
+    if len(shape) == 3 and is_mat(value):
+        value = value.reshape(*value.shape[:2], -1).transpose(2, 0, 1)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value.copy())  # in one piece, and writable
+    return value.detach().reshape(shape)
+
+
 class StagedInput:
     """One input's buffer on the GPU, max×…, filled from the values of a batch: Mats, arrays or tensors."""
 
@@ -27,7 +38,6 @@ class StagedInput:
         self.buffer = buffer
         self._torch: Any = torch
         self._row = tuple(buffer.shape[1:])
-        self._takes_mats = len(self._row) == 3
         self._staging: dict[Any, Staging] = {}
 
     def gather(self, values: list[Any]) -> Staging | None:
@@ -35,7 +45,7 @@ class StagedInput:
         kinds = {self._kind(value) for value in values}
         if len(kinds) > 1:
             for index, value in enumerate(values):
-                self.buffer[index].copy_(self._as_tensor(value))
+                self.buffer[index].copy_(row_tensor(value, self._row))
             return None
         (kind,) = kinds
         if kind == MAT:
@@ -46,7 +56,7 @@ class StagedInput:
             return None
         else:
             staging = self._staging_of(kind[1])
-            staging.gather([as_numpy(self._as_tensor(value)) for value in values])
+            staging.gather([as_numpy(row_tensor(value, self._row)) for value in values])
         return staging
 
     def mat_staging(self) -> Staging:
@@ -64,19 +74,10 @@ class StagedInput:
 
     def _kind(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            if self._takes_mats and is_mat(value):
+            if len(self._row) == 3 and is_mat(value):
                 return MAT
             return ("cpu", self._torch.from_numpy(np.empty(0, value.dtype)).dtype)
         return ("cuda" if value.is_cuda else "cpu", value.dtype)
-
-    def _as_tensor(self, value: Any) -> Any:
-        """A value as a tensor without its batch dimension, C×H×W for a Mat."""
-        if self._takes_mats and is_mat(value):
-            value = value.reshape(*value.shape[:2], -1).transpose(2, 0, 1)
-        if isinstance(value, np.ndarray):
-            value = self._torch.from_numpy(value.copy())  # in one piece, and writable
-        tensor = value
-        return tensor.detach().reshape(self._row)
 
     def _concatenate(self, values: list[Any], dtype: Any) -> None:
         buffer = self.buffer[: len(values)]

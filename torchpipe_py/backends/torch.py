@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend, Param
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param
 from torchpipe_py.backends.basic import Identity, Wrapper
-from torchpipe_py.backends.cuda import GuardedBackend, StreamGuard
+from torchpipe_py.backends.cuda import GuardedBackend, GuardedItemBackend
 from torchpipe_py.backends.opencv import as_mat
 from torchpipe_py.errors import BackendUnavailable
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
@@ -17,7 +17,7 @@ from torchpipe_py.values import to_str
 FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above which cv2.split writes elsewhere
 
 
-class Mat2Tensor(GuardedBackend, ItemBackend):
+class Mat2Tensor(GuardedItemBackend):
     """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy."""
 
     device_type = Param(
@@ -35,10 +35,6 @@ class Mat2Tensor(GuardedBackend, ItemBackend):
         if self.device_type == "cuda" and not torch.cuda.is_available():
             raise BackendUnavailable('device = "cuda", but PyTorch finds no CUDA device')
         super().setup()
-
-    def forward_guarded(self, items: list[Data]) -> None:
-        for item in items:
-            self.forward_item(item)
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
@@ -61,7 +57,7 @@ class Mat2Tensor(GuardedBackend, ItemBackend):
         return planes
 
 
-class SyncTensor(Wrapper):
+class SyncTensor(GuardedBackend, Wrapper):
     """Runs the backend in its brackets on this instance's own CUDA stream and waits for it once, at the end.
 
     Inside another ``SyncTensor`` it uses the outer's stream and leaves the waiting to it. Last in a ``Sequential`` and
@@ -75,30 +71,24 @@ class SyncTensor(Wrapper):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self._inner = config.children[0] if config.children else Identity(config)
-        self._guard: StreamGuard | None = None
 
     @property
     def inner(self) -> Backend:
         return self._inner
 
     def setup(self) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            self.inner.setup()
+        super().setup()
+        if self._guard is None:
             self.forward = self.inner.forward  # type: ignore[method-assign]
-            return
-        self._guard = StreamGuard(self.config)
-        with self._guard.active():
-            self.inner.setup()
 
-    def forward(self, items: list[Data]) -> None:
-        assert self._guard is not None  # otherwise forward is the inner backend's
-        self._guard.run(self.inner.forward, items)
+    def setup_guarded(self) -> None:
+        self.inner.setup()
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        self.inner.forward(items)
 
     def close(self) -> None:
         try:
             self.inner.close()
         finally:
-            if self._guard is not None:
-                self._guard.close()
+            super().close()

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.cuda_model import CudaModel, InputSpec
-from torchpipe_py.backends.model import request_inputs
-from torchpipe_py.backends.staging import is_mat
+from torchpipe_py.backends.cuda_model import CudaModel, InputSpec, Shapes
+from torchpipe_py.backends.staging import row_tensor
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
-from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_bool, to_str
 
 _DTYPES = ("float32", "float16", "bfloat16", "uint8")
@@ -66,30 +64,17 @@ class TorchTensor(CudaModel):
             ) from error
         return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
-    def forward_guarded(self, items: list[Data]) -> None:
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
         if self._guard is not None:
-            super().forward_guarded(items)
+            super().run_group(shapes, items, rows)
             return
         # On the CPU: no buffers, no graphs.
-        groups: dict[Any, tuple[list[Data], list[list[Any]]]] = {}
-        for item in items:
-            data = item[TASK_DATA_KEY]
-            values = request_inputs(item, len(data) if isinstance(data, (list, tuple)) else 1)
-            row = [self._row(value, index) for index, value in enumerate(values)]
-            members, rows = groups.setdefault(tuple(tensor.shape for tensor in row), ([], []))
-            members.append(item)
-            rows.append(row)
-        for members, rows in groups.values():
-            inputs = [self._torch.cat(column) for column in zip(*rows, strict=True)]
-            self.write_results(members, self.enqueue(inputs))
-
-    def _row(self, value: Any, index: int) -> Any:
-        """One input of one request as a tensor 1×… of the model's dtype on the CPU."""
-        shape = InputSpec(f"input {index}", self._dtype).row_shape(value)
-        if is_mat(value):
-            value = value.reshape(*value.shape[:2], -1).transpose(2, 0, 1)
-        tensor = value if isinstance(value, self._torch.Tensor) else self._torch.from_numpy(value.copy())
-        return tensor.to("cpu", self._dtype).reshape(1, *shape)
+        columns = zip(shapes, zip(*rows, strict=True), strict=True)
+        inputs = [
+            self._torch.stack([row_tensor(value, shape).to("cpu", self._dtype) for value in values])
+            for shape, values in columns
+        ]
+        self.write_results(items, self.enqueue(inputs))
 
 
 def load_module(path: str, device: Any) -> Any:
