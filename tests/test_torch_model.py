@@ -11,23 +11,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
+from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, pipe
 from torchpipe_py.backends.cuda_model import InputSpec, batch_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-class Small(torch.nn.Module):
-    """Conv 3×3, ReLU, global mean: N×3×H×W to N×4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = torch.nn.Conv2d(3, 4, 3, padding=1)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.conv(images).relu().mean((2, 3))
 
 
 class TwoWays(torch.nn.Module):
@@ -39,15 +28,7 @@ class TwoWays(torch.nn.Module):
 
 @pytest.fixture(scope="module", params=["script", "export"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("torch") / ("model.pt" if request.param == "script" else "model.pt2")
-    if request.param == "script":
-        torch.jit.script(Small().eval()).save(str(path))
-    else:
-        shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
-        torch.export.save(
-            torch.export.export(Small().eval(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=shapes), path
-        )
-    return str(path)
+    return save_small(request.param, tmp_path_factory.mktemp("torch") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +53,8 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_a_package_of_aotinductor(tmp_path: Path) -> None:
-    shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
-    program = torch.export.export(Small().eval(), (torch.zeros(2, 3, 8, 8),), dynamic_shapes=shapes)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    mats = [picture(8, 8, seed) for seed in range(3)]
+    path = save_small("aoti", tmp_path / "model")
+    mats = [picture(32, 32, seed) for seed in range(3)]
     with torch.inference_mode():
         expected = Small()(torch.cat([torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]))
     with pipe({"backend": "TorchTensor", "model": path, "max": 4, "batching_timeout": 20}) as run:

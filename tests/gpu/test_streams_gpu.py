@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Register
-from device import backend_of, forward, needs_gpu, photo
+from device import backend_of, forward, in_threads, needs_gpu, photo
 
 from torchpipe_py import Backend, ItemBackend, pipe
 
@@ -117,11 +116,7 @@ def test_memory_dropped_on_the_way_is_not_used_again_too_soon(register: Register
                 if not bool((item["result"] == value + 1).all()):
                     wrong.append((value, item["result"].unique().tolist()))
 
-        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(client, 8)
     assert wrong[:3] == []
 
 

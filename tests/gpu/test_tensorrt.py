@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from device import MEAN, STD, backend_of, forward, gpu_bytes, jpeg, needs_tensorrt, normalised, photo, resnet, work_dir
+from device import (
+    MEAN,
+    STD,
+    backend_of,
+    forward,
+    gpu_bytes,
+    in_threads,
+    jpeg,
+    needs_tensorrt,
+    normalised,
+    photo,
+    resnet,
+    work_dir,
+)
 from onnx import TensorProto, helper, numpy_helper, save
 
 from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor, registry
@@ -254,11 +266,7 @@ def test_eight_threads_two_thousand_calls_each(resnet18: str) -> None:
                         wrong.append(f"{index}: {item.get('result')} for {expected[index]}")
                 position += count
 
-        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(client, 8)
         assert wrong[:5] == []
         sizes_seen = run.stats()["nodes"]["model"]["batch_sizes"]
     assert len(sizes_seen) > 3, "batches of several sizes were run"
