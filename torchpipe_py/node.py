@@ -26,7 +26,7 @@ def _ended(index: int) -> Backend:
 
 
 class Instance(Sleeper):
-    """One backend on its own thread; that thread alone writes the counters."""
+    """One backend on its own thread; that thread, or a caller's that stands in for it, writes the counters."""
 
     def __init__(self, index: int, create: Callable[[int], Backend]) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class Node:
     company: an instance that has delivered its batch wakes the leaders for whom nothing is under way any more.
 
     Where batches are larger than one, one idle instance at a time is the leader: it collects the next batch and hands
-    leadership on before it computes.
+    leadership on before it computes. Where they are not, and the backend runs on any thread, the blocked caller of a
+    request stands in for an idle instance: waking one and being woken again would cost more than most images.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Node:
         self._queue: deque[Request] = deque()
         self._batcher = Batcher(timeout, self._batch_key)
         self._roster: Roster = Roster(self._queue)
+        self._stopped: set[Request] = set()  # attended requests on their way in, for `load`
+        self._is_lent = False
         self._opened = threading.Event()
         self._closing = False
         self.max = self.min = 1
@@ -95,13 +98,41 @@ class Node:
         self.min = min(instance.min for instance in self.instances)
         if self.max > 1:
             self._roster = LeaderRoster(self._queue, self._batcher)
-        return next((instance.setup_error for instance in self.instances if instance.setup_error), None)
+        error = next((instance.setup_error for instance in self.instances if instance.setup_error), None)
+        if error is None and self.max == 1:
+            self._is_lent = all(one.backend is not None and one.backend.any_thread() for one in self.instances)
+        return error
 
     def put(self, request: Request) -> None:
-        """Queue a request, from any thread."""
+        """Queue a request, from any thread; one that is attended may stop here instead, for ``carry``."""
+        if request.attended:
+            if self._is_lent:
+                self._stopped.add(request)
+                request.stop = self
+                return
+            request.attended = False
         self._queue.append(request)
         if self._roster.resting:
             self._roster.rouse()
+
+    def carry(self, request: Request) -> None:
+        """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
+        instance = self._roster.borrow()
+        if instance is None:
+            request.attended = False
+            self.put(request)
+            self._stopped.discard(request)
+            return
+        assert isinstance(instance, Instance)
+        try:
+            instance.busy = 1
+            self._stopped.discard(request)
+            self._run_singly(instance, request)
+        finally:
+            instance.busy = 0
+            self._roster.give_back(instance)
+        if self._waiting:
+            self._wake_leaders()
 
     def rouse_leader(self) -> None:
         """Let a leader that waits for company look again whether any is under way."""
@@ -137,7 +168,7 @@ class Node:
 
     def load(self) -> int:
         """Requests here that are not delivered yet; a moment's estimate."""
-        return self.queued() + sum(instance.busy for instance in self.instances)
+        return self.queued() + len(self._stopped) + sum(instance.busy for instance in self.instances)
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
@@ -196,8 +227,7 @@ class Node:
 
     def _serve_singly(self, instance: Instance) -> None:
         """Where no batch can form, nobody leads: each instance takes a request for itself, without any list."""
-        assert instance.backend is not None  # set up before the first request
-        take, forward, deliver, waiting = self._queue.popleft, instance.backend.forward, self._deliver, self._waiting
+        take, run, waiting = self._queue.popleft, self._run_singly, self._waiting
         while True:
             try:
                 request = take()
@@ -206,29 +236,32 @@ class Node:
                     continue
                 return
             instance.busy = 1
-            if self._closing or request.done or request.deadline is not None:
-                self._process(instance, [request])
-            else:
-                start = perf_counter()
-                data = request.data
-                data.pop(TASK_RESULT_KEY, None)
-                data.pop(TASK_ERROR_KEY, None)
-                try:
-                    forward([data])
-                    if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                        self._explain(data)
-                    now = perf_counter()
-                    instance.singles += 1
-                    instance.queue_time += start - request.arrived
-                    instance.compute_time += now - start
-                    deliver(request)
-                except BaseException as error:
-                    self._fail_defect(instance, request, error)
-                del data
+            run(instance, request)
             del request  # an idle instance keeps nothing of its last one
             instance.busy = 0
             if waiting:
                 self._wake_leaders()
+
+    def _run_singly(self, instance: Instance, request: Request) -> None:
+        """One request where no batch can form."""
+        if self._closing or request.done or request.deadline is not None:
+            self._process(instance, [request])
+            return
+        start = perf_counter()
+        data = request.data
+        data.pop(TASK_RESULT_KEY, None)
+        data.pop(TASK_ERROR_KEY, None)
+        try:
+            instance.backend.forward([data])  # type: ignore[union-attr]  # set up before the first request
+            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                self._explain(data)
+            now = perf_counter()
+            instance.singles += 1
+            instance.queue_time += start - request.arrived
+            instance.compute_time += now - start
+            self._deliver(request)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
 
     def _collect(self, instance: Instance, roster: LeaderRoster) -> list[Request]:
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
@@ -380,7 +413,9 @@ class Node:
     def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
         instance.failed += 1
         request.data.pop(TASK_RESULT_KEY, None)
-        self._fail(request, self._defect(error))
+        # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
+        is_ctrl_c = request.attended and isinstance(error, KeyboardInterrupt)
+        self._fail(request, error if is_ctrl_c else self._defect(error))
 
     def _closed_error(self) -> PipeClosed:
         return PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}")

@@ -57,8 +57,12 @@ class pipe:
         requests, entries = self._prepare(data, lock.release, timeout)
         if not requests:
             return
+        alone = timeout is None and len(requests) == 1
+        requests[0].attended = alone
         self._launch(requests, entries)
         try:
+            if alone:
+                _carry(requests[0])
             if timeout is None:
                 lock.acquire()
             elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
@@ -224,6 +228,13 @@ class _Countdown:
             if self._left:
                 return
         self._on_done()
+
+
+def _carry(request: Request) -> None:
+    """Take an attended request from node to node on its caller's thread, as long as nobody else has to take over."""
+    while (node := request.stop) is not None:
+        request.stop = None
+        node.carry(request)
 
 
 def _checked_list(data: Any) -> list[Data]:

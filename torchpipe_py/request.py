@@ -14,9 +14,12 @@ class Request:
     given up at its deadline cannot change the caller's dict later; ``merge`` hands the outcome over.
     ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter`` seconds.
     ``on_done`` is called once, without arguments, when ``error`` and the dict are final.
+
+    ``attended``: its caller is blocked and carries it on its own thread, as far as backends allow (``Node.carry``);
+    ``stop`` is then the node it has reached.
     """
 
-    __slots__ = ("arrived", "caller_data", "data", "deadline", "done", "error", "on_done")
+    __slots__ = ("arrived", "attended", "caller_data", "data", "deadline", "done", "error", "on_done", "stop")
 
     def __init__(self, data: dict[str, Any], on_done: Callable[[], object], deadline: float | None = None) -> None:
         self.data = data
@@ -26,6 +29,8 @@ class Request:
         self.error: BaseException | None = None
         self.done = False
         self.arrived = 0.0
+        self.attended = False
+        self.stop: Any = None
         if deadline is not None:
             self.caller_data, self.data = data, dict(data)
 

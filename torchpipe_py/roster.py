@@ -44,6 +44,21 @@ class Roster:
             sleeper.sleep()
         return not self._closed
 
+    def borrow(self) -> Sleeper | None:
+        """One that rests and sleeps on, so that another thread can stand in for it; ``None`` if there is work."""
+        if self._queue or self._closed:
+            return None
+        try:
+            return self.resting.pop()
+        except IndexError:
+            return None
+
+    def give_back(self, sleeper: Sleeper) -> None:
+        """A borrowed one rests again."""
+        self.resting.append(sleeper)
+        if self._queue or self._closed:
+            self.rouse()
+
     def rouse(self) -> None:
         """Wake one that rests."""
         try:

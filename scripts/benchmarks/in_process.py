@@ -31,7 +31,11 @@ def schedule(seconds: float, rounds: int) -> Report:
             if cpp.missing is None:
                 subjects[f"C++ library, {count} clients"] = partial(cpp.load, count, seconds)
             subjects[f"torchpipe_py, {count} clients"] = partial(run_threads, lambda: run({"data": 1}), count, seconds)
-            subjects[f"limit: a queue and a thread per node, {count} clients"] = partial(
+            # A blocked caller runs Identity itself; after `submit` the nodes' own threads do.
+            subjects[f"torchpipe_py by submit, {count} clients"] = partial(
+                run_threads, lambda: run.submit({"data": 1}).result(), count, seconds
+            )
+            subjects[f"bare: a queue and a thread per node, {count} clients"] = partial(
                 run_threads, chain.call, count, seconds
             )
         loads = interleave(subjects, rounds)

@@ -99,7 +99,8 @@ class Backend:
     """One instance of a computation.
 
     ``setup``, ``forward`` and ``close`` of an instance run on one thread that is its own, so a CUDA context,
-    a stream or an ONNX Runtime session may live in attributes without a lock.
+    a stream or an ONNX Runtime session may live in attributes without a lock. Only where ``any_thread()`` says so,
+    ``forward`` may run on the thread of a blocked caller instead, never on two threads at once.
 
     ``forward`` takes ``min()`` to ``max()`` dicts and gives each exactly one outcome: a ``result``, or none, in which
     case ``error`` should hold an exception that says why. It returns nothing. An exception is a defect; a batch
@@ -139,6 +140,10 @@ class Backend:
     def min(self) -> int:
         """The fewest items one ``forward`` takes."""
         return 1
+
+    def any_thread(self) -> bool:
+        """Whether ``forward`` may run on another thread than ``setup``; asked after it. One hand-over less."""
+        return False
 
     def batch_key(self, item: Data) -> Hashable:
         """What items of one batch have in common: by default shape and dtype of their tensors.
@@ -201,3 +206,10 @@ class ItemBackend(Backend):
     def forward_item(self, item: Data) -> None:
         """Compute ``result`` from ``data`` for one item, in place."""
         raise NotImplementedError(type(self).__name__)
+
+
+class StatelessBackend(ItemBackend):
+    """An item backend that keeps nothing between items and nothing on its thread."""
+
+    def any_thread(self) -> bool:
+        return True

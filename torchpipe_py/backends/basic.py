@@ -7,7 +7,15 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend, close_all, run_padded
+from torchpipe_py.backends.base import (
+    Backend,
+    BackendConfig,
+    Data,
+    ItemBackend,
+    StatelessBackend,
+    close_all,
+    run_padded,
+)
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError
 from torchpipe_py.filters import Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -15,7 +23,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 logger = logging.getLogger("torchpipe_py")
 
 
-class Identity(ItemBackend):
+class Identity(StatelessBackend):
     """``result = data``."""
 
     def prefer_color(self, wish: str | None) -> str | None:
@@ -48,6 +56,9 @@ class Wrapper(Backend):
 
     def min(self) -> int:
         return self.inner.min()
+
+    def any_thread(self) -> bool:
+        return self.inner.any_thread()
 
     def batch_key(self, item: Data) -> Hashable:
         return self.inner.batch_key(item)
@@ -139,6 +150,9 @@ class Sequential(Backend):
 
     def min(self) -> int:
         return self._range[0]
+
+    def any_thread(self) -> bool:
+        return all(child.any_thread() for child in self.config.children)
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)

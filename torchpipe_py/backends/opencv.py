@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, ItemBackend, Param
+from torchpipe_py.backends.base import Data, Param, StatelessBackend
 from torchpipe_py.errors import DecodeError
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
@@ -66,7 +66,7 @@ def encoded_bytes(value: Any) -> np.ndarray:
     return np.frombuffer(value, UINT8)
 
 
-class DecodeMat(ItemBackend):
+class DecodeMat(StatelessBackend):
     """Encoded image bytes (JPEG, PNG, BMP, WebP, …) to an H×W×3 Mat by ``cv2.imdecode``.
 
     Gray, CMYK and 16-bit images become three channels of 8 bits, EXIF orientation is applied, alpha is dropped.
@@ -101,7 +101,7 @@ class DecodeMat(ItemBackend):
         item[TASK_COLOR_KEY] = self.color
 
 
-class cvtColorMat(ItemBackend):
+class cvtColorMat(StatelessBackend):
     """Mat to Mat in channel order ``color``, only if it differs; a dict without ``color`` holds a BGR Mat."""
 
     color = Param(to_color, choices=COLORS, doc="channel order wanted")
@@ -123,7 +123,7 @@ class cvtColorMat(ItemBackend):
         item[TASK_RESULT_KEY] = mat
 
 
-class _Resizer(ItemBackend):
+class _Resizer(StatelessBackend):
     """What the backends around ``cv2.resize`` share; the channel order is nothing to them."""
 
     interpolation = interpolation()

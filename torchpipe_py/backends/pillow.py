@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, ItemBackend
+from torchpipe_py.backends.base import Data, StatelessBackend
 from torchpipe_py.backends.opencv import as_mat, side
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
 
-class PillowResizeMat(ItemBackend):
+class PillowResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w``, bit-exact with Pillow's bilinear, which smooths when it shrinks."""
 
     resize_h = side("output height, pixels")

@@ -24,6 +24,9 @@ class Mat2Tensor(GuardedItemBackend):
         to_str, "", key="device", choices=("", "cpu", "cuda"), doc='"cpu" or "cuda"; default: "cuda" if there is one'
     )
 
+    def any_thread(self) -> bool:
+        return self._guard is None
+
     def setup(self) -> None:
         import cv2
         import torch
@@ -86,6 +89,9 @@ class SyncTensor(GuardedBackend, Wrapper):
 
     def forward_guarded(self, items: list[Data]) -> None:
         self.inner.forward(items)
+
+    def any_thread(self) -> bool:
+        return self._guard is None and self.inner.any_thread()
 
     def close(self) -> None:
         try:

@@ -1,0 +1,275 @@
+"""A blocked caller stands in for an idle instance: when it does, when it does not, and that nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+
+from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, pipe
+from torchpipe_py.roster import Roster, Sleeper
+
+Data = dict[str, Any]
+
+
+class Where(ItemBackend):
+    """Result is the list of threads that worked on the request so far, this one last."""
+
+    anywhere = True
+
+    def setup(self) -> None:
+        self.home = threading.current_thread()
+
+    def forward_item(self, item: Data) -> None:
+        seen = item["data"] if isinstance(item["data"], list) else []
+        item["result"] = [*seen, threading.current_thread()]
+
+    def close(self) -> None:
+        assert threading.current_thread() is self.home
+
+    def any_thread(self) -> bool:
+        return self.anywhere
+
+
+class AtHome(Where):
+    """The same, but bound to its thread."""
+
+    anywhere = False
+
+
+def idle(p: pipe) -> pipe:
+    """The pipe, once all its instances rest."""
+    for node in p._engine.nodes.values():
+        while len(node._roster.resting) < len(node.instances):
+            pass
+    return p
+
+
+def chain(*names: str) -> dict[str, Any]:
+    """Nodes 0, 1, 2, … in a row."""
+    last = len(names) - 1
+    return {
+        str(index): {"backend": name, **({} if index == last else {"next": str(index + 1)})}
+        for index, name in enumerate(names)
+    }
+
+
+def test_a_blocked_caller_carries_its_request_as_far_as_backends_allow(register: Register) -> None:
+    free, bound = register(Where), register(AtHome)
+    with pipe(chain(free, f"S[{free},Identity]", bound, free)) as p:
+        idle(p)(data := {"data": 1})
+        here = threading.current_thread()
+        names = [one.name if one is not here else "caller" for one in data["result"]]
+        assert names == ["caller", "caller", "torchpipe-2-0", "torchpipe-3-0"]
+        assert [node["requests"] for node in p.stats()["nodes"].values()] == [1, 1, 1, 1]
+        assert all(not node["busy"] and not node["queued"] for node in p.stats()["nodes"].values())
+
+
+def test_one_bound_backend_binds_its_sequence(register: Register) -> None:
+    with pipe({"backend": f"S[{register(Where)},{register(AtHome)}]"}) as p:
+        p(data := {"data": 1})
+    assert [one.name for one in data["result"]] == ["torchpipe-node-0"] * 2
+
+
+def test_who_does_not_wait_for_one_answer_alone_carries_nothing(register: Register) -> None:
+    with pipe({"backend": register(Where)}) as p:
+        p(several := [{"data": 1}, {"data": 2}])
+        p(timed := {"data": 1}, timeout=WAIT)
+        submitted = outcome(p.submit({"data": 1}))
+    for data in (*several, timed, submitted):
+        assert data["result"] != [threading.current_thread()]
+
+
+def test_no_more_callers_at_once_than_instances(register: Register) -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    class Counting(Where):
+        """Counts how many run at once."""
+
+        def forward_item(self, item: Data) -> None:
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            item["result"] = sum(range(200)) + item["data"]
+            with lock:
+                running[0] -= 1
+
+    with pipe({"backend": register(Counting), "instance_num": 2}) as p:
+
+        def work(index: int) -> None:
+            for number in range(300):
+                p(data := {"data": 1000 * index + number})
+                assert data["result"] == 19900 + 1000 * index + number
+
+        in_threads(8, work)
+        assert p.stats()["nodes"]["node"]["requests"] == 2400
+    assert most[0] <= 2
+
+
+class Turnstile:
+    """A gate whose backend any thread may run."""
+
+    def __init__(self) -> None:
+        self.gate = gate = Gate(blocks=lambda data: data == "slow")
+
+        class Anywhere(gate.backend):  # type: ignore[name-defined, misc]
+            """As the gate's."""
+
+            def any_thread(self) -> bool:
+                return True
+
+        self.backend = Anywhere
+
+
+def test_a_caller_does_not_overtake_what_is_queued(register: Register) -> None:
+    stile = Turnstile()
+    with pipe({"backend": register(stile.backend)}) as p, stile.gate as gate:
+        first = p.submit({"data": "slow"})
+        gate.wait_entered()
+        second = p.submit({"data": 2})
+        caller = threading.Thread(target=p, args=({"data": 3},))
+        caller.start()
+        while p.stats()["inflight"] < 3:
+            pass
+        gate.open()
+        outcome(first)
+        outcome(second)
+        caller.join(WAIT)
+        assert gate.batches == [["slow"], [2], [3]]
+
+
+def test_work_queued_meanwhile_is_taken_up_when_the_caller_is_done(register: Register) -> None:
+    stile = Turnstile()
+    with pipe({"backend": register(stile.backend)}) as p, stile.gate as gate:
+        caller = threading.Thread(target=idle(p), args=({"data": "slow"},))
+        caller.start()
+        gate.wait_entered()
+        assert p.stats()["nodes"]["node"]["busy"] == 1
+        queued = [p.submit({"data": number}) for number in range(3)]
+        gate.open()
+        assert [outcome(future)["result"] for future in queued] == [0, 1, 2]
+        caller.join(WAIT)
+
+
+def test_close_waits_for_a_caller_that_stands_in(register: Register) -> None:
+    stile = Turnstile()
+    p = pipe({"backend": register(stile.backend)})
+    data = {"data": "slow"}
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            idle(p)(data)
+        except PipeClosed as error:
+            errors.append(error)
+
+    with stile.gate as gate:
+        caller = threading.Thread(target=call)
+        caller.start()
+        gate.wait_entered()
+        queued = p.submit({"data": 2})
+        assert p.close(timeout=0.01) is False
+        assert isinstance(error_of(queued), PipeClosed)
+        assert len(p._engine._inflight) == 0
+    caller.join(WAIT)
+    assert len(errors) == 1
+    assert p.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_ctrl_c_in_a_backend_reaches_the_caller_as_it_is(register: Register, alone: bool) -> None:
+    class Interrupted(Where):
+        """As if the user had pressed Ctrl-C meanwhile."""
+
+        def forward_item(self, item: Data) -> None:
+            if item["data"] == "interrupt":
+                raise KeyboardInterrupt
+            item["result"] = item["data"]
+
+    with pipe({"backend": register(Interrupted)}) as p:
+        with pytest.raises(KeyboardInterrupt if alone else BackendError):
+            idle(p)({"data": "interrupt"} if alone else [{"data": "interrupt"}, {"data": 1}])
+        p(data := {"data": 3})
+        assert data["result"] == 3
+        assert p.stats()["inflight"] == 0
+
+
+def test_a_defect_is_told_as_ever_and_the_instance_lives(register: Register) -> None:
+    class Failing(Where):
+        """Fails for text."""
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = 2 * item["data"] + 0
+
+    with pipe({"only": {"backend": register(Failing)}}) as p:
+        for _ in range(3):
+            with pytest.raises(BackendError, match="node 'only'"):
+                p({"data": "text"})
+            p(data := {"data": 2})
+            assert data["result"] == 4
+        assert p.stats()["nodes"]["only"]["failed"] == 3
+
+
+def test_a_leader_that_waits_for_a_carried_request_gets_it(register: Register) -> None:
+    class Four(Backend):
+        """Result is the size of the batch."""
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                item["result"] = len(items)
+
+        def max(self) -> int:
+            return 4
+
+    stile = Turnstile()
+    nodes = {
+        "a": {"backend": register(stile.backend), "instance_num": 2, "next": "b"},
+        "b": {"backend": register(Four), "batching_timeout": 60_000},
+    }
+    with pipe(nodes) as p, stile.gate as gate:
+        slow = {"data": "slow"}
+        caller = threading.Thread(target=idle(p), args=(slow,))
+        caller.start()
+        gate.wait_entered()
+        quick = p.submit({"data": 1})
+        while not p._engine._waiting:
+            pass
+        gate.open()
+        assert outcome(quick)["result"] == 2
+        caller.join(WAIT)
+        assert slow["result"] == 2
+
+
+def test_a_long_chain_needs_no_deep_stack() -> None:
+    with pipe(chain(*["Identity"] * 300)) as p:
+        p(data := {"data": 1})
+        assert data["result"] == 1
+
+
+def test_a_borrowed_sleeper_is_not_woken_before_it_is_back() -> None:
+    queue: deque[int] = deque()
+    roster = Roster(queue)
+    sleeper = Sleeper()
+    woken = threading.Event()
+
+    def rest() -> None:
+        roster.rest(sleeper)
+        woken.set()
+
+    thread = threading.Thread(target=rest, daemon=True)
+    thread.start()
+    while not roster.resting:
+        pass
+    assert roster.borrow() is sleeper
+    assert roster.borrow() is None
+    queue.append(1)
+    roster.rouse()
+    assert not woken.wait(0.05)
+    roster.give_back(sleeper)
+    assert woken.wait(WAIT)
+    assert roster.borrow() is None, "what is queued comes first"
+    thread.join(WAIT)
