@@ -23,12 +23,21 @@ from torchpipe_py import (
     registry,
 )
 from torchpipe_py.backends.base import BackendConfig
-from torchpipe_py.build import plan_nodes
+from torchpipe_py.build import plan_pipeline
 from torchpipe_py.config import load_config
-from torchpipe_py.graph import build_graph
 from torchpipe_py.values import to_int, to_strings
 
 Data = dict[str, Any]
+
+
+class NoGraphs:
+    """The graphs of a pipe that is not there."""
+
+    def run_graph(self, root: str, data: Data, on_done: Any, parent: Any = None) -> None:
+        raise AssertionError
+
+    def wait_for_graph(self, root: str, items: Any) -> Any:
+        raise AssertionError
 
 
 # -- the contract -------------------------------------------------------------------------------------------------
@@ -49,11 +58,12 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, t
     model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
     folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
     samples = {"save_dir": folder, "tensor_name": tensor, "model": model}
-    samples |= {"color": "rgb", "resize_h": 2, "resize_w": 3, "max_h": 2, "max_w": 3}
+    samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
+    samples |= {"jump": "other", "range": "1,4"}
     needed = {param.key: samples[param.key] for param in params.values() if "required" in repr(param.default)}
     brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
-    spec = load_config({"backend": name + brackets, **needed})
-    backend = plan_nodes(spec, build_graph(spec).roots)["node"].backend.create(BackendConfig())
+    spec = load_config({"node": {"backend": name + brackets, **needed}, "other": {}})
+    backend = plan_pipeline(spec)[1]["node"].backends[0].create(BackendConfig(graphs=NoGraphs()))
     assert {key: getattr(backend, key) for key in params} == dict(backend.params)
     assert backend.config.label == name + brackets
     with contextlib.suppress(BackendUnavailable):

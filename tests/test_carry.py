@@ -236,7 +236,7 @@ def test_a_leader_that_waits_for_a_carried_request_gets_it(register: Register) -
         caller.start()
         gate.wait_entered()
         quick = p.submit({"data": 1})
-        while not p._engine._waiting:
+        while not p._engine.nodes["b"]._waiting:
             pass
         gate.open()
         assert outcome(quick)["result"] == 2

@@ -61,7 +61,7 @@ def test_a_long_chain_needs_no_recursion() -> None:
         ({"one": {"next": "on"}}, "config: node 'one': key 'next': no node 'on'; none is valid here"),
         (
             {"a": {"next": "c"}, "b": {"next": "c"}, "c": {}},
-            "config: node 'c': several predecessors (b, a) need a map",
+            "config: node 'c': several predecessors (a, b) need a map",
         ),
     ],
 )

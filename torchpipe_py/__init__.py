@@ -1,6 +1,7 @@
 """A TOML file becomes a thread-safe, multi-instance, dynamically batching pipeline."""
 
 from torchpipe_py.backends.base import Backend, ItemBackend, Param
+from torchpipe_py.backends.jump import Jump, MapReduce
 from torchpipe_py.config import parse_toml
 from torchpipe_py.errors import (
     BackendError,
@@ -15,6 +16,7 @@ from torchpipe_py.errors import (
     TorchpipeError,
     UnknownNode,
 )
+from torchpipe_py.filters import Status
 from torchpipe_py.keys import (
     TASK_BOX_KEY,
     TASK_COLOR_KEY,
@@ -25,7 +27,7 @@ from torchpipe_py.keys import (
     TASK_RESULT_KEY,
 )
 from torchpipe_py.pipe import Ticket, pipe
-from torchpipe_py.registry import register_backend, register_postprocessor
+from torchpipe_py.registry import register_backend, register_filter, register_postprocessor
 
 __version__ = "0.1.0"
 
@@ -45,15 +47,19 @@ __all__ = [
     "DecodeError",
     "InvalidRequest",
     "ItemBackend",
+    "Jump",
+    "MapReduce",
     "NoResult",
     "Overloaded",
     "Param",
     "PipeClosed",
+    "Status",
     "Ticket",
     "TorchpipeError",
     "UnknownNode",
     "parse_toml",
     "pipe",
     "register_backend",
+    "register_filter",
     "register_postprocessor",
 ]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpipe_py import registry
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param, Shared
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Graphs, Param, Shared
 from torchpipe_py.backends.basic import PythonClass, Sequential
-from torchpipe_py.config import GLOBAL, NODE_KEYS, NodeSpec, PipelineSpec, Place
+from torchpipe_py.backends.jump import Jump
+from torchpipe_py.backends.ranges import composed
+from torchpipe_py.config import GLOBAL, NODE_KEYS, NodeSpec, PipelineSpec, Place, is_composed, split_variants
 from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.expression import Call, parse_expression
-from torchpipe_py.filters import BUILT_IN, Filter, run, swap
+from torchpipe_py.filters import Filter, run, swap
+from torchpipe_py.graph import Graph, add_jumps, build_graph
 from torchpipe_py.values import Value, to_str
-
-# Filters that need the graph of several branches.
-_LATER_FILTERS = ("serialskip", "subgraphskip")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,13 @@ class BackendPlan:
     params: Mapping[str, Any]
     children: tuple[BackendPlan, ...] = ()
     filters: tuple[Filter | None, ...] = ()
+
+    def jumps(self) -> Iterator[str]:
+        """Roots of the graphs that it runs."""
+        if issubclass(self.cls, Jump):
+            yield self.params["jump"]
+        for child in self.children:
+            yield from child.jumps()
 
     def create(self, seat: BackendConfig) -> Backend:
         """A new instance, not set up yet; ``seat`` says which instance it is, and on which device."""
@@ -44,43 +51,90 @@ class BackendPlan:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """A node that can be started."""
+    """A node that can be started; ``backends`` has an entry for each part of an ``&`` composition.
+
+    A logical node has the backends of the node whose instances it shares, and a filter of its own.
+    """
 
     spec: NodeSpec
-    backend: BackendPlan
+    backends: tuple[BackendPlan, ...]
     filter: Filter
     reaches_caller: bool = True
 
-    def creators(self) -> list[Callable[[int], Backend]]:
+    @property
+    def label(self) -> str:
+        """The backend as it was written."""
+        labels = [backend.label for backend in self.backends]
+        return labels[0] if len(set(labels)) == 1 else "&".join(labels)
+
+    def creators(self, graphs: Graphs) -> list[Callable[[int], Backend]]:
         """One function for each instance, from its index to its backend."""
-        count, shared = self.spec.instance_num[0], Shared()
+        counts = self.spec.instance_num
+        shared = [Shared() for _ in self.backends]
 
         def create(instance: int) -> Backend:
             seat = BackendConfig(
+                label=self.label,
                 device_id=self.spec.device_id,
                 instance=instance,
-                instance_num=count,
+                instance_num=max(counts),
                 reaches_caller=self.reaches_caller,
-                shared=shared,
+                graphs=graphs,
             )
-            return self.backend.create(seat)
+            parts = zip(self.backends, counts, shared, strict=True)
+            return composed(
+                seat, [plan.create(replace(seat, shared=own)) for plan, count, own in parts if instance < count]
+            )
 
-        return [create] * count
+        return [create] * max(counts)
 
 
-def plan_nodes(spec: PipelineSpec, roots: tuple[str, ...]) -> dict[str, NodePlan]:
-    """A plan for each node; ``ConfigError`` for the first thing that is wrong."""
-    plans, used_defaults = {}, set(NODE_KEYS)
-    for node in spec.nodes.values():
-        binder = _Binder(node)
-        backend = binder.bind(_expand(node.calls[0], node), {})
-        binder.check_keys()
-        used_defaults |= binder.used
-        always_run = [next_one in spec.nodes and _always_runs(spec.nodes[next_one]) for next_one in node.next]
-        reaches_caller = not (always_run and all(always_run))
-        plans[node.name] = NodePlan(node, backend, _entry_filter(node, node.name in roots), reaches_caller)
+def plan_pipeline(spec: PipelineSpec) -> tuple[Graph, dict[str, NodePlan]]:
+    """The graph, and a plan for each node; ``ConfigError`` for the first thing that is wrong."""
+    graph = build_graph(spec)
+    plans: dict[str, NodePlan] = {}
+    used_defaults = set(NODE_KEYS)
+    for name, node in spec.nodes.items():
+        if node.owner == name:
+            backends, used = _bind_node(node)
+            logical = [one for one in spec.nodes.values() if one.owner == name]
+            reaches_caller = any(_reaches_caller(one, spec, graph) for one in logical)
+            plans[name] = NodePlan(node, backends, _entry_filter(node, graph), reaches_caller)
+            used_defaults |= used
+    for name, node in spec.nodes.items():
+        if node.owner != name:
+            plans[name] = replace(plans[node.owner], spec=node, filter=_entry_filter(node, graph))
     _check_defaults(spec, used_defaults)
-    return plans
+    jumps = {name: tuple(dict.fromkeys(one for plan in plans[name].backends for one in plan.jumps())) for name in plans}
+    return add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets}), plans
+
+
+def _bind_node(node: NodeSpec) -> tuple[tuple[BackendPlan, ...], set[str]]:
+    """Its backends, and the keys they used."""
+    backends, unused, used = [], None, set()
+    for index, call in enumerate(node.calls):
+        binder = _Binder(_variant(node, index))
+        backends.append(binder.bind(_expand(call, binder.node), {}))
+        left = binder.unused_keys()
+        unused = left if unused is None else [key for key in unused if key in left]
+        used |= binder.used
+        if index == len(node.calls) - 1:
+            binder.check_keys(unused)
+    return tuple(backends), used
+
+
+def _variant(node: NodeSpec, index: int) -> NodeSpec:
+    """The node as one part of an ``&`` composition sees it."""
+    count = len(node.calls)
+    params = {
+        key: split_variants(value, count)[index] if is_composed(key) else value for key, value in node.params.items()
+    }
+    return replace(node, params=params)
+
+
+def _reaches_caller(node: NodeSpec, spec: PipelineSpec, graph: Graph) -> bool:
+    always_run = [_always_runs(spec.nodes[name]) for name in node.next]
+    return not (always_run and all(always_run)) or len(node.next) > 1 or bool(graph.readers[node.name])
 
 
 def _expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
@@ -195,9 +249,12 @@ class _Binder:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
         return _find_filter(call.filter, self.node, "backend")
 
-    def check_keys(self) -> None:
-        """Refuse a key of the node's own table that nothing in it takes, then a missing one: it may be the same."""
-        unused = [key for key in self.node.params if key in self.node.own and key not in self.used]
+    def unused_keys(self) -> list[str]:
+        """Keys of the node's own table that nothing in it takes."""
+        return [key for key in self.node.params if key in self.node.own and key not in self.used]
+
+    def check_keys(self, unused: Iterable[str]) -> None:
+        """Refuse a key that nothing takes, then a missing one: it may be the same."""
         for key in unused:
             if key in ("min", "max"):
                 raise self.node.at(key).error("no backend of this node takes a batch range")
@@ -232,18 +289,16 @@ def _at_position(value: Value, position: tuple[int, int], scope: str) -> Value:
 
 
 def _find_filter(name: str, node: NodeSpec, key: str) -> Filter:
-    if name.lower() in _LATER_FILTERS:
-        raise node.at(key).error(f"filter {name!r} is not supported in this version")
-    found = BUILT_IN.get(name.lower())
+    found = registry.find_filter(name)
     if found is None:
-        raise node.at(key).error(f"no filter {name!r}; {nearest(name, set(BUILT_IN) - set(_LATER_FILTERS))}")
+        raise node.at(key).error(f"no filter {name!r}; {nearest(name, registry.filter_names())}")
     return found
 
 
-def _entry_filter(node: NodeSpec, is_root: bool) -> Filter:
+def _entry_filter(node: NodeSpec, graph: Graph) -> Filter:
     if node.filter is not None:
         return _find_filter(node.filter, node, "filter")
-    return run if is_root or node.map else swap
+    return run if node.map or not graph.predecessors[node.name] else swap
 
 
 def _always_runs(node: NodeSpec) -> bool:

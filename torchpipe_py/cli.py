@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
-from torchpipe_py.build import plan_nodes
+from torchpipe_py.build import plan_pipeline
 from torchpipe_py.config import load_config
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
-from torchpipe_py.graph import build_graph
 from torchpipe_py.parity.options import add_options, check_options
 
 
@@ -39,11 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(config: str) -> None:
     spec = load_config(config)
-    graph = build_graph(spec)
-    plans = plan_nodes(spec, graph.roots)
+    graph, plans = plan_pipeline(spec)
     for name in graph.order:
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
-        print(f"{name}: {plans[name].backend.label} x{spec.nodes[name].instance_num[0]}{after}")
+        print(f"{name}: {plans[name].label} x{max(spec.nodes[name].instance_num)}{after}")
     print(f"{config}: ok, {len(graph.order)} nodes")
 
 

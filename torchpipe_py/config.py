@@ -23,6 +23,7 @@ DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
 
 NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id")
+LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
 
 # Scheduler choices of the C++ library: its default names are what this package does anyway.
@@ -84,6 +85,11 @@ class NodeSpec:
     params: Mapping[str, Value] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
 
+    @property
+    def owner(self) -> str:
+        """The node whose instances run it: itself, or for a logical node ``name.alias`` the node ``name``."""
+        return self.name.partition(".")[0]
+
     def at(self, key: str) -> Place:
         """The place of ``key``: the node's table, or the top level where it comes from there."""
         return Place(self.place.source, self.name if key in self.own else GLOBAL, key)
@@ -133,13 +139,24 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineS
 def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Scalars beside tables become ``"global"``; scalars alone are one node."""
     scalars = {key: value for key, value in tables.items() if not isinstance(value, Mapping)}
-    nodes = {key: dict(value) for key, value in tables.items() if isinstance(value, Mapping)}
+    nodes: dict[str, dict[str, Any]] = {}
+    for name, table in tables.items():
+        if isinstance(table, Mapping):
+            nodes.update(_with_aliases(name, table))
     if not nodes:
         if not scalars:
             raise place.error("no node in it")
         pipeline = {key: scalars.pop(key) for key in PIPELINE_KEYS if key in scalars}
         return {GLOBAL: pipeline, DEFAULT_NODE: scalars}
     return {GLOBAL: {**scalars, **nodes.pop(GLOBAL, {})}, **nodes}
+
+
+def _with_aliases(name: Any, table: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The node, and its logical nodes: ``[name.alias]`` without quotes is a table in a table to TOML."""
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    own = {key: value for key, value in table.items() if key not in inner}
+    aliases = {f"{name}.{alias}": dict(value) for alias, value in inner.items()}
+    return {name: own, **aliases} if own or not aliases else aliases
 
 
 def _pipeline(tables: dict[str, dict[str, Any]], place: Place) -> PipelineSpec:
@@ -153,7 +170,26 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place) -> PipelineSpec:
     max_inflight = _read(defaults, "max_inflight", _positive, DEFAULT_MAX_INFLIGHT, Place(place.source, GLOBAL))
     defaults.pop("max_inflight", None)
     specs = {name: _node(name, table, defaults, place) for name, table in nodes.items()}
+    for spec in specs.values():
+        _check_alias(spec, specs)
     return PipelineSpec(place, specs, defaults, max_inflight)
+
+
+def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec]) -> None:
+    """A logical node has no instances, and so no parameters, of its own."""
+    if node.owner == node.name:
+        return
+    owner = nodes.get(node.owner)
+    if owner is None:
+        physical = {name for name, one in nodes.items() if one.owner == name}
+        raise node.place.error(f"a logical node of {node.owner!r}, which is not there; {nearest(node.owner, physical)}")
+    if "backend" in node.own and node.calls != owner.calls:
+        backends = ["&".join(map(str, one.calls)) for one in (node, owner)]
+        raise node.at("backend").error(
+            f"shares the instances of {owner.name!r}, but its backend is {backends[0]}, not {backends[1]}"
+        )
+    for key in sorted(node.own - {"backend", *LOGICAL_KEYS}):
+        raise node.at(key).error(f"shares the instances of {owner.name!r}, where this key belongs")
 
 
 def _node(name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipeline: Place) -> NodeSpec:
@@ -170,7 +206,14 @@ def _node(name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipel
         return _read(keys, key, convert, default, Place(place.source, name if key in own else GLOBAL))
 
     calls = read("backend", parse_expression_value, None) or (Call("Identity"),)
-    variants = len(calls)
+    variants = max([len(calls), *(_variants(keys[key]) for key in keys if is_composed(key))])
+    if len(calls) == 1:
+        calls *= variants
+    elif len(calls) != variants:
+        key = next(key for key in keys if is_composed(key) and _variants(keys[key]) == variants)
+        raise Place(place.source, name, key).error(f"{keys[key]!r} has {variants} parts, backend has {len(calls)}")
+    for key in filter(is_composed, keys):
+        read(key, lambda value: split_variants(value, variants), None)
     return NodeSpec(
         place=place,
         name=name,
@@ -219,13 +262,22 @@ def parse_expression_value(value: Value) -> tuple[Call, ...]:
     return parse_expression(value)
 
 
+def is_composed(key: str) -> bool:
+    """Whether the values of a key may have a part for each part of an ``&`` composition."""
+    return key == "instance_num" or key == "model::cache" or key.rpartition("::")[2] in ("model", "min", "max")
+
+
+def _variants(value: Value) -> int:
+    return value.count("&") + 1 if isinstance(value, str) else 1
+
+
 def split_variants(value: Value, count: int) -> list[Value]:
     """One value for each of ``count`` parts of an ``&`` composition: a shared one, or ``"a&b"`` with a part each."""
     if not isinstance(value, str) or "&" not in value:
         return [value] * count
     parts: list[Value] = [part.strip() for part in value.split("&")]
     if len(parts) != count:
-        raise ValueError(f"{value!r} has {len(parts)} parts, backend has {count}")
+        raise ValueError(f"{value!r} has {len(parts)} parts, others have {count}")
     return parts
 
 

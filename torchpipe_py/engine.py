@@ -7,21 +7,20 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 
+from torchpipe_py.backends.base import Data
 from torchpipe_py.build import NodePlan
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
-from torchpipe_py.filters import Filter, Status
 from torchpipe_py.graph import Graph
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.node import Node
 from torchpipe_py.request import Request, deadline_after
+from torchpipe_py.routes import Routes
 
 logger = logging.getLogger("torchpipe_py")
-
-Enter = Callable[[Request], None]
 
 
 class Engine:
@@ -38,55 +37,26 @@ class Engine:
         self.admitted = self.rejected = 0
         self._inflight: set[Request] = set()
         self._lock = threading.Lock()
+        self._inner: set[Request] = set()
         self._closed = ""
-        self._waiting: set[Node] = set()
-        self.nodes: dict[str, Node] = {}
-        self.entries: dict[str, Enter] = {}
-        for node_name in reversed(graph.order):
-            self._add(node_name)
-        for node_name, node in self.nodes.items():
-            node.upstream = tuple(self.nodes[other] for other in sorted(graph.upstream[node_name]))
+        waiting: set[Node] = set()
+        self.nodes: dict[str, Node] = {
+            name: Node(
+                name,
+                plans[name].creators(self),
+                timeout=plans[name].spec.batching_timeout / 1000,
+                fail=self.complete,
+                waiting=waiting,
+            )
+            for name in graph.order
+            if plans[name].spec.owner == name
+        }
+        self.entries = Routes(graph, plans, self.nodes, self.complete).entries
+        for owner, node in self.nodes.items():
+            logical = [name for name in graph.order if plans[name].spec.owner == owner]
+            above = {plans[other].spec.owner for name in logical for other in graph.upstream[name]}
+            node.upstream = tuple(self.nodes[other] for other in graph.order if other in above)
         _engines.add(self)
-
-    def _add(self, name: str) -> None:
-        """Successors first: a node's requests are delivered to the entry of the next."""
-        plan = self.plans[name]
-        successors = self.graph.successors[name]
-        after = self.entries[successors[0]] if successors else self.complete
-
-        node = Node(
-            name,
-            plan.creators(),
-            timeout=plan.spec.batching_timeout / 1000,
-            deliver=after,
-            fail=self.complete,
-            waiting=self._waiting,
-        )
-        self.nodes[name] = node
-        self.entries[name] = self._entry(node, plan.filter, after)
-
-    def _entry(self, node: Node, filter_: Filter, after: Callable[[Request], Any]) -> Enter:
-        """The way into a node: its filter decides on the thread that brings the request."""
-        put = node.put
-        run = Status.Run
-
-        def enter(request: Request) -> None:
-            try:
-                status = filter_(request.data)
-            except Exception as error:
-                self.complete(request, _filter_error(node.name, error))
-                return
-            if status is run:
-                request.arrived = perf_counter()
-                put(request)
-            elif status is Status.Skip:
-                after(request)
-            elif status is Status.Break:
-                self.complete(request)
-            else:
-                self.complete(request, BackendError(f"node {node.name!r}: its filter says {status.name}"))
-
-        return enter
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -96,7 +66,7 @@ class Engine:
         try:
             for node in self.nodes.values():
                 node.start()
-            for name in self.graph.order:
+            for name in self.nodes:
                 error = error or self._setup_error(name)
         except BaseException:
             self.close()
@@ -113,7 +83,7 @@ class Engine:
             return None
         plan = self.plans[name]
         kind = next((cls for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), BackendError)
-        failure = kind(f"{plan.spec.place}: {plan.backend.label}: {error}")
+        failure = kind(f"{plan.spec.place}: {plan.label}: {error}")
         failure.__cause__ = error
         return failure
 
@@ -125,14 +95,14 @@ class Engine:
         until = deadline_after(timeout)
         with self._lock:
             self._closed = self._closed or "the pipe is closed"
-        for name in self.graph.order:
-            self.nodes[name].close()
-        if any(node.is_own_thread() for node in self.nodes.values()):
+        for node in self.nodes.values():
+            node.close()
+        if any(node.current_instance() for node in self.nodes.values()):
             # Called from a callback: this thread cannot wait for itself, another one finishes the job.
             threading.Thread(target=self.close, name="torchpipe_py close", daemon=True).start()
             return False
         ended = [node.join(until) for node in self.nodes.values()]
-        for request in list(self._inflight):
+        for request in [*self._inner, *self._inflight]:
             self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
         return all(ended)
 
@@ -141,6 +111,7 @@ class Engine:
         self._lock = threading.Lock()
         self._closed = "the pipe was built in the parent process; threads do not survive a fork"
         self._inflight.clear()
+        self._inner.clear()
 
     @property
     def is_closed(self) -> bool:
@@ -168,14 +139,22 @@ class Engine:
             retry_after_ms=self.retry_after_ms() if len(requests) <= self.max_inflight else None,
         )
 
-    def complete(self, request: Request, error: BaseException | None = None) -> bool:
-        """Make the outcome final and tell whoever waits; ``False`` if it was final already."""
+    def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
+        """Make the outcome final and tell whoever waits; ``False`` if it was final already.
+
+        ``request`` may be a branch of the one that ends. ``last`` is the outcome where others are still under way.
+        """
+        trip = request.trip
+        if trip is not None:
+            request = trip.request
         try:
-            self._inflight.remove(request)
+            (self._inner if request.is_inner else self._inflight).remove(request)
         except KeyError:
             return False
         request.error = error
         request.done = True
+        if trip is not None:
+            trip.settle(last, error is not None)
         if error is None:
             data = request.data
             if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
@@ -188,7 +167,68 @@ class Engine:
             on_done()
         except BaseException:
             logger.exception("%s: the callback of a finished request failed", self.name)
+        if request.inner is not None or trip is not None:
+            self._drop_inner(request)
         return True
+
+    def _drop_inner(self, request: Request) -> None:
+        """Nobody waits any more for what a completed request's jumps have started."""
+        for one in [request] if request.trip is None else [request, *request.trip.branches]:
+            inner, one.inner = one.inner, None
+            for each in inner or ():
+                self.complete(each, CancelledError())
+
+    # -- graphs that are run by a node of another -----------------------------------------------------------------
+
+    def run_graph(
+        self, root: str, data: Data, on_done: Callable[[BaseException | None], None], parent: Request | None = None
+    ) -> None:
+        """Bring ``data`` to the graph's root; ``on_done(error)`` is called once, from any thread, when it is through.
+
+        It ends with its ``parent``, the request whose node runs it: at its deadline, or when it is given up.
+        """
+        request = Request(data, lambda: on_done(request.error))
+        request.is_inner = True
+        self._inner.add(request)
+        if parent is not None:
+            request.deadline = parent.deadline
+            if parent.inner is None:
+                parent.inner = []
+            parent.inner.append(request)
+            if parent.done:
+                self.complete(request, CancelledError())
+                return
+        self.entries[root](request)
+
+    def wait_for_graph(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
+        """Run each item through the graph and wait for all; their errors, in order. For an instance's own thread."""
+        errors: list[BaseException | None] = [None] * len(items)
+        left = threading.Semaphore(0)
+
+        def finisher(index: int) -> Callable[[BaseException | None], None]:
+            def finish(error: BaseException | None) -> None:
+                errors[index] = error
+                left.release()
+
+            return finish
+
+        for index, item in enumerate(items):
+            self.run_graph(root, item, finisher(index))
+        with self._blocked_instance():
+            for _ in items:
+                left.acquire()
+        return errors
+
+    @contextmanager
+    def _blocked_instance(self) -> Iterator[None]:
+        """Meanwhile this thread's instance sends nothing to the nodes behind it: nobody waits for company from it."""
+        found = next(((node, one) for node in self.nodes.values() if (one := node.current_instance())), None)
+        if found is None:
+            yield
+            return
+        node, instance = found
+        with node.paused(instance):
+            yield
 
     def retry_after_ms(self) -> int:
         """How long the slowest node needs for what it holds, by its measured compute time; at least 1 ms."""
@@ -203,12 +243,6 @@ class Engine:
 
 def _nothing() -> None:
     """The callback of a request that is completed."""
-
-
-def _filter_error(node: str, error: BaseException) -> BackendError:
-    failure = BackendError(f"node {node!r}: its filter: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 # Process-wide, since a fork is.

@@ -57,3 +57,4 @@ BUILT_IN: dict[str, Filter] = {
     "run": run,
     **{status.name.lower(): _constant(status) for status in Status if status is not Status.Run},
 }
+ALIASES = {"continue": "run", "serial_skip": "serialskip", "subgraph_skip": "subgraphskip"}

@@ -1,20 +1,20 @@
-"""A node: one queue, N instances with a thread each, and what they measured."""
+"""A node: one queue, N instances with a thread each, and who of them takes what."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, Data, run_padded
+from torchpipe_py.backends.base import Backend, Data, DeferredBackend
 from torchpipe_py.batching import Batcher
-from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed
-from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request
-from torchpipe_py.roster import LeaderRoster, Roster, Sleeper
+from torchpipe_py.roster import LeaderRoster, Roster
+from torchpipe_py.runner import Instance, Runner
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -25,33 +25,14 @@ def _ended(index: int) -> Backend:
     raise RuntimeError(f"instance {index} has ended")
 
 
-class Instance(Sleeper):
-    """One backend on its own thread; that thread, or a caller's that stands in for it, writes the counters."""
-
-    def __init__(self, index: int, create: Callable[[int], Backend]) -> None:
-        super().__init__()
-        self.index = index
-        self.create = create
-        self.backend: Backend | None = None
-        self.max = self.min = 1
-        self.setup_error: BaseException | None = None
-        self.ready = threading.Event()
-        self.thread: threading.Thread | None = None
-        self.busy = 0  # requests taken and not yet delivered
-        self.collected_since = 0.0  # when the leader took the first request of the current batch
-        self.singles = 0  # requests that could not be batched; the counters below are of batches
-        self.requests = self.batches = self.failed = self.expired = 0
-        self.queue_time = self.batch_wait = self.compute_time = self.last_compute = 0.0
-        self.batch_sizes: Counter[int] = Counter()
-
-
 class Node:
     """A queue and its instances.
 
-    ``put`` may be called from any thread. ``deliver(request)`` is called on the thread of the instance that finished
-    it, ``fail(request, error)`` completes a request that cannot go on. ``upstream`` holds the nodes from which a
-    request can still reach this one. ``waiting``, shared by the nodes of a pipe, holds those whose leader waits for
-    company: an instance that has delivered its batch wakes the leaders for whom nothing is under way any more.
+    ``put`` may be called from any thread. ``deliver(request)``, to be set before ``start``, is called on the thread of
+    the instance that finished it, ``fail(request, error)`` completes a request that cannot go on. ``upstream`` holds
+    the nodes from which a request can still reach this one, perhaps itself. ``waiting``, shared by the nodes of a pipe,
+    holds those whose leader waits for company: an instance that has delivered its batch wakes the leaders for whom
+    nothing is under way any more.
 
     Where batches are larger than one, one idle instance at a time is the leader: it collects the next batch and hands
     leadership on before it computes. Where they are not, and the backend runs on any thread, the blocked caller of a
@@ -64,7 +45,6 @@ class Node:
         create: Sequence[Callable[[int], Backend]],
         *,
         timeout: float,
-        deliver: Callable[[Request], object],
         fail: Callable[[Request, BaseException], object],
         waiting: set[Node],
     ) -> None:
@@ -72,15 +52,24 @@ class Node:
         self.timeout = timeout
         self.instances = [Instance(index, one) for index, one in enumerate(create)]
         self.upstream: tuple[Node, ...] = ()
-        self._deliver, self._fail, self._waiting = deliver, fail, waiting
+        self._waiting = waiting
+        self._runner = Runner(name, fail)
+        self._run_single = self._runner.run_single
         self._queue: deque[Request] = deque()
         self._batcher = Batcher(timeout, self._batch_key)
         self._roster: Roster = Roster(self._queue)
         self._stopped: set[Request] = set()  # attended requests on their way in, for `load`
         self._is_lent = False
         self._opened = threading.Event()
-        self._closing = False
         self.max = self.min = 1
+
+    @property
+    def deliver(self) -> Callable[[Request], object]:
+        return self._runner.deliver
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Request], object]) -> None:
+        self._runner.deliver = deliver
 
     def start(self) -> None:
         """Start the threads; their backends are set up side by side."""
@@ -99,8 +88,12 @@ class Node:
         if self.max > 1:
             self._roster = LeaderRoster(self._queue, self._batcher)
         error = next((instance.setup_error for instance in self.instances if instance.setup_error), None)
-        if error is None and self.max == 1:
-            self._is_lent = all(one.backend is not None and one.backend.any_thread() for one in self.instances)
+        if error is None:
+            backends = [one.backend for one in self.instances if one.backend is not None]
+            self._runner.label = backends[0].config.label
+            self._is_lent = self.max == 1 and all(one.any_thread() for one in backends)
+            if all(isinstance(one, DeferredBackend) for one in backends):
+                self._run_single = self._runner.start_deferred
         return error
 
     def put(self, request: Request) -> None:
@@ -114,6 +107,8 @@ class Node:
         self._queue.append(request)
         if self._roster.resting:
             self._roster.rouse()
+        if self._runner.is_closing:
+            self._fail_queued()
 
     def carry(self, request: Request) -> None:
         """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
@@ -127,7 +122,7 @@ class Node:
         try:
             instance.busy = 1
             self._stopped.discard(request)
-            self._run_singly(instance, request)
+            self._run_single(instance, request)
         finally:
             instance.busy = 0
             self._roster.give_back(instance)
@@ -145,13 +140,17 @@ class Node:
 
     def close(self) -> None:
         """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
-        self._closing = True
+        self._runner.is_closing = True
         self._opened.set()
+        self._fail_queued()
+        self._roster.close()
+
+    def _fail_queued(self) -> None:
         try:
             while True:
-                self._fail(self._queue.popleft(), self._closed_error())
+                self._runner.fail_closed(self._queue.popleft())
         except IndexError:
-            self._roster.close()
+            return
 
     def join(self, until: float | None = None) -> bool:
         """Wait for the threads to end, no longer than ``until``; whether they did."""
@@ -162,9 +161,20 @@ class Node:
                     return False
         return True
 
-    def is_own_thread(self) -> bool:
-        """Whether the calling thread is an instance's."""
-        return any(instance.thread is threading.current_thread() for instance in self.instances)
+    def current_instance(self) -> Instance | None:
+        """The instance whose thread is calling."""
+        thread = threading.current_thread()
+        return next((instance for instance in self.instances if instance.thread is thread), None)
+
+    @contextmanager
+    def paused(self, instance: Instance) -> Iterator[None]:
+        """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
+        busy, instance.busy = instance.busy, 0
+        self._wake_leaders()
+        try:
+            yield
+        finally:
+            instance.busy = busy
 
     def load(self) -> int:
         """Requests here that are not delivered yet; a moment's estimate."""
@@ -172,7 +182,7 @@ class Node:
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
-        return 0 if self._closing else len(self._queue) + len(self._batcher)
+        return 0 if self._runner.is_closing else len(self._queue) + len(self._batcher)
 
     # -- the instances' threads ---------------------------------------------------------------------------------
 
@@ -218,7 +228,7 @@ class Node:
                 roster.hand_on()
             if not batch:
                 continue
-            self._process(instance, batch)
+            self._runner.run_batch(instance, batch)
             batch = []  # an idle instance keeps nothing of its last request
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
             instance.busy = 0
@@ -227,7 +237,7 @@ class Node:
 
     def _serve_singly(self, instance: Instance) -> None:
         """Where no batch can form, nobody leads: each instance takes a request for itself, without any list."""
-        take, run, waiting = self._queue.popleft, self._run_singly, self._waiting
+        take, run, waiting = self._queue.popleft, self._run_single, self._waiting
         while True:
             try:
                 request = take()
@@ -242,27 +252,6 @@ class Node:
             if waiting:
                 self._wake_leaders()
 
-    def _run_singly(self, instance: Instance, request: Request) -> None:
-        """One request where no batch can form."""
-        if self._closing or request.done or request.deadline is not None:
-            self._process(instance, [request])
-            return
-        start = perf_counter()
-        data = request.data
-        data.pop(TASK_RESULT_KEY, None)
-        data.pop(TASK_ERROR_KEY, None)
-        try:
-            instance.backend.forward([data])  # type: ignore[union-attr]  # set up before the first request
-            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                self._explain(data)
-            now = perf_counter()
-            instance.singles += 1
-            instance.queue_time += start - request.arrived
-            instance.compute_time += now - start
-            self._deliver(request)
-        except BaseException as error:
-            self._fail_defect(instance, request, error)
-
     def _collect(self, instance: Instance, roster: LeaderRoster) -> list[Request]:
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
         batcher, queue = self._batcher, self._queue
@@ -274,7 +263,7 @@ class Node:
                 except IndexError:  # close() empties the queue too
                     break
                 self._accept(request)
-            if self._closing:
+            if self._runner.is_closing:
                 return batcher.clear()
             if not len(batcher):
                 return []
@@ -304,7 +293,7 @@ class Node:
         try:
             self._batcher.add(request)
         except Exception as error:
-            self._fail(request, self._defect(error))
+            self._runner.fail(request, self._runner.defect(error))
 
     def _batch_key(self, data: Data) -> Any:
         backend = self.instances[0].backend
@@ -312,115 +301,15 @@ class Node:
 
     def _is_awaiting(self) -> bool:
         """Whether some request in flight could still reach this node."""
-        return any(node.load() for node in self.upstream)
+        for node in self.upstream:
+            if node is not self:
+                if node.load():
+                    return True
+            elif any(instance.busy for instance in self.instances):
+                return True  # through a logical node, a request comes by a second time
+        return False
 
     def _wake_leaders(self) -> None:
         for node in list(self._waiting):
             if not node._is_awaiting():
                 node.rouse_leader()
-
-    # -- one batch ----------------------------------------------------------------------------------------------
-
-    def _process(self, instance: Instance, batch: list[Request]) -> None:
-        start = perf_counter()
-        requests, items = [], []
-        for request in batch:
-            if request.done:
-                continue
-            if self._closing:
-                self._fail(request, self._closed_error())
-            elif request.deadline is not None and start >= request.deadline:
-                instance.expired += 1
-                self._fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
-            else:
-                # A result or an error is what this backend says, never what an earlier one said.
-                data = request.data
-                data.pop(TASK_RESULT_KEY, None)
-                data.pop(TASK_ERROR_KEY, None)
-                requests.append(request)
-                items.append(data)
-        if not requests:
-            return
-        self._measure_waits(instance, requests, start)
-        requests = self._forward(instance, requests, items)
-        instance.last_compute = perf_counter() - start
-        instance.compute_time += instance.last_compute
-        for request in requests:
-            try:
-                self._deliver(request)
-            except BaseException as error:
-                self._fail_defect(instance, request, error)
-
-    def _measure_waits(self, instance: Instance, requests: list[Request], start: float) -> None:
-        count = len(requests)
-        instance.requests += count
-        instance.batches += 1
-        instance.batch_sizes[count] += 1
-        since = instance.collected_since or start
-        for request in requests:
-            arrived = request.arrived
-            if arrived < since:
-                instance.queue_time += since - arrived
-                instance.batch_wait += start - since
-            else:
-                instance.batch_wait += start - arrived
-
-    def _forward(self, instance: Instance, requests: list[Request], items: list[Data]) -> list[Request]:
-        """Run the backend; the requests that go on, each with exactly one outcome."""
-        backend = instance.backend
-        assert backend is not None  # set up before the first request
-        saved = [dict(item) for item in items] if len(items) > 1 else None
-        try:
-            if len(items) < instance.min:
-                run_padded(backend, items)
-            else:
-                backend.forward(items)
-        except BaseException as error:
-            if saved is None:
-                self._fail_defect(instance, requests[0], error)
-                return []
-            requests = self._forward_one_by_one(instance, backend, requests, saved)
-        for request in requests:
-            data = request.data
-            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                self._explain(data)
-        return requests
-
-    def _forward_one_by_one(
-        self, instance: Instance, backend: Backend, requests: list[Request], saved: list[Data]
-    ) -> list[Request]:
-        """After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail."""
-        finished = []
-        for request, before in zip(requests, saved, strict=True):
-            request.data.clear()
-            request.data.update(before)
-            try:
-                run_padded(backend, [request.data])
-            except BaseException as error:
-                self._fail_defect(instance, request, error)
-            else:
-                finished.append(request)
-        return finished
-
-    def _explain(self, data: Data) -> None:
-        """Say why there is no result, where the backend did not."""
-        data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self._label()} gave no result")
-
-    def _label(self) -> str:
-        backend = self.instances[0].backend
-        return backend.config.label if backend is not None else "backend"
-
-    def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
-        instance.failed += 1
-        request.data.pop(TASK_RESULT_KEY, None)
-        # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
-        is_ctrl_c = request.attended and isinstance(error, KeyboardInterrupt)
-        self._fail(request, error if is_ctrl_c else self._defect(error))
-
-    def _closed_error(self) -> PipeClosed:
-        return PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}")
-
-    def _defect(self, error: BaseException) -> BackendError:
-        defect = BackendError(f"node {self.name!r}: {self._label()}: {type(error).__name__}: {error}")
-        defect.__cause__ = error
-        return defect

@@ -12,13 +12,13 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any
 
-from torchpipe_py.build import plan_nodes
+from torchpipe_py.build import plan_pipeline
 from torchpipe_py.config import load_config
-from torchpipe_py.engine import Engine, Enter
+from torchpipe_py.engine import Engine
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
-from torchpipe_py.graph import build_graph
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request, deadline_after
+from torchpipe_py.routes import Enter
 from torchpipe_py.statistics import describe, node_stats
 
 Data = dict[str, Any]
@@ -41,8 +41,7 @@ class pipe:
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         spec = load_config(config)
-        graph = build_graph(spec)
-        plans = plan_nodes(spec, graph.roots)
+        graph, plans = plan_pipeline(spec)
         self._engine = Engine(spec.place.source, graph, plans, spec.max_inflight)
         self._engine.start()
         self._roots = {name: self._engine.entries[name] for name in graph.roots}
@@ -138,7 +137,7 @@ class pipe:
             "max_inflight": engine.max_inflight,
             "admitted": engine.admitted,
             "rejected": engine.rejected,
-            "nodes": {name: node_stats(engine.nodes[name]) for name in engine.graph.order},
+            "nodes": {name: node_stats(engine.nodes[name]) for name in engine.nodes},
         }
 
     def close(self, timeout: float | None = None) -> bool:

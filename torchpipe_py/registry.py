@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
+from torchpipe_py import filters
 from torchpipe_py.errors import ConfigError
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
@@ -23,7 +24,14 @@ BUILT_IN_BACKENDS = {
     "cvtColorMat": f"{_BACKENDS}.opencv:cvtColorMat",
     "ResizeMat": f"{_BACKENDS}.opencv:ResizeMat",
     "ResizePadMat": f"{_BACKENDS}.opencv:ResizePadMat",
+    "CropMat": f"{_BACKENDS}.geometry:CropMat",
+    "AlignMat": f"{_BACKENDS}.geometry:AlignMat",
+    "DynamicResizeMat": f"{_BACKENDS}.geometry:DynamicResizeMat",
+    "PerspectiveTransformMat": f"{_BACKENDS}.geometry:PerspectiveTransformMat",
     "PillowResizeMat": f"{_BACKENDS}.pillow:PillowResizeMat",
+    "Jump": f"{_BACKENDS}.jump:Jump",
+    "MapReduce": f"{_BACKENDS}.jump:MapReduce",
+    "Range": f"{_BACKENDS}.ranges:Range",
     "Mat2Tensor": f"{_BACKENDS}.torch:Mat2Tensor",
     "SyncTensor": f"{_BACKENDS}.torch:SyncTensor",
     "OnnxTensor": f"{_BACKENDS}.onnx:OnnxTensor",
@@ -61,6 +69,7 @@ BUILT_IN_POSTPROCESSORS = {
 _lock = threading.Lock()
 _backends: dict[str, type] = {}
 _postprocessors: dict[str, type] = {}
+_filters: dict[str, Callable[..., Any]] = {}
 
 
 def register_backend(cls: type, name: str | None = None) -> type:
@@ -70,6 +79,42 @@ def register_backend(cls: type, name: str | None = None) -> type:
     ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``.
     """
     return _register(_backends, cls, name, {*BUILT_IN_BACKENDS, *ALIASES}, ("forward",))
+
+
+def register_filter(filter_: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """Make a filter usable as ``filter = "name"``, ``(name)Backend`` and ``Python[name]``; usable as a decorator.
+
+    It is a function from a request's dict to a ``Status``, or a class with such a ``forward(data)``, of which each
+    place that names it gets an instance. It is called by many threads at once, and may change the dict.
+    """
+    if not callable(filter_) or (isinstance(filter_, type) and not callable(getattr(filter_, "forward", None))):
+        raise ConfigError(f"{name or filter_!r}: expected a function, or a class with a method 'forward'")
+    name = name or filter_.__name__
+    with _lock:
+        taken = name.lower() in {*filters.BUILT_IN, *filters.ALIASES}
+        if taken or _filters.get(name, filter_) is not filter_:
+            raise ConfigError(f"{name!r} is registered already")
+        _filters[name] = filter_
+    return filter_
+
+
+def filter_names() -> list[str]:
+    """Every name ``filter = …`` takes."""
+    return sorted({*filters.BUILT_IN, *_filters})
+
+
+def find_filter(name: str) -> filters.Filter | None:
+    """The filter called ``name``, of a class a new instance; ``None`` if there is none. Built-in ones in any case."""
+    lower = filters.ALIASES.get(name.lower(), name.lower())
+    if lower in filters.BUILT_IN:
+        return filters.BUILT_IN[lower]
+    if name.startswith("Python[") and name.endswith("]"):
+        name = name[len("Python[") : -1].strip()
+    found = _filters.get(name)
+    if isinstance(found, type):
+        forward: filters.Filter = found().forward
+        return forward
+    return found
 
 
 def register_postprocessor(cls: type, name: str | None = None) -> type:

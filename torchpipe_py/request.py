@@ -15,11 +15,27 @@ class Request:
     ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter`` seconds.
     ``on_done`` is called once, without arguments, when ``error`` and the dict are final.
 
+    ``at`` is the logical node it is at where several share their instances, ``trip`` its way through a graph with
+    branches, ``inner`` the requests that it waits for (a jump's), ``is_inner`` whether it is one of those.
     ``attended``: its caller is blocked and carries it on its own thread, as far as backends allow (``Node.carry``);
     ``stop`` is then the node it has reached.
     """
 
-    __slots__ = ("arrived", "attended", "caller_data", "data", "deadline", "done", "error", "on_done", "stop")
+    __slots__ = (
+        "arrived",
+        "at",
+        "attended",
+        "caller_data",
+        "data",
+        "deadline",
+        "done",
+        "error",
+        "inner",
+        "is_inner",
+        "on_done",
+        "stop",
+        "trip",
+    )
 
     def __init__(self, data: dict[str, Any], on_done: Callable[[], object], deadline: float | None = None) -> None:
         self.data = data
@@ -29,6 +45,10 @@ class Request:
         self.error: BaseException | None = None
         self.done = False
         self.arrived = 0.0
+        self.at = ""
+        self.trip: Any = None
+        self.inner: list[Request] | None = None
+        self.is_inner = False
         self.attended = False
         self.stop: Any = None
         if deadline is not None:

@@ -45,8 +45,9 @@ def describe(engine: Engine) -> str:
     state = "closed" if engine.is_closed else f"{engine.inflight} in flight"
     lines = [f"pipe({engine.name}, {state})"]
     for name in engine.graph.order:
-        plan, node = engine.plans[name], engine.nodes[name]
+        plan = engine.plans[name]
+        node = engine.nodes[plan.spec.owner]
         after = engine.graph.successors[name]
         arrow = f" -> {', '.join(after)}" if after else ""
-        lines.append(f"  {name}: {plan.backend.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
+        lines.append(f"  {name}: {plan.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
     return "\n".join(lines)

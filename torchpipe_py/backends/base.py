@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -76,12 +76,24 @@ class Shared:
             return self._values[key]
 
 
+class Graphs(Protocol):
+    """The other graphs of a pipe, for backends that run one of them; ``root`` names one by its root node."""
+
+    def run_graph(
+        self, root: str, data: Data, on_done: Callable[[BaseException | None], None], parent: Any = None
+    ) -> None:
+        """Start ``data`` through the graph; ``on_done(error)`` is called once, from any thread, when it is through."""
+
+    def wait_for_graph(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
+        """Run each item through the graph, all at once, and wait for them; their errors, in order."""
+
+
 @dataclass(frozen=True)
 class BackendConfig:
     """What a backend is constructed from: typed parameters, children and where it runs.
 
     ``reaches_caller`` says that a result of its node may go to the caller as it is: there is no next node, or one that
-    may be skipped.
+    may be skipped. ``graphs`` are the pipe's; ``None`` outside a pipe.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +105,7 @@ class BackendConfig:
     instance_num: int = 1
     reaches_caller: bool = True
     shared: Shared = field(default_factory=Shared)
+    graphs: Graphs | None = None
 
 
 class Backend:
@@ -112,6 +125,9 @@ class Backend:
 
     any_params = False
     """Takes every key of its node, unchecked, in ``self.params``."""
+
+    any_batch = False
+    """Takes any number of items at once inside another backend, though its ``max()`` is 1."""
 
     wraps_sequence = False
     """Standing last in a ``Sequential`` without brackets, it wraps all that stands before it."""
@@ -213,3 +229,14 @@ class StatelessBackend(ItemBackend):
 
     def any_thread(self) -> bool:
         return True
+
+
+class DeferredBackend(Backend):
+    """A backend whose work goes on elsewhere, and that waits for it without holding a thread."""
+
+    def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+        """Start on ``item``; ``done(error)`` is called once, from any thread, when its outcome is in it.
+
+        An exception instead of that is a defect, as in ``forward``. ``request`` stands for the pipe's request.
+        """
+        raise NotImplementedError(type(self).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -88,7 +89,7 @@ class Sequential(Backend):
         defaults = (run, *(swap,) * (len(given) - 1))
         filters = [chosen or default for chosen, default in zip(given, defaults, strict=True)]
         self._steps = [
-            (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), child.max())
+            (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), _most(child))
             for filter_, child in zip(filters, self.config.children, strict=True)
         ]
         self._single_steps = [(filter_, child, _single(child, forward)) for filter_, child, forward, _ in self._steps]
@@ -118,8 +119,8 @@ class Sequential(Backend):
                     going.append(item)
                 elif status is Status.Skip:
                     going.append(item)
-                elif status is Status.Error:
-                    raise BackendError(f"a filter in front of {child.config.label} says Error")
+                elif status not in _ENDS:
+                    raise _bad_status(status, child)
             if not going:
                 return
             if most >= len(running) > 0:
@@ -137,9 +138,9 @@ class Sequential(Backend):
                 item.pop(TASK_RESULT_KEY, None)
                 item.pop(TASK_ERROR_KEY, None)
                 forward(item)
-            elif status is Status.Error:
-                raise BackendError(f"a filter in front of {child.config.label} says Error")
             elif status is not Status.Skip:
+                if status not in _ENDS:
+                    raise _bad_status(status, child)
                 return
 
     def close(self) -> None:
@@ -156,6 +157,20 @@ class Sequential(Backend):
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)
+
+
+_ENDS = (Status.Break, Status.SerialSkip, Status.SubGraphSkip)
+"""What ends a sequence for an item."""
+
+
+def _bad_status(status: Any, child: Backend) -> BackendError:
+    said = "says Error" if status is Status.Error else f"gave {status!r}, which is no Status"
+    return BackendError(f"a filter in front of {child.config.label} {said}")
+
+
+def _most(child: Backend) -> int:
+    """How many items one ``forward`` of a child takes."""
+    return sys.maxsize if child.any_batch else child.max()
 
 
 def _single(child: Backend, forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:

@@ -123,7 +123,7 @@ class cvtColorMat(StatelessBackend):
         item[TASK_RESULT_KEY] = mat
 
 
-class _Resizer(StatelessBackend):
+class Resizer(StatelessBackend):
     """What the backends around ``cv2.resize`` share; the channel order is nothing to them."""
 
     interpolation = interpolation()
@@ -138,7 +138,7 @@ class _Resizer(StatelessBackend):
         self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
 
 
-class ResizeMat(_Resizer):
+class ResizeMat(Resizer):
     """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
 
     resize_h = side("output height, pixels")
@@ -157,7 +157,7 @@ class ResizeMat(_Resizer):
         item[TASK_RESULT_KEY] = mat
 
 
-class ResizePadMat(_Resizer):
+class ResizePadMat(Resizer):
     """Mat to Mat of ``max_h`` × ``max_w``: the largest that fits with its aspect ratio, top left, the rest padded.
 
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.

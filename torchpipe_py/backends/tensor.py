@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.cuda import TensorBackend
+from torchpipe_py.backends.geometry import crop_box
 from torchpipe_py.backends.opencv import COLORS, fit_inside, side, to_color
 from torchpipe_py.backends.taps import (
     PRECISION_BITS,
@@ -18,7 +16,7 @@ from torchpipe_py.backends.taps import (
     resample,
     shrinks_height_first,
 )
-from torchpipe_py.keys import TASK_BOX_KEY, TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "area")
@@ -175,25 +173,8 @@ class CropTensor(_TorchBackend):
     """
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
-        height, width = tensor.shape[2:]
-        where = f"an image of {width}x{height} pixels"
-        if item.get(TASK_BOX_KEY) is None:
-            raise ValueError(f"the dict has no {TASK_BOX_KEY!r} = [left, top, right, bottom] to crop {where} to")
-        numbers = _box_numbers(item[TASK_BOX_KEY], where)
-        left, right = (min(max(x, 0), width) for x in numbers[::2])
-        top, bottom = (min(max(y, 0), height) for y in numbers[1::2])
-        if left >= right or top >= bottom:
-            raise ValueError(f"{TASK_BOX_KEY} {numbers} (left, top, right, bottom) leaves no pixel of {where}")
+        left, top, right, bottom = crop_box(item, tensor.shape[2], tensor.shape[3])
         return tensor[:, :, top:bottom, left:right].clone(memory_format=self._torch.contiguous_format)
-
-
-def _box_numbers(box: Any, where: str) -> list[int]:
-    """Left, top, right, bottom, rounded; ``ValueError`` for anything but four finite numbers."""
-    values = box.tolist() if hasattr(box, "tolist") else box
-    good = isinstance(values, (list, tuple)) and len(values) == 4
-    if not good or not all(isinstance(one, (int, float, np.number)) and math.isfinite(one) for one in values):
-        raise ValueError(f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {box!r} for {where}")
-    return [round(float(one)) for one in values]
 
 
 class Tensor2Mat(_TorchBackend):

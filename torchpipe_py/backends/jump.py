@@ -1,0 +1,151 @@
+"""Backends that run another graph of the pipe: once for a request, or once for each element of a list."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+from torchpipe_py.backends.base import Data, DeferredBackend, Graphs, Param
+from torchpipe_py.errors import BackendError, ConfigError, DeadlineExceeded, PipeClosed, first_line
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_str, to_strings
+
+
+class Jump(DeferredBackend):
+    """Runs the graph of the root ``jump`` on the request; its outcome is this backend's.
+
+    To run it on something else, or several times, subclass and override ``split`` and ``merge``. The graph's nodes
+    serve every jump and every caller alike, and batch them together. As the whole backend of a node it holds no
+    thread while it waits; inside another backend it does.
+    """
+
+    jump = Param(to_str, doc="root node of the graph to run")
+
+    any_batch = True
+
+    def setup(self) -> None:
+        if self.config.graphs is None:
+            raise ConfigError(f"{self.config.label}: there is no graph to jump to outside a pipe")
+        self._graphs: Graphs = self.config.graphs
+
+    def split(self, data: Data) -> Sequence[Data]:
+        """The dicts to run through the graph, none of them ``data`` itself; ``ValueError`` where that is impossible."""
+        return [dict(data)]
+
+    def merge(self, data: Data, parts: Sequence[Data]) -> None:
+        """Write the outcome into ``data``; ``parts`` are the dicts of ``split``, in order, with theirs."""
+        data.update(parts[0])
+
+    def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+        parts = self._split(item)
+        if not parts:
+            done(self._merged(item, parts, []))
+            return
+        gathered = _Gathered(len(parts), lambda errors: done(self._merged(item, parts, errors)))
+        for index, part in enumerate(parts):
+            self._graphs.run_graph(self.jump, part, gathered.finisher(index), request)
+
+    def forward(self, items: list[Data]) -> None:
+        split = [self._split(item) for item in items]
+        errors = iter(self._graphs.wait_for_graph(self.jump, [part for parts in split for part in parts]))
+        first = None
+        for item, parts in zip(items, split, strict=True):
+            first = first or self._merged(item, parts, [next(errors) for _ in parts])
+        if first is not None:
+            raise first
+
+    def _split(self, item: Data) -> list[Data]:
+        parts = list(self.split(item))
+        for part in parts:
+            if not isinstance(part, dict) or TASK_DATA_KEY not in part:
+                raise ValueError(f"split gave {part!r:.100}, not a dict with {TASK_DATA_KEY!r}")
+        return parts
+
+    def _merged(self, item: Data, parts: list[Data], errors: list[BaseException | None]) -> BaseException | None:
+        """Merge, or the error that this is impossible for."""
+        for index, error in enumerate(errors):
+            if isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
+                return error
+            if error is not None:
+                return self._failure(index, len(parts), error)
+        try:
+            self.merge(item, parts)
+        except Exception as error:
+            return error
+        return None
+
+    def _failure(self, index: int, count: int, error: BaseException) -> BackendError:
+        which = f"element {index} of {count}: " if count > 1 else ""
+        failure = BackendError(f"{which}{self.jump!r}: {first_line(error)}")
+        failure.__cause__ = error
+        return failure
+
+
+class MapReduce(Jump):
+    """Runs the graph of the root ``jump`` once for each element of a list, all at once, and gathers lists in order.
+
+    Each run gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of
+    ``merge`` holds the list of what the runs gave it. With an empty ``split`` there is one run, on the dict as it is.
+    An element without a result fails the request. An empty list gives empty lists.
+    """
+
+    split_keys = Param(to_strings, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
+    merge_keys = Param(to_strings, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
+
+    def setup(self) -> None:
+        super().setup()
+        if not self.merge_keys:
+            raise ConfigError(f"{self.config.label}: merge names no key")
+
+    def split(self, data: Data) -> Sequence[Data]:
+        if not self.split_keys:
+            return [dict(data)]
+        lists = {key: _elements(data, key) for key in self.split_keys}
+        counts = {key: len(elements) for key, elements in lists.items()}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{key!r} has {count}" for key, count in counts.items())
+            raise ValueError(f"the keys to split hold lists of different lengths: {found}")
+        count = next(iter(counts.values()))
+        return [{**data, **{key: lists[key][index] for key in lists}} for index in range(count)]
+
+    def merge(self, data: Data, parts: Sequence[Data]) -> None:
+        for index, part in enumerate(parts):
+            for key in self.merge_keys:
+                if key not in part:
+                    why = f": {part[TASK_ERROR_KEY]}" if TASK_ERROR_KEY in part else ""
+                    raise ValueError(f"element {index} of {len(parts)}: {self.jump!r} gave no {key!r}{why}")
+        for key in self.merge_keys:
+            data[key] = [part[key] for part in parts]
+
+
+def _elements(data: Data, key: str) -> Sequence[Any]:
+    value = data.get(key)
+    if isinstance(value, (list, tuple)):
+        return value
+    found = type(value).__name__ if key in data else "no such key"
+    raise ValueError(f"expected a list under {key!r} to split, found {found}")
+
+
+class _Gathered:
+    """Calls ``on_done(errors)`` when each of ``count`` runs has finished."""
+
+    def __init__(self, count: int, on_done: Callable[[list[BaseException | None]], None]) -> None:
+        self._errors: list[BaseException | None] = [None] * count
+        self._left = count
+        self._on_done = on_done
+        self._lock = threading.Lock()
+
+    def finisher(self, index: int) -> Callable[[BaseException | None], None]:
+        """What to call with the outcome of one run."""
+
+        def finish(error: BaseException | None) -> None:
+            self._errors[index] = error
+            with self._lock:
+                self._left -= 1
+                if self._left:
+                    return
+            self._on_done(self._errors)
+
+        return finish

@@ -1,0 +1,152 @@
+"""The way from node to node: filters, forks, joins, and what a skip hides."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.build import NodePlan
+from torchpipe_py.errors import BackendError, NoResult
+from torchpipe_py.filters import Filter, Status
+from torchpipe_py.graph import Fold, Graph
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
+from torchpipe_py.node import Node
+from torchpipe_py.request import Request
+from torchpipe_py.trip import Maps, Trip
+
+Enter = Callable[[Request], None]
+
+
+class Routes:
+    """``entries[name](request)`` brings a request to a node, from any thread; nodes deliver to the entry of the next.
+
+    ``nodes`` are the physical ones. ``complete(request, error, last)`` is the end of a request's way: with an error,
+    with ``last`` as the outcome, or with its own dict.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plans: Mapping[str, NodePlan],
+        nodes: Mapping[str, Node],
+        complete: Callable[[Request, BaseException | None, Data | None], object],
+    ) -> None:
+        self.entries: dict[str, Enter] = {}
+        self._graph = graph
+        self._complete = complete
+        self._after: dict[str, Enter] = {}
+        self._maps = Maps(
+            {name: _sources(name, graph, plans) for name in graph.mapped},
+            {name: index for index, name in enumerate(graph.order)},
+        )
+        logical: dict[str, list[str]] = defaultdict(list)
+        for name in reversed(graph.order):
+            logical[plans[name].spec.owner].append(name)
+        for name in reversed(graph.order):
+            owner = plans[name].spec.owner
+            self._after[name] = self._leaving(graph.fold(name))
+            self.entries[name] = self._entry(name, nodes[owner], plans[name].filter, len(logical[owner]) > 1)
+        for owner, names in logical.items():
+            nodes[owner].deliver = self._after[owner] if len(names) == 1 else self._deliver_logical
+
+    def _entry(self, name: str, node: Node, filter_: Filter, is_shared: bool) -> Enter:
+        """The way into a node: its filter decides on the thread that brings the request."""
+        put, after = node.put, self._after[name]
+        run = Status.Run
+
+        def enter(request: Request) -> None:
+            try:
+                status = filter_(request.data)
+            except Exception as error:
+                self._complete(request, _filter_error(name, error), None)
+                return
+            if status is run:
+                if is_shared:
+                    request.at = name
+                request.arrived = perf_counter()
+                put(request)
+            elif status is Status.Skip:
+                after(request)
+            else:
+                self._turn(name, request, status)
+
+        return enter
+
+    def _turn(self, name: str, request: Request, status: Any) -> None:
+        """The rarer verdicts of a filter."""
+        if status is Status.Break:
+            self._complete(request, None, request.data)
+        elif status is Status.SerialSkip:
+            self._leaving(self._graph.serial_fold(name))(request)
+        elif status is Status.SubGraphSkip:
+            self._leaving(self._graph.subgraph_fold(name))(request)
+        elif status is Status.Error:
+            self._complete(request, BackendError(f"node {name!r}: its filter says Error"), None)
+        else:
+            wrong = f"node {name!r}: its filter gave {status!r}, which is no Status"
+            self._complete(request, BackendError(wrong), None)
+
+    def _deliver_logical(self, request: Request) -> None:
+        self._after[request.at](request)
+
+    def _leaving(self, fold: Fold) -> Enter:
+        """The way out of a node, or of what is folded into it."""
+        if fold.next is not None:
+            return self.entries[fold.next]
+        if fold.exits:
+            return lambda request: self._fork(fold, request)
+
+        def end(request: Request) -> None:
+            if request.trip is None:
+                self._complete(request, None, None)
+            else:
+                self._fork(fold, request)
+
+        return end
+
+    def _fork(self, fold: Fold, request: Request) -> None:
+        """On to several nodes, to joins, or to the end of a branch."""
+        if request.trip is None:
+            # NOTE: what the caller waits for travels no further, so that `settle` has its dict for itself.
+            request.trip = trip = Trip(request, self._maps)
+            request = trip.branch(request.data)
+        trip = request.trip
+        steps, is_over = trip.leave(fold, request.data)
+        if is_over:
+            self._complete(request, None, None)
+            return
+        branches: list[tuple[str, Request]] = []
+        for name, data in steps:
+            if not branches:
+                request.data = data
+            branches.append((name, trip.branch(data) if branches else request))
+        for name, branch in branches:
+            if TASK_DATA_KEY in branch.data:
+                self.entries[name](branch)
+            else:
+                self._end_without_data(name, branch)
+
+    def _end_without_data(self, name: str, request: Request) -> None:
+        """What a map reads has no result: there is none."""
+        data = request.data
+        if TASK_ERROR_KEY not in data:
+            data[TASK_ERROR_KEY] = NoResult(f"node {name!r}: nothing that its map reads gave {TASK_DATA_KEY!r}")
+        self._complete(request, None, data)
+
+
+def _sources(name: str, graph: Graph, plans: Mapping[str, NodePlan]) -> tuple[tuple[str, Any], ...]:
+    """What a node's map reads, with every predecessor where it names none."""
+    found: list[tuple[str, Any]] = []
+    for source in plans[name].spec.map:
+        names = (source.node,) if source.node else graph.predecessors[name]
+        found.extend((one, source.pairs) for one in names)
+    return tuple(found)
+
+
+def _filter_error(node: str, error: BaseException) -> BackendError:
+    failure = BackendError(f"node {node!r}: its filter: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
