@@ -46,7 +46,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Graph:
-    """``order`` is topological, graphs that are joined by jumps only included.
+    """``order`` is topological; everything else is in file order.
 
     ``upstream[n]`` holds every node from which a request can still reach ``n``, ``reached_from[n]`` the roots.
     ``jumps[n]`` names the roots of the graphs that ``n`` runs, ``readers[n]`` the nodes with a map that reads ``n``.
@@ -103,7 +103,7 @@ def build_graph(spec: PipelineSpec) -> Graph:
     for node in nodes.values():
         _check_next(node, nodes)
     order = _topological(nodes)
-    before_of: dict[str, list[str]] = {name: [] for name in order}
+    before_of: dict[str, list[str]] = {name: [] for name in nodes}
     for node in nodes.values():
         for successor in node.next:
             before_of[successor].append(node.name)

@@ -40,7 +40,7 @@ class Routes:
         self._after: dict[str, Enter] = {}
         self._maps = Maps(
             {name: _sources(name, graph, plans) for name in graph.mapped},
-            {name: index for index, name in enumerate(graph.order)},
+            {name: index for index, name in enumerate(graph.predecessors)},
         )
         logical: dict[str, list[str]] = defaultdict(list)
         for name in reversed(graph.order):

@@ -21,7 +21,7 @@ Pairs = tuple[tuple[str, str], ...]
 class Maps:
     """The ``map`` of each node that has one: (node it reads, its (key, new key) pairs), in order.
 
-    ``rank`` is the place of a node in the graph's order.
+    ``rank`` is the place of a node in the file.
     """
 
     sources: Mapping[str, tuple[tuple[str, Pairs], ...]]
@@ -99,7 +99,7 @@ class Trip:
     def settle(self, last: Data | None, is_failed: bool) -> None:
         """Merge the outcome into the dict that the request came with, and drop the branches that are still under way.
 
-        The outcome is ``last``, or what the graph's ends gave, in the graph's order.
+        The outcome is ``last``, or what the graph's ends gave; later ones in the file overwrite earlier ones.
         """
         for one in self.branches:
             one.done = True

@@ -1,0 +1,94 @@
+"""What a pipe must come to, one node after the other: an interpreter of the graph rules, for tests to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Data = dict[str, Any]
+Nodes = Mapping[str, Mapping[str, Any]]
+"""Per node, in topological order: next (names), map ((source or "", ((key, new), …)), …), filter, backend."""
+
+
+class _Over(Exception):
+    """A Break: its dict is the outcome."""
+
+
+def interpret(nodes: Nodes, root: str, data: Data) -> Data:
+    """The caller's dict after the request; it is ``data`` itself, changed in place."""
+    before = {name: [one for one in nodes if name in nodes[one]["next"]] for name in nodes}
+    readers = {
+        name: [r for r in nodes for s, _ in nodes[r]["map"] if name in ([s] if s else before[r])] for name in nodes
+    }
+    inputs: dict[str, Data] = {root: data}
+    outputs: dict[str, tuple[str, Data]] = {}  # of every node passed: the node that hides it, or itself, and its dict
+    ends: dict[str, Data] = {}
+
+    def takers(members: list[str]) -> list[str]:
+        after = dict.fromkeys(to for name in members for to in nodes[name]["next"] if to not in members)
+        return [to for to in after if not nodes[to]["map"]]
+
+    def run(name: str) -> None:
+        item = inputs[name]
+        status = nodes[name]["filter"](item)
+        members = [name]
+        if status == "Break":
+            raise _Over(item)
+        if status == "Run":
+            item.pop("result", None)
+            item.pop("error", None)
+            nodes[name]["backend"](item)
+            if "result" not in item:
+                item.setdefault("error", name)
+        elif status == "SerialSkip":
+            while len(nodes[members[-1]]["next"]) == 1 and len(before[nodes[members[-1]]["next"][0]]) == 1:
+                members.append(nodes[members[-1]]["next"][0])
+        elif status == "SubGraphSkip":
+            members += [n for n in nodes if n != name and n in _hidden(name, nodes, before)]
+        outputs.update(dict.fromkeys(members, (name, item)))
+        is_end = any(not nodes[member]["next"] for member in members)
+        is_read = any(reader not in members for member in members for reader in readers[member])
+        if is_end:
+            ends[name] = item
+        own_copy = is_read or is_end + len(takers(members)) > 1
+        for to in takers(members):
+            inputs[to] = dict(item) if own_copy else item
+
+    def mapped(name: str) -> Data:
+        new: Data = {}
+        error = None
+        for source, pairs in nodes[name]["map"]:
+            for one in [source] if source else before[name]:
+                found = outputs[one][1]
+                new.update({"context": found["context"]} if "context" in found else {})
+                for key, to in pairs:
+                    new.update({to: found[key]} if key in found else {})
+                    error = found.get("error") if to == "data" and key not in found else error
+        if "data" not in new:
+            raise _Over({**new, "error": error or new.get("error", name)})
+        return new
+
+    try:
+        for name in nodes:
+            if name in outputs or not (name in inputs or any(one in outputs for one in before[name])):
+                continue
+            if nodes[name]["map"]:
+                inputs[name] = mapped(name)
+            run(name)
+        outcome = {key: value for end in ends.values() for key, value in end.items()}
+    except _Over as over:
+        outcome = dict(over.args[0])
+    data.pop("result", None)
+    data.pop("error", None)
+    data.update(outcome)
+    if "result" not in data:
+        data.setdefault("error", "none")
+    return data
+
+
+def _hidden(name: str, nodes: Nodes, before: Mapping[str, list[str]]) -> set[str]:
+    inside = {name}
+    for other in nodes:
+        if before[other] and all(one in inside for one in before[other]):
+            inside.add(other)
+    return inside
