@@ -14,8 +14,11 @@ class _Over(Exception):
     """A Break: its dict is the outcome."""
 
 
-def interpret(nodes: Nodes, root: str, data: Data) -> Data:
-    """The caller's dict after the request; it is ``data`` itself, changed in place."""
+def interpret(nodes: Nodes, root: str, data: Data) -> tuple[list[Data], bool]:
+    """What the caller's dict may be after the request, and whether it ended early.
+
+    One dict, or one for each Break where branches race for it.
+    """
     before = {name: [one for one in nodes if name in nodes[one]["next"]] for name in nodes}
     readers = {
         name: [r for r in nodes for s, _ in nodes[r]["map"] if name in ([s] if s else before[r])] for name in nodes
@@ -68,22 +71,23 @@ def interpret(nodes: Nodes, root: str, data: Data) -> Data:
             raise _Over({**new, "error": error or new.get("error", name)})
         return new
 
-    try:
-        for name in nodes:
-            if name in outputs or not (name in inputs or any(one in outputs for one in before[name])):
-                continue
+    breaks: list[Data] = []
+    for name in nodes:
+        if name in outputs or not (name in inputs or (before[name] and all(one in outputs for one in before[name]))):
+            continue
+        try:
             if nodes[name]["map"]:
                 inputs[name] = mapped(name)
             run(name)
-        outcome = {key: value for end in ends.values() for key, value in end.items()}
-    except _Over as over:
-        outcome = dict(over.args[0])
+        except _Over as over:
+            breaks.append(over.args[0])
+    last = [dict(one) for one in breaks] or [{key: value for end in ends.values() for key, value in end.items()}]
     data.pop("result", None)
     data.pop("error", None)
-    data.update(outcome)
-    if "result" not in data:
-        data.setdefault("error", "none")
-    return data
+    outcomes = [{**data, **one} for one in last]
+    for one in outcomes:
+        one.update({} if "result" in one or "error" in one else {"error": "none"})
+    return outcomes, bool(breaks)
 
 
 def _hidden(name: str, nodes: Nodes, before: Mapping[str, list[str]]) -> set[str]:

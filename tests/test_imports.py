@@ -49,6 +49,17 @@ MAY_IMPORT = {
     "parity.report": "parity.compare parity.record parity.results",
     "parity.page": "parity.compare parity.record parity.report parity.results",
     "parity.command": "parity.compare parity.page parity.record parity.report parity.run",
+    "drawing": "",
+    "drawing.picture": "",
+    "drawing.text": "drawing.picture",
+    "drawing.shapes": "drawing.picture drawing.text",
+    "drawing.layers": "drawing.picture",
+    "drawing.coordinates": "drawing.layers drawing.text",
+    "drawing.plan": "drawing.coordinates drawing.layers drawing.picture drawing.shapes drawing.text",
+    "drawing.layout": "drawing.picture drawing.plan drawing.shapes drawing.text",
+    "drawing.mermaid": "drawing.picture drawing.text",
+    "drawing.svg": "drawing.layout drawing.picture drawing.shapes drawing.text",
+    "drawing.page": "drawing.mermaid drawing.picture drawing.svg drawing.text",
     "": "backends.base backends.jump config errors filters keys pipe registry",
 }
 

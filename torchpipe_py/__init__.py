@@ -15,6 +15,7 @@ from torchpipe_py.errors import (
     PipeClosed,
     TorchpipeError,
     UnknownNode,
+    WorkerDied,
 )
 from torchpipe_py.filters import Status
 from torchpipe_py.keys import (
@@ -57,6 +58,7 @@ __all__ = [
     "Ticket",
     "TorchpipeError",
     "UnknownNode",
+    "WorkerDied",
     "parse_toml",
     "pipe",
     "register_backend",

@@ -73,6 +73,12 @@ class DeadlineExceeded(TorchpipeError, TimeoutError):
     code = "deadline_exceeded"
 
 
+class WorkerDied(TorchpipeError, RuntimeError):
+    """The worker process of a ``Process`` ended while it had the request, or cannot be started again."""
+
+    code = "worker_died"
+
+
 class PipeClosed(TorchpipeError, RuntimeError):
     """The pipe was closed before the request was finished, or before it came."""
 

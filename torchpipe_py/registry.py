@@ -29,6 +29,7 @@ BUILT_IN_BACKENDS = {
     "DynamicResizeMat": f"{_BACKENDS}.geometry:DynamicResizeMat",
     "PerspectiveTransformMat": f"{_BACKENDS}.geometry:PerspectiveTransformMat",
     "PillowResizeMat": f"{_BACKENDS}.pillow:PillowResizeMat",
+    "Process": f"{_BACKENDS}.process:Process",
     "Jump": f"{_BACKENDS}.jump:Jump",
     "MapReduce": f"{_BACKENDS}.jump:MapReduce",
     "Range": f"{_BACKENDS}.ranges:Range",

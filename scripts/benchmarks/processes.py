@@ -1,0 +1,64 @@
+"""Pure Python work on two instances: threads, which share one GIL, against ``Process[...]``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, run_threads
+from benchmarks.python_loop import PythonLoop, total
+
+INSTANCES, CLIENTS, LAST = 2, 4, 100_000
+
+
+def processes(seconds: float, rounds: int) -> Report:
+    """P6: a loop of Python in processes of its own, QPS against the same in threads."""
+    from torchpipe_py import pipe, register_backend
+
+    register_backend(PythonLoop, "PythonLoop")
+    threads = f"torchpipe_py, threads, {CLIENTS} clients"
+    ours = f"torchpipe_py, Process[...], {CLIENTS} clients"
+    report = Report(f"processes: sum of 1 to {LAST} in a Python loop, {INSTANCES} instances")
+    with ExitStack() as stack:
+        limit = _BareProcesses()
+        stack.callback(limit.close)
+        node = stack.enter_context(pipe({"backend": "PythonLoop", "instance_num": INSTANCES}))
+        apart = stack.enter_context(pipe({"backend": "Process[PythonLoop]", "instance_num": INSTANCES}))
+        subjects = {
+            f"limit: {INSTANCES} bare processes": partial(limit.load, seconds),
+            f"bare: {INSTANCES} threads": partial(run_threads, total, INSTANCES, seconds),
+            threads: partial(run_threads, lambda: node({"data": LAST}), CLIENTS, seconds),
+            ours: partial(run_threads, lambda: apart({"data": LAST}), CLIENTS, seconds),
+        }
+        loads = interleave(subjects, rounds)
+    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.require("Process against threads", loads[ours].qps / loads[threads].qps, low=1.8)
+    share = loads[ours].qps / next(iter(loads.values())).qps
+    report.remarks.append(f"Process[...] reaches {share:.0%} of the limit")
+    return report
+
+
+class _BareProcesses:
+    """Processes that do nothing but the loop, all at the same time."""
+
+    def __init__(self) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": REPOSITORY / "scripts"}
+        self._processes = [python("-m", "benchmarks.python_loop", **pipes) for _ in range(INSTANCES)]
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+
+    def load(self, seconds: float) -> Load:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{seconds}\n")
+            process.stdin.flush()
+        loads = [Load(*json.loads(process.stdout.readline())) for process in self._processes if process.stdout]
+        return Load(sum(one.qps for one in loads), max(one.p50 for one in loads), max(one.p99 for one in loads))
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.communicate()

@@ -1,0 +1,191 @@
+"""Backends for worker processes: in a module of their own that is quick to import, and known by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, registry
+from torchpipe_py.values import to_str
+
+Data = dict[str, Any]
+
+
+class Obedient(Backend):
+    """Does what the string ``data`` says; up to four items at a time. ``result`` is (pid, items, what came of it)."""
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            value = getattr(self, str(item["data"]), self.plain)(item)
+            item.setdefault("result", (os.getpid(), len(items), value))
+
+    def max(self) -> int:
+        return 4
+
+    def plain(self, item: Data) -> Any:
+        return item["data"]
+
+    def die(self, item: Data) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self, item: Data) -> None:
+        os._exit(3)
+
+    def fork_and_leave(self, item: Data) -> None:
+        """Leave, while a child still holds the connection."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        Path(item["file"]).write_text(str(child), encoding="utf-8")
+        os._exit(4)
+
+    def block(self, item: Data) -> None:
+        """Say so, then wait for ever."""
+        Path(item["file"]).write_text(str(os.getpid()), encoding="utf-8")
+        threading.Event().wait()
+
+    def die_on_first_sight(self, item: Data) -> Any:
+        """Die unless the file is there, which then it is."""
+        if not Path(item["file"]).exists():
+            Path(item["file"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def raise_value_error(self, item: Data) -> None:
+        raise ValueError("no such value")
+
+    def raise_stubborn(self, item: Data) -> None:
+        raise StubbornError("two", "parts")
+
+    def give_lambda(self, item: Data) -> None:
+        item["answer"] = lambda: 1
+
+    def give_stubborn(self, item: Data) -> None:
+        item["error"] = StubbornError("two", "parts")
+
+    def keys(self, item: Data) -> Any:
+        return sorted(item)
+
+    def edit(self, item: Data) -> None:
+        del item["removed"]
+        item["changed"] += 1
+        item["array"][0] = 7
+        item["added"] = item["same"]
+        item.pop("data")
+
+
+class StubbornError(Exception):
+    """Can be pickled and not unpickled."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class Keeper(ItemBackend):
+    """Results are those arrays that came before: a view of shared memory would show today's."""
+
+    def setup(self) -> None:
+        self.last: Any = None
+
+    def forward_item(self, item: Data) -> None:
+        item["result"], self.last = self.last, item["data"]
+
+
+class Inspect(ItemBackend):
+    """``result`` is (repr of type, flags, the value)."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = (type(item["data"]).__name__, item["data"])
+
+
+class Unfit(ItemBackend):
+    """Cannot be set up, as ``how`` says."""
+
+    how = Param(to_str, doc="the error")
+
+    def setup(self) -> None:
+        if self.how == "die":
+            os._exit(5)
+        if self.how.startswith("once "):
+            path = Path(self.how.removeprefix("once "))
+            if path.exists():
+                os._exit(6)
+            path.touch()
+            return
+        kinds = {"unavailable": BackendUnavailable, "config": ConfigError, "stubborn": StubbornUnavailable}
+        raise kinds.get(self.how, OSError)("not on this machine")
+
+    def forward_item(self, item: Data) -> None:
+        os._exit(7)
+
+
+class StubbornUnavailable(BackendUnavailable):
+    """Cannot be sent."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+class Meeting(ItemBackend):
+    """``result`` is the process id, once another instance has met it: ``data`` names two FIFOs, to write and read."""
+
+    def forward_item(self, item: Data) -> None:
+        fds = [os.open(name, os.O_RDWR) for name in item["data"]]
+        os.write(fds[0], b"x")
+        os.read(fds[1], 1)
+        item["result"] = os.getpid()
+
+
+class Modules(ItemBackend):
+    """``result`` is what has been imported."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = sorted(sys.modules)
+
+
+class Doubled:
+    """A postprocessor, by its registration alone."""
+
+    def forward(self, *args: Any) -> None: ...
+
+
+class Posts(ItemBackend):
+    """``result`` is the class of the postprocessor that is registered as ``postprocessor``."""
+
+    postprocessor = Param(to_str, doc="its name")
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = registry.find_postprocessor(self.postprocessor)
+
+
+class Duck:
+    """Not a Backend."""
+
+    def init(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = (os.getpid(), item["data"], self.config, len(items))
+
+    def max(self) -> int:
+        return 3
+
+
+class Closing(ItemBackend):
+    """Writes a file in ``close``; raises or hangs there if it is to."""
+
+    file = Param(to_str, doc="written in close")
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = os.getpid()
+
+    def close(self) -> None:
+        Path(self.file).write_text("closed", encoding="utf-8")
+        if self.file.endswith("hang"):
+            threading.Event().wait()
+        if self.file.endswith("raise"):
+            raise ValueError("will not close")

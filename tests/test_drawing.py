@@ -1,0 +1,339 @@
+"""Pictures of pipelines: no box is hit, every text is there and harmless, and the same picture is drawn the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import combinations, pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchpipe_py.drawing
+from torchpipe_py.drawing.layers import layered
+from torchpipe_py.drawing.layout import lay_out
+from torchpipe_py.drawing.mermaid import mermaid, quoted
+from torchpipe_py.drawing.page import page
+from torchpipe_py.drawing.picture import Arrow, Box, Picture, split
+from torchpipe_py.drawing.shapes import Layout, Rect
+from torchpipe_py.drawing.svg import svg
+from torchpipe_py.drawing.text import LINE_COLUMNS, clean, columns, wrap
+
+HOSTILE = (
+    'a "quoted" name',
+    "</svg><script>alert(1)</script>",
+    "]]>&amp;<!--",
+    "a|b[c]{d}(e)#35;",
+    "style:#35;",
+    "%%{init: {}}%% end --> x",
+    "line\nbreak\ttab",
+    "\x00\x1b\ud800\uffff",
+    "漢字" * 20,
+    "x" * 200,
+    "`code` *bold* __dunder__ $$x$$ fa:fa-car",
+    "1. list",
+    " ",
+    "",
+)
+SLACK = 1e-6
+LABELS = st.sampled_from(["", "result:data", "data:image, result:boxes, score:score, more:more", *HOSTILE])
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> Picture:
+    """Graphs whose forward arrows lead from a box to a later one; jumps lead anywhere."""
+    size = draw(st.integers(1, 14))
+    pool = [*HOSTILE, *(f"node{index}" for index in range(size))]
+    names = draw(st.lists(st.sampled_from(pool), min_size=size, max_size=size, unique=True))
+    texts = st.sampled_from(
+        ["", "2", "1..8", "SubGraphSkip", "S[DecodeMat,ResizeMat,cvtColorMat,SyncTensor]", *HOSTILE]
+    )
+    boxes = tuple(
+        Box(name, draw(texts), draw(texts), draw(texts), draw(texts), draw(texts), draw(st.booleans()))
+        for name in draw(st.permutations(names))
+    )
+    arrows = []
+    for _ in range(draw(st.integers(0, 2 * size))):
+        start, end = sorted((draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))))
+        kind = draw(st.sampled_from(["next", "next", "map", "skip", "jump"]))
+        if kind == "jump":
+            start, end = draw(st.permutations([start, end]))
+        elif kind == "skip" and names[end] == "":
+            continue
+        elif start == end:
+            if kind == "skip":
+                arrows.append(Arrow(names[start], "", "skip", draw(LABELS)))
+            continue
+        arrows.append(Arrow(names[start], names[end], kind, draw(LABELS)))
+    return Picture(draw(LABELS), boxes, tuple(arrows))
+
+
+def overlap(a: Rect, b: Rect) -> bool:
+    """By more than what floats lose; a line has no width or no height, and counts."""
+    beside = a.x + SLACK < b.right and b.x + SLACK < a.right
+    return beside and a.y + SLACK < b.bottom and b.y + SLACK < a.bottom
+
+
+def spans(layout: Layout) -> list[Rect]:
+    """What each step of each route takes up; an S-curve stays between its two points."""
+    return [
+        Rect(min(a[0], b[0]), min(a[1], b[1]), abs(a[0] - b[0]), abs(a[1] - b[1]))
+        for route in layout.routes
+        for a, b in pairwise(route.points)
+    ]
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=150)
+def test_nothing_hides_a_box(picture: Picture) -> None:
+    layout = lay_out(picture)
+    shapes = [*(placed.rect for placed in layout.boxes), *layout.ends]
+    assert not any(overlap(a, b) for a, b in combinations(shapes, 2))
+    assert not any(overlap(box, span) for box in shapes for span in spans(layout))
+    labels = [route.label.rect for route in layout.routes if route.label]
+    assert not any(overlap(box, label) for box in shapes for label in labels)
+    assert not any(overlap(a, b) for a, b in combinations(labels, 2))
+    assert not any(overlap(a.rect, b.rect) for a, b in combinations(layout.frames, 2))
+    for rect in [*shapes, *labels, *spans(layout)]:
+        assert rect.x >= 0
+        assert rect.y >= 0
+        assert rect.right <= layout.width
+        assert rect.bottom <= layout.height
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=100)
+def test_arrows_lead_from_right_sides_to_left_sides(picture: Picture) -> None:
+    layout = lay_out(picture)
+    placed = {one.box.name: one for one in layout.boxes}
+    assert sorted(map(repr, picture.arrows)) == sorted(repr(route.arrow) for route in layout.routes)
+    for route in layout.routes:
+        (x, y), (to_x, to_y) = route.points[0], route.points[-1]
+        start = placed[route.arrow.start].rect
+        ends = layout.ends if route.arrow.to_end else [placed[route.arrow.end].rect]
+        assert x == pytest.approx(start.right)
+        assert start.y - SLACK <= y <= start.bottom + SLACK
+        assert any(to_x == pytest.approx(end.x) and end.y - SLACK <= to_y <= end.bottom + SLACK for end in ends)
+        if route.arrow.kind == "jump":
+            assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(route.points))
+        else:
+            assert all(a[0] < b[0] for a, b in pairwise(route.points))
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=60)
+def test_layers_increase_along_arrows(picture: Picture) -> None:
+    layer = {placed.box.name: (placed.graph, placed.layer) for placed in lay_out(picture).boxes}
+    for arrow in picture.arrows:
+        if arrow.kind != "jump" and not arrow.to_end:
+            (graph, start), (same, end) = layer[arrow.start], layer[arrow.end]
+            assert graph == same
+            assert start < end
+    for graph in split(picture):
+        layers = layered(graph)
+        depths = layers.depths()
+        assert all(depths[b] == depths[a] + 1 for strand in layers.strands for a, b in strand.steps)
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=60)
+def test_every_text_is_there_and_harmless(picture: Picture) -> None:
+    drawing = svg(picture)
+    root = ElementTree.fromstring(drawing)
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {
+        *("svg", "style", "defs", "marker", "rect", "path", "circle", "g", "title", "text"),
+    }
+    assert root.get("aria-label") == clean(picture.title)
+    boxes = [element for element in root.iter() if element.tag.endswith("}g") and len(element) > 3]
+    for box, element in zip(
+        sorted(picture.boxes, key=lambda box: clean(f"{box.name}: {box.backend}")),
+        sorted(boxes, key=lambda element: element[0].text or ""),
+        strict=True,
+    ):
+        shown = squeezed("".join(element.itertext()))
+        for text in (box.name, box.alias_of, box.backend, box.instances, box.range, box.filter):
+            assert squeezed(clean(text)) in shown
+    words = squeezed("".join(root.itertext()))
+    assert all(squeezed(clean(arrow.label)) in words for arrow in picture.arrows)
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=40)
+def test_a_page_is_well_formed_and_stays_the_same(picture: Picture) -> None:
+    text = page(picture)
+    assert text == page(Picture(picture.title, tuple(picture.boxes), tuple(picture.arrows)))
+    text.encode("utf-8")
+    _, _, body = text.partition("<body>")
+    root = ElementTree.fromstring("<body>" + body.rpartition("</body>")[0] + "</body>")
+    assert not [element for element in root.iter() if element.tag.rpartition("}")[2] in ("script", "img", "a", "link")]
+    rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
+    assert [row[1] for row in rows[1:]] == [clean(box.backend) for box in picture.boxes]
+    assert next(root.iter("pre")).text == mermaid(picture)
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_mermaid_texts_can_be_read_back(text: str) -> None:
+    """By the rules of Mermaid's lexer: nothing ends the quotes, and ``#…;`` is always a code point."""
+    written = quoted(text)
+    assert not re.search(r'["<>&`$%;\\]', re.sub(r"#\d+;", "", written))
+    assert not re.search(r"style|classDef|:fa", written)
+    assert re.sub(r"#(\d+);", lambda found: chr(int(found[1])), written) == clean(text)
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=60)
+def test_mermaid_lines_are_only_of_the_known_forms(picture: Picture) -> None:
+    quote, name = r'"[^"]*"', r"(?:n\d+|e\d+)"
+    forms = (
+        "flowchart LR",
+        rf"  subgraph g\d+\[{quote}\]",
+        "  end",
+        rf" +n\d+(?:\[{quote}\]|\(\[{quote}\]\))",
+        r' +e\d+\(\("end"\)\)',
+        rf" +{name} (?:-->|-\.->|==>|-\.-o)(?:\|{quote}\|)? {name}",
+        r"  linkStyle \d+(?:,\d+)* stroke-dasharray:2 5",
+        "  classDef logical stroke-dasharray:5 3",
+        r"  class n\d+(?:,n\d+)* logical",
+    )
+    lines = mermaid(picture).splitlines()
+    assert all(any(re.fullmatch(form, line) for form in forms) for line in lines)
+    assert sum(bool(re.match(r" +n\d+\(?\[", line)) for line in lines) == len(picture.boxes)
+
+
+def test_mermaid_of_a_chain() -> None:
+    picture = Picture(
+        "chain",
+        (Box("decode", "DecodeMat", "8", "1..1", is_root=True), Box("net", "S[A,B]", "2&1", "", filter="or")),
+        (Arrow("decode", "net", "next"), Arrow("decode", "net", "map", "data:image, box:box")),
+    )
+    assert mermaid(picture) == (
+        "flowchart LR\n"
+        '  n0(["<b>decode</b><br/>DecodeMat<br/>x8 1..1"])\n'
+        '  n1["<b>net</b><br/>S[A,B]<br/>x2#38;1<br/>filter or"]\n'
+        "  n0 --> n1\n"
+        '  n0 -.->|"data:image, box:box"| n1\n'
+    )
+
+
+def test_mermaid_of_two_graphs() -> None:
+    picture = Picture(
+        "crops",
+        (Box("all", "MapReduce", "1", "1..1"), Box("rec", "R", "2", "1..8"), Box("rec.2", "R", "2", "1..8", "", "rec")),
+        (
+            Arrow("all", "rec", "jump", 'split "crops"'),
+            Arrow("rec", "rec.2", "next"),
+            Arrow("rec", "", "skip"),
+        ),
+    )
+    assert mermaid(picture) == (
+        "flowchart LR\n"
+        '  subgraph g0["root all"]\n'
+        '    n0["<b>all</b><br/>MapReduce<br/>x1 1..1"]\n'
+        "  end\n"
+        '  subgraph g1["root rec"]\n'
+        '    n1["<b>rec</b><br/>R<br/>x2 1..8"]\n'
+        '    n2["<b>rec.2</b><br/>= rec<br/>R<br/>x2 1..8"]\n'
+        '    e1(("end"))\n'
+        "    n1 --> n2\n"
+        "    n1 -.-o e1\n"
+        "  end\n"
+        '  n0 ==>|"split #34;crops#34;"| n1\n'
+        "  linkStyle 1 stroke-dasharray:2 5\n"
+        "  classDef logical stroke-dasharray:5 3\n"
+        "  class n2 logical\n"
+    )
+
+
+def test_mermaid_of_hostile_names() -> None:
+    picture = Picture("", (Box('a"]|#<b>', "1. x", "%%{", "style:#"),), ())
+    assert mermaid(picture) == (
+        'flowchart LR\n  n0["<b>a#34;]|#35;#60;b#62;</b><br/>#49;. x<br/>x#37;#37;{ #115;tyle:#35;"]\n'
+    )
+
+
+def test_a_chain_stays_straight_beside_maps_and_skips() -> None:
+    names = [f"step{index}" for index in range(8)]
+    picture = Picture(
+        "chain",
+        tuple(Box(name, "Identity", "1", "1..1") for name in names),
+        (
+            *(Arrow(a, b, "next") for a, b in pairwise(names)),
+            Arrow("step1", "step6", "map", "data:image"),
+            Arrow("step2", "step5", "skip"),
+        ),
+    )
+    layout = lay_out(picture)
+    chain = [placed.rect.middle for placed in layout.boxes]
+    assert max(chain) - min(chain) < 0.5
+    mapped, skipped = (next(r for r in layout.routes if r.arrow.kind == kind) for kind in ("map", "skip"))
+    assert len(mapped.points) == 5
+    assert min(y for _, y in skipped.points) < min(placed.rect.y for placed in layout.boxes)
+    assert max(y for _, y in mapped.points) > max(placed.rect.bottom for placed in layout.boxes)
+
+
+def test_sweeps_untangle_two_chains() -> None:
+    boxes = tuple(Box(name, "Identity", "1", "") for name in ("a", "b", "d", "c", "e"))
+    arrows = tuple(Arrow(*pair, "next") for pair in (("a", "c"), ("b", "d"), ("c", "e"), ("d", "e")))
+    place = {placed.box.name: placed.rect.y for placed in lay_out(Picture("", boxes, arrows)).boxes}
+    assert (place["a"] < place["b"]) == (place["c"] < place["d"])
+
+
+def test_the_legend_has_the_kinds_that_occur() -> None:
+    boxes = (Box("a", "Identity", "1", ""), Box("b", "Identity", "1", ""))
+    assert "map: keys" not in svg(Picture("", boxes, (Arrow("a", "b", "next"),)))
+    assert "map: keys" in svg(Picture("", boxes, (Arrow("a", "b", "map"),)))
+    assert "next: the" not in svg(Picture("", boxes, ()))
+
+
+@pytest.mark.parametrize("size", [0, 1, 60])
+def test_few_and_many_boxes(size: int) -> None:
+    names = [f"node{index}" for index in range(size)]
+    arrows = [Arrow(names[index // 2], name, "next") for index, name in enumerate(names) if index]
+    arrows += [Arrow(names[index // 3], name, "map", "result:data") for index, name in enumerate(names) if index]
+    picture = Picture("many", tuple(Box(name, "Identity", "1", "1..1") for name in names), tuple(arrows))
+    assert len(lay_out(picture).boxes) == size
+    ElementTree.fromstring(svg(picture))
+
+
+@pytest.mark.parametrize(
+    ("arrows", "problem"),
+    [
+        ((Arrow("a", "x", "next"),), "no box 'x'"),
+        ((Arrow("a", "", "next"),), "no box ''"),
+        ((Arrow("a", "b", "next"), Arrow("b", "a", "map")), "a cycle: "),
+        ((Arrow("a", "a", "next"),), "a cycle: a -> a"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn(arrows: tuple[Arrow, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Picture("", (Box("a", "A", "1", ""), Box("b", "B", "1", "")), arrows)
+    with pytest.raises(ValueError, match="two boxes"):
+        Picture("", (Box("a", "A", "1", ""), Box("a", "B", "1", "")), ())
+
+
+@given(st.text())
+def test_wrapping_loses_nothing(text: str) -> None:
+    lines = wrap(text)
+    assert all(columns(line) <= LINE_COLUMNS for line in lines)
+    assert squeezed("".join(lines)) == squeezed(clean(text))
+
+
+def test_expressions_break_after_commas_and_brackets() -> None:
+    assert wrap("S[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]") == (
+        "S[ResizeMat,cvtColorMat,",
+        "Mat2Tensor,SyncTensor]",
+    )
+
+
+def test_drawing_imports_only_itself_and_the_standard_library() -> None:
+    for path in Path(torchpipe_py.drawing.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchpipe_py"):
+                assert (node.module or "").startswith("torchpipe_py.drawing."), path

@@ -1,0 +1,207 @@
+"""A picture as SVG: one string, styled for light and dark, without scripts and without anything to load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from torchpipe_py.drawing.layout import lay_out
+from torchpipe_py.drawing.picture import Kind, Picture
+from torchpipe_py.drawing.shapes import Label, Layout, PlacedBox, Point, Rect, Route
+from torchpipe_py.drawing.text import (
+    CODE_LINE,
+    NAME_LINE,
+    PAD_X,
+    PAD_Y,
+    SMALL_LINE,
+    SMALL_SIZE,
+    markup,
+    text_width,
+)
+
+KINDS: dict[Kind, str] = {
+    "next": "next: the request goes on",
+    "map": "map: keys are copied",
+    "jump": "jump: runs another graph",
+    "skip": "skip: what a filter may pass over",
+}
+CORNER = 9.0
+# A narrow page shows the drawing smaller, down to this, and then scrolls.
+LEAST_SCALE = 0.75
+LEGEND_LEAST, LEGEND_SAMPLE, LEGEND_LINE = 330.0, 40.0, 24.0
+
+STYLE = """
+svg.drawing { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #8a97a6; --paper: #fff;
+  --box: #f6f8fa; --frame: #d6dbe1; --root: #2f6fb5; --badge: #fbe9c6; --badge-ink: #6b4700;
+  --next: #44505e; --map: #2f6fb5; --jump: #8a3fb0; --skip: #b8620b; font-family: system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) {
+  svg.drawing { --ink: #e4e8ed; --soft: #9aa6b4; --line: #66727f; --paper: #14181d; --box: #1e242b;
+    --frame: #39424d; --root: #6aa5e3; --badge: #4a3a14; --badge-ink: #f4d58d;
+    --next: #aab5c1; --map: #6aa5e3; --jump: #c88be8; --skip: #f0a355; }
+}
+svg.drawing .paper { fill: var(--paper); }
+svg.drawing .frame { fill: none; stroke: var(--frame); }
+svg.drawing .box { fill: var(--box); stroke: var(--line); }
+svg.drawing .logical { stroke-dasharray: 5 3; }
+svg.drawing .root { fill: var(--root); }
+svg.drawing .end { fill: var(--paper); stroke: var(--skip); stroke-width: 1.5; }
+svg.drawing .end-dot { fill: var(--skip); }
+svg.drawing .badge { fill: var(--badge); }
+svg.drawing text { fill: var(--ink); font-size: 12px; }
+svg.drawing text.name { font-size: 14px; font-weight: 700; }
+svg.drawing text.code { font: 11.5px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+svg.drawing text.soft { fill: var(--soft); }
+svg.drawing text.on-badge { fill: var(--badge-ink); font-size: 11px; }
+svg.drawing text.label { fill: var(--kind); stroke: var(--paper); stroke-width: 4px;
+  stroke-linejoin: round; paint-order: stroke; }
+svg.drawing path.arrow { fill: none; stroke-width: 1.5; }
+svg.drawing path.map { stroke-dasharray: 6 4; }
+svg.drawing path.jump { stroke-width: 2.5; }
+svg.drawing path.skip { stroke-dasharray: 1.5 4; stroke-width: 2; stroke-linecap: round; }
+"""
+
+
+def svg(picture: Picture) -> str:
+    """Well-formed XML, to stand in a page or in a file of its own."""
+    layout = lay_out(picture)
+    kinds = [kind for kind in KINDS if any(route.arrow.kind == kind for route in layout.routes)]
+    legend, below = _legend(kinds, layout)
+    width = max(layout.width, LEGEND_LEAST) if kinds else layout.width
+    height = layout.height + below
+    colours = "".join(f"svg.drawing .{k} {{ --kind: var(--{k}); }}\n" for k in kinds)
+    colours += "svg.drawing path.arrow { stroke: var(--kind); } svg.drawing .head { fill: var(--kind); }\n"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" aria-label="{markup(picture.title)}"'
+        f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+        f' style="max-width: 100%; min-width: {width * LEAST_SCALE:.0f}px; height: auto">',
+        f"<style>{STYLE}{colours}</style>",
+        f"<defs>{''.join(map(_head, kinds))}</defs>",
+        f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
+        *_frames(layout),
+        *map(_arrow, layout.routes),
+        *map(_box, layout.boxes),
+        *map(_end, layout.ends),
+        *(_label(route.label, route.arrow.kind) for route in layout.routes if route.label),
+        *legend,
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _head(kind: Kind) -> str:
+    return (
+        f'<marker id="drawing-{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="10" markerHeight="10"'
+        f' markerUnits="userSpaceOnUse" orient="auto"><path class="head {kind}" d="M0 .8 L10 5 L0 9.2 z"/></marker>'
+    )
+
+
+def _frames(layout: Layout) -> Iterator[str]:
+    for frame in layout.frames:
+        yield f'<rect class="frame" {_place(frame.rect)} rx="10"/>'
+        yield _text("soft", frame.rect.x + PAD_X, frame.rect.y + 20.0, frame.heading)
+
+
+def _place(rect: Rect) -> str:
+    return f'x="{rect.x:.1f}" y="{rect.y:.1f}" width="{rect.width:.1f}" height="{rect.height:.1f}"'
+
+
+def _text(kind: str, x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
+
+
+def _arrow(route: Route) -> str:
+    kind = route.arrow.kind
+    path = _corners(route.points) if kind == "jump" else _curves(route.points)
+    said = f"{route.arrow.start} → {route.arrow.end or 'end'} ({kind})" + (f": {route.arrow.label}" * bool(route.label))
+    title = f"<title>{markup(said)}</title>"
+    return f'<path class="arrow {kind}" marker-end="url(#drawing-{kind})" d="{path}">{title}</path>'
+
+
+def _curves(points: Sequence[Point]) -> str:
+    (x, y), parts = points[0], [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    for to_x, to_y in points[1:]:
+        middle = (x + to_x) / 2
+        curve = f"C{middle:.1f} {y:.1f} {middle:.1f} {to_y:.1f} {to_x:.1f} {to_y:.1f}"
+        parts.append(f"L{to_x:.1f} {to_y:.1f}" if abs(y - to_y) < 0.5 else curve)
+        x, y = to_x, to_y
+    return " ".join(parts)
+
+
+def _corners(points: Sequence[Point]) -> str:
+    """Straight steps with rounded corners."""
+    parts = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
+        near = min(CORNER, _length(before, corner) / 2, _length(corner, after) / 2)
+        enter, leave = _towards(corner, before, near), _towards(corner, after, near)
+        parts.append(f"L{enter[0]:.1f} {enter[1]:.1f} Q{corner[0]:.1f} {corner[1]:.1f} {leave[0]:.1f} {leave[1]:.1f}")
+    return " ".join([*parts, f"L{points[-1][0]:.1f} {points[-1][1]:.1f}"])
+
+
+def _length(a: Point, b: Point) -> float:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def _towards(start: Point, end: Point, distance: float) -> Point:
+    share = distance / (_length(start, end) or 1.0)
+    return start[0] + (end[0] - start[0]) * share, start[1] + (end[1] - start[1]) * share
+
+
+def _box(placed: PlacedBox) -> str:
+    box, face, rect = placed.box, placed.face, placed.rect
+    logical = " logical" if box.alias_of else ""
+    parts = [f"<g><title>{markup(f'{box.name}: {box.backend}')}</title>"]
+    parts.append(f'<rect class="box{logical}" {_place(rect)} rx="7"/>')
+    if box.is_root:
+        inner = Rect(rect.x, rect.y + 8.0, 3.5, rect.height - 16.0)
+        parts.append(f'<rect class="root" {_place(inner)} rx="1.5"/>')
+    x, y = rect.x + PAD_X, rect.y + (rect.height - face.height) / 2 + PAD_Y
+    for lines, kind, step in (
+        (face.name, "name", NAME_LINE),
+        (face.alias, "soft", SMALL_LINE),
+        (face.backend, "code", CODE_LINE),
+    ):
+        for line in lines:
+            y += step
+            parts.append(_text(kind, x, y - 4.0, line))
+    y += 4.0
+    for row, line in enumerate(face.facts):
+        parts.append(_text("soft", x, y + SMALL_LINE * row + 12.0, line, ' xml:space="preserve"'))
+    if face.badge:
+        badge = Rect(rect.right - PAD_X - face.badge_width, y, face.badge_width, SMALL_LINE * len(face.badge))
+        parts.append(f'<rect class="badge" {_place(badge)} rx="{min(8.0, badge.height / 2):.0f}"/>')
+        centre, anchor = badge.x + badge.width / 2, ' text-anchor="middle"'
+        for row, line in enumerate(face.badge):
+            parts.append(_text("on-badge", centre, y + SMALL_LINE * row + 12.0, line, anchor))
+    return "".join([*parts, "</g>"])
+
+
+def _end(rect: Rect) -> str:
+    x, y = rect.x + rect.width / 2, rect.y + rect.height / 2
+    radius = rect.width / 2
+    return (
+        f'<g><title>end</title><circle class="end" cx="{x:.1f}" cy="{y:.1f}" r="{radius - 1.0:.1f}"/>'
+        f'<circle class="end-dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius / 2:.1f}"/></g>'
+    )
+
+
+def _label(label: Label, kind: Kind) -> str:
+    anchor, rect = ' text-anchor="end"', label.rect
+    lines = enumerate(label.lines, start=1)
+    return "".join(
+        _text(f"label {kind}", rect.right, rect.y + SMALL_LINE * row - 3.0, one, anchor) for row, one in lines
+    )
+
+
+def _legend(kinds: Sequence[Kind], layout: Layout) -> tuple[list[str], float]:
+    """What the kinds of arrows that occur look like, in as many lines as it takes, and the height of that."""
+    parts: list[str] = []
+    room, x, y = max(layout.width, LEGEND_LEAST), 12.0, layout.height + LEGEND_LINE
+    for kind in kinds:
+        width = LEGEND_SAMPLE + 8.0 + text_width(KINDS[kind], SMALL_SIZE) + 22.0
+        if parts and x + width > room:
+            x, y = 12.0, y + LEGEND_LINE
+        line = f"M{x:.1f} {y:.1f} L{x + LEGEND_SAMPLE:.1f} {y:.1f}"
+        parts.append(f'<path class="arrow {kind}" marker-end="url(#drawing-{kind})" d="{line}"/>')
+        parts.append(_text("soft", x + LEGEND_SAMPLE + 8.0, y + 4.0, KINDS[kind]))
+        x += width
+    return parts, y - layout.height + LEGEND_LINE if kinds else 0.0
