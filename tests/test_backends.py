@@ -24,7 +24,6 @@ from torchpipe_py import (
 )
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.build import plan_pipeline
-from torchpipe_py.config import load_config
 from torchpipe_py.values import to_int, to_strings
 
 Data = dict[str, Any]
@@ -62,8 +61,8 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, t
     samples |= {"jump": "other", "range": "1,4"}
     needed = {param.key: samples[param.key] for param in params.values() if "required" in repr(param.default)}
     brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
-    spec = load_config({"node": {"backend": name + brackets, **needed}, "other": {}})
-    backend = plan_pipeline(spec)[1]["node"].backends[0].create(BackendConfig(graphs=NoGraphs()))
+    nodes = {"node": {"backend": name + brackets, **needed}, "other": {}}
+    backend = plan_pipeline(nodes).plans["node"].backends[0].create(BackendConfig(graphs=NoGraphs()))
     assert {key: getattr(backend, key) for key in params} == dict(backend.params)
     assert backend.config.label == name + brackets
     with contextlib.suppress(BackendUnavailable):

@@ -45,7 +45,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plans(config: Any) -> dict[str, NodePlan]:
-    return plan_pipeline(load_config(config))[1]
+    return dict(plan_pipeline(config).plans)
 
 
 def params(config: Any, node: str = "node") -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.build import plan_pipeline
-from torchpipe_py.config import load_config
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.parity.options import add_options, check_options
 
@@ -21,6 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = commands.add_parser("check", help="check a configuration without loading a model")
     check.add_argument("config", help="TOML file")
     check.set_defaults(run=lambda args: _check(args.config))
+    graph = commands.add_parser("graph", help="draw the graph of a configuration, without loading a model")
+    graph.add_argument("config", help="TOML file")
+    graph.add_argument(
+        "--out", metavar="FILE", help="a page (.html), a picture (.svg) or Mermaid text (.mmd); default: print"
+    )
+    graph.set_defaults(run=lambda args: _graph(graph, args.config, args.out))
     backends = commands.add_parser("backends", help="list backends and their parameters")
     backends.add_argument("name", nargs="?", help="only this one, with its documentation")
     backends.add_argument("--markdown", action="store_true", help="as the table in README.md")
@@ -32,17 +38,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except TorchpipeError as error:
-        print(f"torchpipe: {error}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            print(f"torchpipe: {line}", file=sys.stderr)
         return 1
 
 
 def _check(config: str) -> None:
-    spec = load_config(config)
-    graph, plans = plan_pipeline(spec)
+    pipeline = plan_pipeline(config)
+    graph = pipeline.graph
     for name in graph.order:
+        plan = pipeline.plans[name]
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
-        print(f"{name}: {plans[name].label} x{max(spec.nodes[name].instance_num)}{after}")
+        jumps = f", runs {', '.join(graph.jumps[name])}" if name in graph.jumps else ""
+        print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}")
     print(f"{config}: ok, {len(graph.order)} nodes")
+
+
+def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
+    # Here, so that the other commands stay light.
+    from torchpipe_py.depict import depict
+    from torchpipe_py.drawing.mermaid import mermaid
+    from torchpipe_py.drawing.page import page
+    from torchpipe_py.drawing.svg import svg
+
+    kinds = {".html": page, ".svg": svg, ".mmd": mermaid}
+    kind = mermaid if out is None else kinds.get(os.path.splitext(out)[1].lower())
+    if kind is None:
+        parser.error(f"--out {out}: expected a name that ends in {', '.join(kinds)}")
+    text = kind(depict(plan_pipeline(config)))
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    try:
+        with open(out, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        parser.error(f"--out {out}: {error.strerror}")
+    print(out)
 
 
 def _parity(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import tomli
 
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.expression import Call, parse_expression
 from torchpipe_py.values import Value, to_float, to_int, to_str, to_strings
 
@@ -97,12 +97,13 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """The whole configuration; ``nodes`` in file order."""
+    """The whole configuration; ``nodes`` in file order, without the ``broken`` ones, which could not be read."""
 
     place: Place
     nodes: Mapping[str, NodeSpec]
     defaults: Mapping[str, Value]
     max_inflight: int = DEFAULT_MAX_INFLIGHT
+    broken: tuple[str, ...] = ()
 
 
 def parse_toml(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -124,16 +125,24 @@ def parse_toml(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
-    """Specs from a path ending in ``.toml``, a flat dict (one node) or a dict of dicts."""
+    """Specs from a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, all of them checked."""
+    problems = Problems()
+    spec = read_config(config, problems)
+    problems.raise_all()
+    return spec
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Problems) -> PipelineSpec:
+    """The same, with what is wrong in ``problems``; what is no configuration at all is raised."""
     if isinstance(config, Mapping):
         place = Place("config")
-        return _pipeline(_with_global(copy.deepcopy(dict(config)), place), place)
+        return _pipeline(_with_global(copy.deepcopy(dict(config)), place), place, problems)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
     name = os.fspath(config)
     if not name.endswith(".toml"):
         raise ConfigError(f"{name}: expected a path ending in .toml")
-    return _pipeline(parse_toml(name), Place(name))
+    return _pipeline(parse_toml(name), Place(name), problems)
 
 
 def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, Any]]:
@@ -159,28 +168,37 @@ def _with_aliases(name: Any, table: Mapping[str, Any]) -> dict[Any, dict[str, An
     return {name: own, **aliases} if own or not aliases else aliases
 
 
-def _pipeline(tables: dict[str, dict[str, Any]], place: Place) -> PipelineSpec:
+def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problems) -> PipelineSpec:
     nodes = dict(tables)
-    defaults = _cleaned(nodes.pop(GLOBAL), Place(place.source, GLOBAL))
+    top = Place(place.source, GLOBAL)
+    defaults = _cleaned(nodes.pop(GLOBAL), top, problems)
     if not nodes:
         raise place.error("no node in it")
     for key in ("next", "map", "backend", "filter"):
-        if key in defaults:
-            raise Place(place.source, GLOBAL, key).error("belongs into a node's table")
-    max_inflight = _read(defaults, "max_inflight", _positive, DEFAULT_MAX_INFLIGHT, Place(place.source, GLOBAL))
+        if defaults.pop(key, None) is not None:
+            problems.add(Place(place.source, GLOBAL, key).error("belongs into a node's table"))
+    max_inflight = DEFAULT_MAX_INFLIGHT
+    with problems.gathered():
+        max_inflight = _read(defaults, "max_inflight", _positive, DEFAULT_MAX_INFLIGHT, top)
     defaults.pop("max_inflight", None)
-    specs = {name: _node(name, table, defaults, place) for name, table in nodes.items()}
+    specs = {}
+    for name, table in nodes.items():
+        with problems.gathered():
+            specs[name] = _node(name, table, defaults, place, problems)
     for spec in specs.values():
-        _check_alias(spec, specs)
-    return PipelineSpec(place, specs, defaults, max_inflight)
+        with problems.gathered():
+            _check_alias(spec, specs, set(nodes))
+    return PipelineSpec(place, specs, defaults, max_inflight, tuple(name for name in nodes if name not in specs))
 
 
-def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec]) -> None:
+def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str]) -> None:
     """A logical node has no instances, and so no parameters, of its own."""
     if node.owner == node.name:
         return
     owner = nodes.get(node.owner)
     if owner is None:
+        if node.owner in names:
+            return  # what is wrong with it has been said
         physical = {name for name, one in nodes.items() if one.owner == name}
         raise node.place.error(f"a logical node of {node.owner!r}, which is not there; {nearest(node.owner, physical)}")
     if "backend" in node.own and node.calls != owner.calls:
@@ -192,18 +210,22 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec]) -> None:
         raise node.at(key).error(f"shares the instances of {owner.name!r}, where this key belongs")
 
 
-def _node(name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipeline: Place) -> NodeSpec:
+def _node(
+    name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipeline: Place, problems: Problems
+) -> NodeSpec:
     place = Place(pipeline.source, name)
     if not _NODE_NAME.fullmatch(name):
         raise place.error("a node's name is letters, digits, '_' and '-', with one '.' before an alias")
-    own = _cleaned(table, place)
-    keys = {**defaults, **own}
+    own = _cleaned(table, place, problems)
     for key in PIPELINE_KEYS:
-        if key in own:
-            raise Place(place.source, name, key).error("belongs to the top level, not into a node")
+        if own.pop(key, None) is not None:
+            problems.add(Place(place.source, name, key).error("belongs to the top level, not into a node"))
+    keys = {**defaults, **own}
 
     def read(key: str, convert: Callable[[Any], Any], default: Any) -> Any:
-        return _read(keys, key, convert, default, Place(place.source, name if key in own else GLOBAL))
+        with problems.gathered():
+            return _read(keys, key, convert, default, Place(place.source, name if key in own else GLOBAL))
+        return default
 
     calls = read("backend", parse_expression_value, None) or (Call("Identity"),)
     variants = max([len(calls), *(_variants(keys[key]) for key in keys if is_composed(key))])
@@ -229,20 +251,22 @@ def _node(name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipel
     )
 
 
-def _cleaned(table: Mapping[str, Any], place: Place) -> dict[str, Value]:
+def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict[str, Value]:
     """The table without scheduler choices that are the default anyway; values of impossible types refused."""
-    cleaned = dict(table)
+    cleaned: dict[str, Value] = {}
     for key, value in table.items():
         here = Place(place.source, place.node, key)
-        if not isinstance(key, str):
-            raise here.error("a key is a string")
-        if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
-            raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")
-        if key.split("::")[0] in _SCHEDULER_SCOPES:
-            if value not in _SCHEDULER_DEFAULTS:
+        with problems.gathered():
+            if not isinstance(key, str):
+                raise here.error("a key is a string")
+            if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
+                raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")
+            if key.split("::")[0] not in _SCHEDULER_SCOPES:
+                cleaned[key] = value
+            elif value in _SCHEDULER_DEFAULTS:
+                logger.info("%s: ignored, this is how every pipe is scheduled", here)
+            else:
                 raise here.error(f"the scheduler is not exchangeable; {nearest(str(value), _SCHEDULER_DEFAULTS)}")
-            logger.info("%s: ignored, this is how every pipe is scheduled", here)
-            del cleaned[key]
     return cleaned
 
 

@@ -7,14 +7,13 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.build import NodePlan
+from torchpipe_py.build import Pipeline
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
-from torchpipe_py.graph import Graph
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.node import Node
 from torchpipe_py.request import Request, deadline_after
@@ -29,11 +28,11 @@ class Engine:
     The set of requests in flight is the one source of truth: whoever removes a request from it, completes it.
     """
 
-    def __init__(self, name: str, graph: Graph, plans: Mapping[str, NodePlan], max_inflight: int) -> None:
-        self.name = name
-        self.graph = graph
-        self.plans = plans
-        self.max_inflight = max_inflight
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.name = pipeline.spec.place.source
+        self.graph = graph = pipeline.graph
+        self.plans = plans = pipeline.plans
+        self.max_inflight = pipeline.spec.max_inflight
         self.admitted = self.rejected = 0
         self._inflight: set[Request] = set()
         self._lock = threading.Lock()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class TorchpipeError(Exception):
@@ -16,6 +17,36 @@ class ConfigError(TorchpipeError, ValueError):
     """A configuration that cannot be built; the message names file, node, key and the nearest valid name."""
 
     code = "config"
+
+
+class Problems:
+    """What is wrong with a configuration, gathered so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigError] = []
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add(self, error: ConfigError) -> None:
+        """One more, unless it is known: a default may be wrong for every node."""
+        if str(error) not in map(str, self._errors):
+            self._errors.append(error)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A ``ConfigError`` inside is added, and what follows goes on."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(error)
+
+    def raise_all(self) -> None:
+        """Raise the one there is, or one that has a line for each; nothing if there is none."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigError("\n".join(map(str, self._errors)))
 
 
 class BackendUnavailable(TorchpipeError, RuntimeError):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torchpipe_py.config import NodeSpec, PipelineSpec
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import Problems, nearest
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,11 @@ class Graph:
 
 def build_graph(spec: PipelineSpec) -> Graph:
     """Check edges and maps and order the nodes; ``ConfigError`` names file, node, key and the nearest valid name."""
+    problems = Problems()
     nodes = spec.nodes
     for node in nodes.values():
-        _check_next(node, nodes)
+        _check_next(node, nodes, problems)
+    problems.raise_all()
     order = _topological(nodes)
     before_of: dict[str, list[str]] = {name: [] for name in nodes}
     for node in nodes.values():
@@ -116,9 +118,11 @@ def build_graph(spec: PipelineSpec) -> Graph:
         before = predecessors[name]
         upstream[name] = frozenset(before).union(*(upstream[one] for one in before))
         reached_from[name] = frozenset([] if before else [name]).union(*(reached_from[one] for one in before))
-        _check_join(nodes[name], before, reached_from)
-        for source in _check_map(nodes[name], before, upstream[name], reached_from):
-            readers[source].append(name)
+        with problems.gathered():
+            _check_join(nodes[name], before, reached_from)
+            for source in _check_map(nodes[name], before, upstream[name], reached_from):
+                readers[source].append(name)
+    problems.raise_all()
     return Graph(
         order=order,
         roots=roots,
@@ -132,10 +136,11 @@ def build_graph(spec: PipelineSpec) -> Graph:
     )
 
 
-def _check_next(node: NodeSpec, nodes: Mapping[str, NodeSpec]) -> None:
+def _check_next(node: NodeSpec, nodes: Mapping[str, NodeSpec], problems: Problems) -> None:
     for successor in node.next:
         if successor not in nodes:
-            raise node.at("next").error(f"no node {successor!r}; {nearest(successor, set(nodes) - {node.name})}")
+            found = nearest(successor, set(nodes) - {node.name})
+            problems.add(node.at("next").error(f"no node {successor!r}; {found}"))
 
 
 def _check_join(node: NodeSpec, before: tuple[str, ...], reached_from: Mapping[str, frozenset[str]]) -> None:
@@ -197,9 +202,12 @@ def _topological(nodes: Mapping[str, NodeSpec]) -> tuple[str, ...]:
 
 def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, ...]]) -> Graph:
     """The graph with the jumps of its nodes: targets checked, and who is upstream of whom through them."""
+    problems = Problems()
     for name, targets in jumps.items():
         for target in targets:
-            _check_jump(graph, spec.nodes[name], target)
+            with problems.gathered():
+                _check_jump(graph, spec.nodes[name], target)
+    problems.raise_all()
     inside = {root: frozenset(name for name in graph.order if root in graph.reached_from[name]) for root in graph.roots}
     runs = {root: {target for name in inside[root] for target in jumps.get(name, ())} for root in graph.roots}
     _check_jump_cycles(spec, graph, jumps, runs)

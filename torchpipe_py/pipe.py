@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 from torchpipe_py.build import plan_pipeline
-from torchpipe_py.config import load_config
 from torchpipe_py.engine import Engine
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
@@ -40,12 +39,10 @@ class pipe:
     """
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        spec = load_config(config)
-        graph, plans = plan_pipeline(spec)
-        self._engine = Engine(spec.place.source, graph, plans, spec.max_inflight)
+        self._engine = Engine(plan_pipeline(config))
         self._engine.start()
-        self._roots = {name: self._engine.entries[name] for name in graph.roots}
-        self._only_root = self._roots[graph.roots[0]] if len(graph.roots) == 1 else None
+        self._roots = {name: self._engine.entries[name] for name in self._engine.graph.roots}
+        self._only_root = next(iter(self._roots.values())) if len(self._roots) == 1 else None
         # The threads know the engine only: a pipe that is dropped, or alive at exit, is closed.
         self._finalizer = weakref.finalize(self, self._engine.close)
 

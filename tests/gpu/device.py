@@ -21,7 +21,6 @@ from PIL import Image
 
 from torchpipe_py.backends.base import Backend, BackendConfig
 from torchpipe_py.build import plan_pipeline
-from torchpipe_py.config import load_config
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -43,8 +42,7 @@ needs_tensorrt = pytest.mark.skipif(
 @contextmanager
 def backend_of(config: dict[str, Any]) -> Iterator[Backend]:
     """The one backend of a flat configuration, set up on this thread; batches are what the test makes them."""
-    spec = load_config(config)
-    backend = plan_pipeline(spec)[1]["node"].backends[0].create(BackendConfig())
+    backend = plan_pipeline(config).plans["node"].backends[0].create(BackendConfig())
     try:
         backend.setup()
         yield backend

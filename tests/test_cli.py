@@ -1,0 +1,126 @@
+"""The command ``torchpipe``: checking and drawing configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from torchpipe_py.cli import main
+
+GOOD = """
+[decode]
+backend = "DecodeMat"
+next = "each"
+[each]
+backend = "MapReduce"
+jump = "small"
+[small]
+backend = "S[ResizeMat,Identity]"
+resize_h = 8
+resize_w = 8
+instance_num = 3
+next = "left, right"
+["left"]
+filter = "SubGraphSkip"
+next = "join"
+["right"]
+next = "join"
+["join"]
+map = "left[result:data],right[result:other]"
+"""
+
+BAD = """
+resize_h = "x"
+colour = "rgb"
+[a]
+backend = "ResizeMat"
+resize_w = 0
+resize_ww = 1
+next = "b"
+[b]
+backend = "DecodMat"
+[c]
+instance_num = 0
+batching_timeout = -1
+[d]
+filter = "swop"
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    path = tmp_path / "good.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    return str(path)
+
+
+def test_check_tells_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(BAD, encoding="utf-8")
+    assert main(["check", str(path)]) == 1
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == ""
+    assert all(line.startswith(f"torchpipe: {path}: ") for line in lines)
+    found = [line.removeprefix(f"torchpipe: {path}: ").split(": ", 2)[:2] for line in lines]
+    assert sorted(found) == [
+        ["global", "key 'resize_h'"],
+        ["node 'a'", "key 'resize_w'"],
+        ["node 'a'", "key 'resize_ww'"],
+        ["node 'b'", "key 'backend'"],
+        ["node 'c'", "key 'batching_timeout'"],
+        ["node 'c'", "key 'instance_num'"],
+        ["node 'd'", "key 'filter'"],
+    ]
+
+
+def test_check_tells_edges_maps_and_jumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.toml"
+    text = (
+        '[a]\nnext = "b,c"\n[b]\nmap = "z[result:data]"\n[c]\nmap = "a[result:x]"\n[d]\nbackend = "Jump"\njump = "b"\n'
+    )
+    path.write_text(text, encoding="utf-8")
+    assert main(["check", str(path)]) == 1
+    first = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in first] == ["node 'b'", "node 'c'"]
+    path.write_text('[a]\nnext = "b"\n[b]\n[d]\nbackend = "Jump"\njump = "b"\n', encoding="utf-8")
+    assert main(["check", str(path)]) == 1
+    assert "'b' is no root" in capsys.readouterr().err
+
+
+def test_check_says_what_it_found(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", good]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "small: S[ResizeMat,Identity] x3 -> left, right" in lines
+    assert "each: MapReduce x1, runs small" in lines
+    assert lines[-1] == f"{good}: ok, 6 nodes"
+
+
+def test_graph_prints_mermaid(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", good]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("flowchart LR")
+    for part in ("decode", "MapReduce", "x3", "SubGraphSkip", "split data, merge result", "result:other"):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", ["graph.svg", "graph.html", "graph.mmd"])
+def test_graph_writes_files(good: str, tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    assert main(["graph", good, "--out", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert all(part in text for part in ("decode", "each", "small", "left", "right", "join"))
+    if name == "graph.svg":
+        ElementTree.fromstring(text)
+
+
+def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out, problem in (("graph.png", "expected a name that ends in"), ("no/folder.svg", "No such file")):
+        with pytest.raises(SystemExit) as caught:
+            main(["graph", good, "--out", str(tmp_path / out)])
+        assert caught.value.code == 2
+        assert problem in capsys.readouterr().err
+    assert main(["graph", str(tmp_path / "none.toml")]) == 1
+    assert "no such file" in capsys.readouterr().err
