@@ -84,7 +84,7 @@ def test_check_tells_edges_maps_and_jumps(tmp_path: Path, capsys: pytest.Capture
     path.write_text(text, encoding="utf-8")
     assert main(["check", str(path)]) == 1
     first = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[2] for line in first] == ["node 'b'", "node 'c'"]
+    assert sorted(line.split(": ")[2] for line in first) == ["node 'b'", "node 'c'"]
     path.write_text('[a]\nnext = "b"\n[b]\n[d]\nbackend = "Jump"\njump = "b"\n', encoding="utf-8")
     assert main(["check", str(path)]) == 1
     assert "'b' is no root" in capsys.readouterr().err

@@ -190,7 +190,7 @@ class Engine:
         request.is_inner = True
         self._inner.add(request)
         if parent is not None:
-            request.deadline = parent.deadline
+            request.origin, request.deadline = parent, parent.deadline
             if parent.inner is None:
                 parent.inner = []
             parent.inner.append(request)

@@ -15,6 +15,7 @@ from torchpipe_py.batching import Batcher
 from torchpipe_py.request import Request
 from torchpipe_py.roster import LeaderRoster, Roster
 from torchpipe_py.runner import Instance, Runner
+from torchpipe_py.tracing import Trace
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -70,6 +71,15 @@ class Node:
     @deliver.setter
     def deliver(self, deliver: Callable[[Request], object]) -> None:
         self._runner.deliver = deliver
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where the node's batches are recorded, if anywhere."""
+        return self._runner.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._runner.trace = trace
 
     def start(self) -> None:
         """Start the threads; their backends are set up side by side."""

@@ -7,8 +7,9 @@ import os
 import threading
 import weakref
 from _thread import allocate_lock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.request import Request, deadline_after
 from torchpipe_py.routes import Enter
 from torchpipe_py.statistics import describe, node_stats
+from torchpipe_py.tracing import DEFAULT_LIMIT, Trace
 
 Data = dict[str, Any]
 
@@ -136,6 +138,24 @@ class pipe:
             "rejected": engine.rejected,
             "nodes": {name: node_stats(engine.nodes[name]) for name in engine.nodes},
         }
+
+    @contextmanager
+    def trace(self, limit: int = DEFAULT_LIMIT) -> Iterator[Trace]:
+        """Record the timeline of every request meanwhile, at most ``limit`` spans; ``save`` it, or look at ``spans``.
+
+        ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
+        """
+        nodes = self._engine.nodes.values()
+        if any(node.trace is not None for node in nodes):
+            raise RuntimeError("the pipe is being traced already")
+        trace = Trace(limit)
+        for node in nodes:
+            node.trace = trace
+        try:
+            yield trace
+        finally:
+            for node in nodes:
+                node.trace = None
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.

@@ -16,7 +16,8 @@ class Request:
     ``on_done`` is called once, without arguments, when ``error`` and the dict are final.
 
     ``at`` is the logical node it is at where several share their instances, ``trip`` its way through a graph with
-    branches, ``inner`` the requests that it waits for (a jump's), ``is_inner`` whether it is one of those.
+    branches, ``inner`` the requests that it waits for (a jump's), ``is_inner`` whether it is one of those, and
+    ``origin`` whose. ``number`` is that of its trace.
     ``attended``: its caller is blocked and carries it on its own thread, as far as backends allow (``Node.carry``);
     ``stop`` is then the node it has reached.
     """
@@ -32,7 +33,9 @@ class Request:
         "error",
         "inner",
         "is_inner",
+        "number",
         "on_done",
+        "origin",
         "stop",
         "trip",
     )
@@ -49,6 +52,8 @@ class Request:
         self.trip: Any = None
         self.inner: list[Request] | None = None
         self.is_inner = False
+        self.origin: Request | None = None
+        self.number = 0
         self.attended = False
         self.stop: Any = None
         if deadline is not None:

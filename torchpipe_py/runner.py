@@ -13,6 +13,7 @@ from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeCl
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request
 from torchpipe_py.roster import Sleeper
+from torchpipe_py.tracing import Trace
 
 
 class Instance(Sleeper):
@@ -48,6 +49,7 @@ class Runner:
         self.deliver: Callable[[Request], object]
         self.fail = fail
         self.is_closing = False
+        self.trace: Trace | None = None
         self._deferred_lock = threading.Lock()
 
     def run_single(self, instance: Instance, request: Request) -> None:
@@ -67,6 +69,8 @@ class Runner:
             instance.singles += 1
             instance.queue_time += start - request.arrived
             instance.compute_time += now - start
+            if self.trace is not None:
+                self.trace.record(self.name, instance.index, (request,), start, start, now)
             self.deliver(request)
         except BaseException as error:
             self._fail_defect(instance, request, error)
@@ -78,9 +82,13 @@ class Runner:
         if not requests:
             return
         self._measure_waits(instance, requests, start)
-        requests = self._forward(instance, requests)
-        instance.last_compute = perf_counter() - start
+        batch = requests
+        requests = self._forward(instance, batch)
+        now = perf_counter()
+        instance.last_compute = now - start
         instance.compute_time += instance.last_compute
+        if self.trace is not None:
+            self.trace.record(self.name, instance.index, batch, instance.collected_since or start, start, now)
         for request in requests:
             self._go_on(instance, request)
 
@@ -94,8 +102,11 @@ class Runner:
 
         def finish(error: BaseException | None) -> None:
             data = request.data
+            now = perf_counter()
             with self._deferred_lock:
-                instance.compute_time += perf_counter() - start
+                instance.compute_time += now - start
+            if self.trace is not None:
+                self.trace.record(self.name, instance.index, (request,), start, start, now)
             if isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
                 self.fail(request, error)  # what ended the request's own requests ends it as well
                 return

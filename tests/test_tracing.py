@@ -1,0 +1,99 @@
+"""The timeline of requests, and its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import Gate, outcome
+
+from torchpipe_py import pipe
+
+Data = dict[str, Any]
+
+
+def test_a_batch_that_waits_for_company(register: Register) -> None:
+    slow = Gate(blocks=lambda data: data == "slow")
+    four = Gate(most=4, blocks=lambda data: False)
+    nodes = {
+        "first": {"backend": register(slow.backend), "instance_num": 2, "next": "second"},
+        "second": {"backend": register(four.backend), "batching_timeout": 60_000},
+    }
+    with pipe(nodes) as p, slow:
+        p(data := {"data": "untraced"})
+        with p.trace() as trace:
+            futures = [p.submit({"data": "slow"})]
+            slow.wait_entered()
+            four.arrived.clear()
+            futures.append(p.submit({"data": "quick"}))
+            assert four.arrived.wait(30)
+            slow.open()
+            for future in futures:
+                outcome(future)
+        p(data)
+    by_node = {(span.node, span.request): span for span in trace.spans}
+    assert set(by_node) == {("first", 1), ("first", 2), ("second", 1), ("second", 2)}
+    for span in trace.spans:
+        assert 0 <= span.arrived <= span.collected <= span.started <= span.ended
+    together = [span for span in trace.spans if span.node == "second"]
+    assert {(span.size, span.batch, span.instance) for span in together} == {(2, together[0].batch, 0)}
+    numbers = {span.request: span for span in together}
+    slow_one = next(
+        span.request
+        for span in trace.spans
+        if span.node == "first" and span.ended == max(other.ended for other in trace.spans if other.node == "first")
+    )
+    quick_one = 3 - slow_one
+    assert numbers[quick_one].started - numbers[quick_one].collected > 0
+    assert by_node["first", slow_one].ended <= numbers[slow_one].arrived
+
+
+def test_branches_and_jumps_belong_to_their_request() -> None:
+    nodes = {
+        "a": {"next": "b,c"},
+        "b": {"next": "d"},
+        "c": {"backend": "MapReduce", "jump": "e", "next": "d"},
+        "d": {"map": "b[result:data],c[result:other]"},
+        "e": {},
+    }
+    with pipe(nodes) as p, p.trace() as trace:
+        for _ in range(2):
+            p({"data": [1, 2], "node_name": "a"})
+    seen = sorted((span.request, span.node) for span in trace.spans)
+    assert seen == sorted((number, node) for number in (1, 2) for node in ("a", "b", "c", "d", "e", "e"))
+
+
+def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with pipe({"one": {"next": "two", "instance_num": 2}, "two": {}}) as p:
+        with p.trace() as trace:
+            for number in range(5):
+                p({"data": number})
+        trace.save(path)
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    batches = [event for event in events if event["ph"] == "X"]
+    assert len(batches) == 10
+    assert all(event["dur"] >= 0 and event["args"]["batch size"] == 1 for event in batches)
+    begins = [(event["id"], event["name"]) for event in events if event["ph"] == "b"]
+    ends = [(event["id"], event["name"]) for event in events if event["ph"] == "e"]
+    assert sorted(begins) == sorted(ends)
+    assert (1, "one: compute") in begins
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"two 0"} <= names <= {"one 0", "one 1", "two 0"}
+
+
+def test_one_trace_at_a_time_and_a_limit() -> None:
+    with pipe({"backend": "Identity"}) as p:
+        with p.trace(limit=3) as trace:
+            with pytest.raises(RuntimeError, match="already"), p.trace():
+                pass
+            for number in range(5):
+                p({"data": number})
+        assert (len(trace.spans), trace.dropped) == (3, 2)
+        with p.trace() as trace:
+            p({"data": 1})
+        p({"data": 1})
+        assert len(trace.spans) == 1
