@@ -1,4 +1,4 @@
-"""``python scripts/bench.py schedule|batching|decode|processes|service|all``: limit, baselines and the pipe in one run.
+"""``python scripts/bench.py NAME|all``: limit, baselines and the pipe in one run.
 
 Exit status 0 when every target is met, 1 when one is missed.
 """
@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import in_process
 from benchmarks.common import Report, machine, show, write_json
+from benchmarks.detector import detector
 from benchmarks.processes import processes
 from benchmarks.service import service
 
 BENCHMARKS: dict[str, Callable[[float, int], Report | list[Report]]] = {
     "schedule": in_process.schedule,
+    "graphs": in_process.graphs,
     "batching": in_process.batching,
     "decode": in_process.decode,
     "processes": processes,
+    "detector": detector,
     "service": service,
 }
 

@@ -28,6 +28,10 @@ PROTOBUF_LIMIT = 2**31  # bytes; a single ONNX file cannot be larger
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
 DYNAMO_MIN_OPSET = 18  # torch's newer exporter writes nothing older
 
+Axes = dict[str, dict[int, str]]  # tensor → dimension → the name under which it is free
+Size = int | tuple[int, int]  # pixels: the side of a square, or height and width
+BATCH_AXES: Axes = {"input": {0: "batch"}, "logits": {0: "batch"}}
+
 
 class ExportError(Exception):
     """The model cannot be exported as asked; the message is one line meant for the user."""
@@ -77,7 +81,7 @@ def _one_line(error: BaseException) -> str:
 # --- model to file -----------------------------------------------------------------------------------------------
 
 
-def _export_traced(model: torch.nn.Module, path: Path, example: torch.Tensor, opset: int) -> None:
+def _export_traced(model: torch.nn.Module, path: Path, example: torch.Tensor, opset: int, axes: Axes) -> None:
     """The TorchScript exporter: needs no onnxscript and keeps the opset asked for."""
     torch.onnx.export(
         model,
@@ -87,12 +91,16 @@ def _export_traced(model: torch.nn.Module, path: Path, example: torch.Tensor, op
         opset_version=opset,
         input_names=["input"],
         output_names=["logits"],
-        dynamic_axes={"input": {0: "batch"}, "logits": {0: "batch"}},
+        dynamic_axes=axes,
     )
 
 
-def _export_dynamo(model: torch.nn.Module, path: Path, example: torch.Tensor, opset: int) -> None:
+def _export_dynamo(model: torch.nn.Module, path: Path, example: torch.Tensor, opset: int, axes: Axes) -> None:
     """The ``torch.export`` exporter: needs onnxscript."""
+    # NOTE: only the batch is named; a named width would have to state its multiple, which AUTO finds out
+    free = {
+        axis: torch.export.Dim(name) if axis == 0 else torch.export.Dim.AUTO for axis, name in axes["input"].items()
+    }
     torch.onnx.export(
         model,
         (example,),
@@ -101,13 +109,13 @@ def _export_dynamo(model: torch.nn.Module, path: Path, example: torch.Tensor, op
         opset_version=max(opset, DYNAMO_MIN_OPSET),
         input_names=["input"],
         output_names=["logits"],
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamic_shapes=(free,),
         external_data=False,
         verbose=False,
     )
 
 
-def _exporters() -> list[Callable[[torch.nn.Module, Path, torch.Tensor, int], None]]:
+def _exporters() -> list[Callable[[torch.nn.Module, Path, torch.Tensor, int, Axes], None]]:
     """In order of preference; the second is for a torch that has dropped the first, or an operator it lacks."""
     has_onnxscript = importlib.util.find_spec("onnxscript") is not None
     return [_export_traced, _export_dynamo] if has_onnxscript else [_export_traced]
@@ -117,21 +125,25 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def save_onnx(model: torch.nn.Module, path: Path, size: int, opset: int) -> None:
+def _sides(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def save_onnx(model: torch.nn.Module, path: Path, size: Size, opset: int, axes: Axes = BATCH_AXES) -> None:
     """Write ``model`` (put in eval mode) to ``path``, weights inside.
 
-    The input is ``input``, float32 N×3×size×size, N dynamic and named ``batch``; the output is ``logits``.
+    The input is ``input``, float32 N×3×height×width; the output is ``logits``; ``axes`` are their free dimensions.
     Raises ``ExportError`` if no exporter of this torch can do it.
     """
     if parameter_bytes(model) >= PROTOBUF_LIMIT:
         raise ExportError("the weights exceed 2 GiB, more than a single ONNX file can hold")
     model.eval()
-    example = torch.zeros(2, 3, size, size)  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
+    example = torch.zeros(2, 3, *_sides(size))  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
     failures = []
     for exporter in _exporters():
         try:
             with _quiet(), _plain_attention(), torch.no_grad():
-                exporter(model, path, example, opset)
+                exporter(model, path, example, opset, axes)
             return
         except Exception as error:
             failures.append(_one_line(error))
@@ -149,13 +161,13 @@ def open_session(path: Path, threads: int = 0) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def max_difference(model: torch.nn.Module, path: Path, size: int, batches: Sequence[int]) -> tuple[float, float]:
+def max_difference(model: torch.nn.Module, path: Path, size: Size, batches: Sequence[int]) -> tuple[float, float]:
     """Over Gaussian inputs: the logits' largest absolute difference, PyTorch to ONNX Runtime, and largest magnitude."""
     session = open_session(path)
     generator = torch.Generator().manual_seed(0)
     worst = scale = 0.0
     for batch in batches:
-        images = torch.randn(batch, 3, size, size, generator=generator)
+        images = torch.randn(batch, 3, *_sides(size), generator=generator)
         with torch.inference_mode():
             expected = model.eval()(images)
         (actual,) = session.run(["logits"], {"input": images.numpy()})
@@ -167,14 +179,21 @@ def max_difference(model: torch.nn.Module, path: Path, size: int, batches: Seque
 
 
 def export_checked(
-    model: torch.nn.Module, path: Path, *, size: int, opset: int, batches: Sequence[int], tolerance: float
+    model: torch.nn.Module,
+    path: Path,
+    *,
+    size: Size,
+    opset: int,
+    batches: Sequence[int],
+    tolerance: float,
+    axes: Axes = BATCH_AXES,
 ) -> float:
     """``save_onnx``, then compare at every batch size; returns the largest absolute difference.
 
     Raises ``ExportError`` if that exceeds ``tolerance`` (times the largest logit where that is below 1, or tiny logits
     would pass whatever they are), is not a number, or the file does not run at some batch size.
     """
-    save_onnx(model, path, size, opset)
+    save_onnx(model, path, size, opset, axes)
     try:
         difference, scale = max_difference(model, path, size, batches)
     except Exception as error:

@@ -28,7 +28,7 @@ from torchpipe_py.keys import (
     TASK_RESULT_KEY,
 )
 from torchpipe_py.pipe import Ticket, pipe
-from torchpipe_py.registry import register_backend, register_filter, register_postprocessor
+from torchpipe_py.registry import import_code, register_backend, register_filter, register_postprocessor
 
 __version__ = "0.1.0"
 
@@ -59,6 +59,7 @@ __all__ = [
     "TorchpipeError",
     "UnknownNode",
     "WorkerDied",
+    "import_code",
     "parse_toml",
     "pipe",
     "register_backend",

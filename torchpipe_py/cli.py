@@ -19,10 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
-    check.add_argument("config", help="TOML file")
+    _add_config(check)
     check.set_defaults(run=lambda args: _check(args.config))
     graph = commands.add_parser("graph", help="draw the graph of a configuration, without loading a model")
-    graph.add_argument("config", help="TOML file")
+    _add_config(graph)
     graph.add_argument(
         "--out", metavar="FILE", help="a page (.html), a picture (.svg) or Mermaid text (.mmd); default: print"
     )
@@ -36,11 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parity.set_defaults(run=lambda args: _parity(parity, args))
     args = parser.parse_args(argv)
     try:
+        for name in getattr(args, "imports", None) or ():
+            registry.import_code(name)
         return args.run(args) or 0
     except TorchpipeError as error:
         for line in str(error).split("\n"):
             print(f"torchpipe: {line}", file=sys.stderr)
         return 1
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="TOML file")
+    text = "module or .py file with backends and filters of your own, to be imported first; may be repeated"
+    parser.add_argument("--import", dest="imports", metavar="CODE", action="append", help=text)
 
 
 def _check(config: str) -> None:

@@ -31,10 +31,7 @@ class Fold:
     exits: tuple[Exit, ...]
     is_end: bool
     is_read: bool
-
-    @property
-    def copies(self) -> bool:
-        return self.is_read or self.is_end + sum(not one.has_map for one in self.exits) > 1
+    copies: bool
 
     @property
     def next(self) -> str | None:
@@ -61,6 +58,11 @@ class Graph:
     reached_from: Mapping[str, frozenset[str]]
     upstream: Mapping[str, frozenset[str]]
     jumps: Mapping[str, tuple[str, ...]]
+
+    @property
+    def jumped_to(self) -> frozenset[str]:
+        """Roots of the graphs that nodes of others run."""
+        return frozenset(root for roots in self.jumps.values() for root in roots)
 
     def fold(self, name: str) -> Fold:
         """A node alone."""
@@ -94,7 +96,8 @@ class Graph:
         exits = [Exit(to, count, len(self.predecessors[to]), to in self.mapped) for to, count in edges.items()]
         is_read = any(reader not in inside for name in inside for reader in self.readers[name])
         is_end = any(not self.successors[name] for name in inside)
-        return Fold(tuple(inside), tuple(exits), is_end, is_read)
+        copies = is_read or is_end + sum(not one.has_map for one in exits) > 1
+        return Fold(tuple(inside), tuple(exits), is_end, is_read, copies)
 
 
 def build_graph(spec: PipelineSpec) -> Graph:

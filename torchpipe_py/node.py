@@ -19,6 +19,7 @@ from torchpipe_py.tracing import Trace
 
 logger = logging.getLogger("torchpipe_py")
 
+_HAND_OVER = 5e-5  # seconds from one thread to another that sleeps
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
 
@@ -59,7 +60,7 @@ class Node:
         self._queue: deque[Request] = deque()
         self._batcher = Batcher(timeout, self._batch_key)
         self._roster: Roster = Roster(self._queue)
-        self._stopped: set[Request] = set()  # attended requests on their way in, for `load`
+        self._stopped: set[Request] = set()  # requests on a ride that are on their way in, for `load`
         self._is_lent = False
         self._opened = threading.Event()
         self.max = self.min = 1
@@ -107,24 +108,30 @@ class Node:
         return error
 
     def put(self, request: Request) -> None:
-        """Queue a request, from any thread; one that is attended may stop here instead, for ``carry``."""
-        if request.attended:
-            if self._is_lent:
+        """Queue a request, from any thread; one on a ride may stop here instead, for ``carry``."""
+        ride = request.ride
+        if ride is not None:
+            # Of several branches one rides; more of them only where a hand-over would take longer than the backend.
+            if self._is_lent and (not ride.stops or self._is_quick()):
                 self._stopped.add(request)
-                request.stop = self
+                ride.stops.append((self, request))
                 return
-            request.attended = False
+            request.ride = None
         self._queue.append(request)
         if self._roster.resting:
             self._roster.rouse()
         if self._runner.is_closing:
             self._fail_queued()
 
+    def _is_quick(self) -> bool:
+        one = self.instances[0]
+        return one.compute_time <= _HAND_OVER * one.singles
+
     def carry(self, request: Request) -> None:
         """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
         instance = self._roster.borrow()
         if instance is None:
-            request.attended = False
+            request.ride = None
             self.put(request)
             self._stopped.discard(request)
             return

@@ -17,7 +17,7 @@ from torchpipe_py.build import plan_pipeline
 from torchpipe_py.engine import Engine
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
-from torchpipe_py.request import Request, deadline_after
+from torchpipe_py.request import Request, Ride, deadline_after
 from torchpipe_py.routes import Enter
 from torchpipe_py.statistics import describe, node_stats
 from torchpipe_py.tracing import DEFAULT_LIMIT, Trace
@@ -34,7 +34,8 @@ class pipe:
 
     A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. Where there
     is none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
-    ``BackendError`` in the caller. ``node_name`` selects the root where there are several. A list of dicts is
+    ``BackendError`` in the caller. ``node_name`` selects the root where there are several
+    (or more than one that no jump leads to). A list of dicts is
     several requests: the call returns when all are finished, and raises the first error if any raised.
     ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
     Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once.
@@ -44,7 +45,8 @@ class pipe:
         self._engine = Engine(plan_pipeline(config))
         self._engine.start()
         self._roots = {name: self._engine.entries[name] for name in self._engine.graph.roots}
-        self._only_root = next(iter(self._roots.values())) if len(self._roots) == 1 else None
+        entered = [name for name in self._roots if name not in self._engine.graph.jumped_to]
+        self._only_root = self._roots[entered[0]] if len(entered) == 1 else None
         # The threads know the engine only: a pipe that is dropped, or alive at exit, is closed.
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -55,12 +57,11 @@ class pipe:
         requests, entries = self._prepare(data, lock.release, timeout)
         if not requests:
             return
-        alone = timeout is None and len(requests) == 1
-        requests[0].attended = alone
+        ride = requests[0].ride = Ride() if timeout is None and len(requests) == 1 else None
         self._launch(requests, entries)
         try:
-            if alone:
-                _carry(requests[0])
+            if ride is not None:
+                ride.go()
             if timeout is None:
                 lock.acquire()
             elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
@@ -244,13 +245,6 @@ class _Countdown:
             if self._left:
                 return
         self._on_done()
-
-
-def _carry(request: Request) -> None:
-    """Take an attended request from node to node on its caller's thread, as long as nobody else has to take over."""
-    while (node := request.stop) is not None:
-        request.stop = None
-        node.carry(request)
 
 
 def _checked_list(data: Any) -> list[Data]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
@@ -121,6 +123,29 @@ def find_filter(name: str) -> filters.Filter | None:
 def register_postprocessor(cls: type, name: str | None = None) -> type:
     """Make ``cls`` usable as ``postprocessor = "name"`` of a model backend; see ``postprocess.Postprocessor``."""
     return _register(_postprocessors, cls, name, BUILT_IN_POSTPROCESSORS, ("forward",))
+
+
+def import_code(name: str) -> None:
+    """Import a module by name, or a file that ends in ``.py`` by path, for the backends and filters it registers.
+
+    As for a script, modules in the file's folder can be imported from it. ``ConfigError`` where that fails.
+    """
+    try:
+        if name.endswith(".py"):
+            folder, file = os.path.split(os.path.abspath(name))
+            if not os.path.isfile(name):
+                raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})")
+            sys.path.insert(0, folder)
+            try:
+                importlib.import_module(os.path.splitext(file)[0])
+            finally:
+                sys.path.remove(folder)
+        else:
+            importlib.import_module(name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def canonical(name: str) -> str:

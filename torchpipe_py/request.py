@@ -18,14 +18,12 @@ class Request:
     ``at`` is the logical node it is at where several share their instances, ``trip`` its way through a graph with
     branches, ``inner`` the requests that it waits for (a jump's), ``is_inner`` whether it is one of those, and
     ``origin`` whose. ``number`` is that of its trace.
-    ``attended``: its caller is blocked and carries it on its own thread, as far as backends allow (``Node.carry``);
-    ``stop`` is then the node it has reached.
+    ``ride`` is set while it is on the thread of its blocked caller.
     """
 
     __slots__ = (
         "arrived",
         "at",
-        "attended",
         "caller_data",
         "data",
         "deadline",
@@ -36,7 +34,7 @@ class Request:
         "number",
         "on_done",
         "origin",
-        "stop",
+        "ride",
         "trip",
     )
 
@@ -54,8 +52,7 @@ class Request:
         self.is_inner = False
         self.origin: Request | None = None
         self.number = 0
-        self.attended = False
-        self.stop: Any = None
+        self.ride: Ride | None = None
         if deadline is not None:
             self.caller_data, self.data = data, dict(data)
 
@@ -65,6 +62,25 @@ class Request:
             for key in self.caller_data.keys() - self.data.keys():
                 del self.caller_data[key]
             self.caller_data.update(self.data)
+
+
+class Ride:
+    """The thread of a blocked caller, which itself brings its request from node to node as far as backends allow.
+
+    ``stops`` holds the nodes that it has reached, with the request or the branch of it that is there; the node's
+    ``carry`` takes that on.
+    """
+
+    __slots__ = ("stops",)
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[Any, Request]] = []
+
+    def go(self) -> None:
+        """On until other threads have taken over, or the request is through."""
+        while self.stops:
+            node, request = self.stops.pop()
+            node.carry(request)
 
 
 def deadline_after(timeout: float | None) -> float | None:

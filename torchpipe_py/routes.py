@@ -112,7 +112,7 @@ class Routes:
         if request.trip is None:
             # NOTE: what the caller waits for travels no further, so that `settle` has its dict for itself.
             request.trip = trip = Trip(request, self._maps)
-            request = trip.branch(request.data)
+            request = trip.branch(request.data, request.ride)
         trip = request.trip
         steps, is_over = trip.leave(fold, request.data)
         if is_over:
@@ -122,7 +122,7 @@ class Routes:
         for name, data in steps:
             if not branches:
                 request.data = data
-            branches.append((name, trip.branch(data) if branches else request))
+            branches.append((name, trip.branch(data, request.ride) if branches else request))
         for name, branch in branches:
             if TASK_DATA_KEY in branch.data:
                 self.entries[name](branch)

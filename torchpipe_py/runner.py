@@ -206,7 +206,7 @@ class Runner:
         instance.failed += 1
         request.data.pop(TASK_RESULT_KEY, None)
         # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
-        is_ctrl_c = request.attended and isinstance(error, KeyboardInterrupt)
+        is_ctrl_c = request.ride is not None and isinstance(error, KeyboardInterrupt)
         self.fail(request, error if is_ctrl_c else self.defect(error))
 
     def fail_closed(self, request: Request) -> None:

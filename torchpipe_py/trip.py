@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchpipe_py.backends.base import Data
 from torchpipe_py.graph import Fold
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.request import Request
+from torchpipe_py.request import Request, Ride
 
 Step = tuple[str, Data]
 """A node to be entered next, and the dict to enter it with."""
@@ -57,14 +57,16 @@ class Trip:
         with self._lock:
             if fold.is_read:
                 self._outputs[name] = data
-                self._hidden_by.update(dict.fromkeys(fold.members, name))
+                for member in fold.members:
+                    self._hidden_by[member] = name
             if fold.is_end:
                 self._ends[name] = data
             for one in fold.exits:
-                missing = self._missing.get(one.node, one.ways) - one.edges
-                self._missing[one.node] = missing
-                if not missing:
-                    steps.append((one.node, self._input(one.node, data, fold.copies)))
+                if one.ways > one.edges:
+                    missing = self._missing[one.node] = self._missing.get(one.node, one.ways) - one.edges
+                    if missing:
+                        continue
+                steps.append((one.node, self._input(one.node, data, fold.copies)))
             self._under_way += len(steps) - 1
             return steps, not self._under_way
 
@@ -88,10 +90,10 @@ class Trip:
             mapped[TASK_ERROR_KEY] = error
         return mapped
 
-    def branch(self, data: Data) -> Request:
-        """A request for a further branch."""
+    def branch(self, data: Data, ride: Ride | None) -> Request:
+        """A request for a further branch, on the ride of the one it comes from."""
         one = Request(data, _nothing)
-        one.deadline, one.trip = self.request.deadline, self
+        one.deadline, one.trip, one.ride = self.request.deadline, self, ride
         self.branches.append(one)
         one.done = self.request.done
         return one

@@ -51,6 +51,43 @@ def schedule(seconds: float, rounds: int) -> Report:
     return report
 
 
+def graphs(seconds: float, rounds: int) -> Report:
+    """A graph of ten ``Identity`` nodes with three diamonds, against a chain of ten."""
+    from torchpipe_py import pipe
+
+    report = Report("graphs: 10 Identity nodes, in a chain and as three diamonds in a row")
+    with pipe(identity_nodes(10)) as chain, pipe(diamonds(3)) as diamond:
+        runs = {"chain": chain, "diamonds": diamond}
+        subjects = {}
+        for count in (1, 10):
+            for name, run in runs.items():
+                subjects[f"{name}, {count} clients"] = partial(
+                    run_threads, lambda run=run: run({"data": 1}), count, seconds
+                )
+                subjects[f"{name} by submit, {count} clients"] = partial(
+                    run_threads, lambda run=run: run.submit({"data": 1}).result(), count, seconds
+                )
+        loads = interleave(subjects, rounds)
+    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    for count in (1, 10):
+        slower = loads[f"chain by submit, {count} clients"].qps / loads[f"diamonds by submit, {count} clients"].qps
+        report.require(f"time against the chain by submit, {count} clients", slower, high=2.0)
+    slower = loads["chain, 1 clients"].qps / loads["diamonds, 1 clients"].qps
+    report.remarks.append(f"where the caller runs every node itself, no thread is woken: {slower:.1f} times the chain")
+    return report
+
+
+def diamonds(count: int) -> dict[str, dict[str, str]]:
+    """a -> b, c -> d, again and again: 3 * ``count`` + 1 nodes."""
+    nodes: dict[str, dict[str, str]] = {"top0": {}}
+    for index in range(count):
+        left, right, below = f"left{index}", f"right{index}", f"top{index + 1}"
+        nodes[f"top{index}"]["next"] = f"{left},{right}"
+        nodes[left] = nodes[right] = {"next": below}
+        nodes[below] = {"map": f"{left}[result:data],{right}[result:other]"}
+    return nodes
+
+
 def batching(seconds: float, rounds: int) -> Report:
     """P4: a batching timeout of 10 ms must cost a lone client nothing."""
     from torchpipe_py import Backend, pipe, register_backend

@@ -62,8 +62,10 @@ def build_pipe(options: Options) -> pipe:
     import cv2
     import torch
 
-    from torchpipe_py import parse_toml, pipe
+    from torchpipe_py import import_code, parse_toml, pipe
 
+    for name in filter(None, (part.strip() for part in options.import_code.split(","))):
+        import_code(name)
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
     # A thread that comes back from OpenCV waits this long at most for the interpreter lock (default: 5 ms).

@@ -29,6 +29,7 @@ class Options:
     idle_seconds: float = _option(0.0, "seconds after which a silent connection is closed; 0 keeps it")
     max_inflight: int = _option(0, "requests in flight, beyond them 'overloaded'; 0 leaves it to the configuration")
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM")
+    import_code: str = _option("", "modules or .py files with backends of your own, separated by commas")
     log_level: str = _option("info", "debug, info, warning or error")
 
 

@@ -1,0 +1,130 @@
+"""The example pipelines against plain code, and against the truth that lies beside their pictures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import in_threads
+
+from torchpipe_py import UnknownNode, import_code, parse_toml, pipe, registry
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "configs" / "examples"
+SCENES = json.loads((EXAMPLES / "scenes" / "truth.json").read_text(encoding="utf-8"))
+LINES = json.loads((EXAMPLES / "lines" / "truth.json").read_text(encoding="utf-8"))
+
+LONG = 60_000
+"""A batching_timeout in ms: batches close because they are full, or because nothing else is under way."""
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends of the examples, for this test; relative paths are those of the repository."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry, "_filters", dict(registry._filters))
+    monkeypatch.delitem(sys.modules, "backends", raising=False)
+    import_code("configs/examples/backends.py")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def scene(name: str) -> bytes:
+    return (EXAMPLES / "scenes" / name).read_bytes()
+
+
+def line(name: str) -> bytes:
+    return (EXAMPLES / "lines" / name).read_bytes()
+
+
+def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The same boxes to a thousandth of a pixel, the same labels, scores to a thousandth."""
+    assert [one["label"] for one in found] == [one["label"] for one in expected]
+    if expected:
+        boxes = [np.array([one["box"] for one in many]) for many in (found, expected)]
+        assert np.abs(boxes[0] - boxes[1]).max() < 1e-3
+        assert max(abs(one["score"] - other["score"]) for one, other in zip(found, expected, strict=True)) < 1e-3
+
+
+def test_detector_equals_plain_code() -> None:
+    import straight
+
+    plain = straight.Detector(threads=1)
+    expected = {name: plain(scene(name)) for name in SCENES}
+    for name, truth in SCENES.items():
+        assert sorted(one["label"] for one in expected[name]) == sorted(one["label"] for one in truth)
+    names = [*SCENES] * 3
+    with pipe("configs/detector.toml") as p:
+
+        def work(index: int) -> None:
+            for name in names[index::4]:
+                data: dict[str, Any] = {"data": scene(name)}
+                p(data)
+                check_equal(data["result"], expected[name])
+
+        in_threads(4, work)
+        assert p.stats()["inflight"] == 0
+
+
+def test_detector_fills_batches_with_crops_of_several_scenes() -> None:
+    config = parse_toml("configs/detector.toml")
+    config["global"]["batching_timeout"] = LONG
+    requests = [{"data": scene(name)} for name in SCENES for _ in range(4)]
+    crops = sum(len(truth) for truth in SCENES.values()) * 4
+    with pipe(config) as p:
+        p(requests)
+        classifier = p.stats()["nodes"]["digit"]
+    assert classifier["requests"] == crops
+    assert crops / classifier["batches"] > max(len(truth) for truth in SCENES.values())
+
+
+def test_detector_without_objects_and_with_bytes_that_are_no_image() -> None:
+    import cv2
+
+    empty = cv2.imencode(".jpg", np.full((192, 256, 3), 128, np.uint8))[1].tobytes()
+    good, none, bad = {"data": scene("scene_00.jpg")}, {"data": empty}, {"data": b"no image"}
+    with pipe("configs/detector.toml") as p:
+        p([good, none, bad])
+        with pytest.raises(UnknownNode, match="digit"):
+            p({"data": b"", "node_name": "digits"})
+    assert len(good["result"]) == len(SCENES["scene_00.jpg"])
+    assert none["result"] == []
+    assert "result" not in bad
+    assert "no image" in str(bad["error"])
+
+
+def test_lines_are_read_and_share_batches_by_width() -> None:
+    config = parse_toml("configs/textline.toml")
+    config["global"]["batching_timeout"] = LONG
+    requests = [{"data": line(name)} for name in LINES for _ in range(8)]
+    with pipe(config) as p:
+        p(requests)
+        reader = p.stats()["nodes"]["read"]
+    assert [request["result"] for request in requests] == [text for text in LINES.values() for _ in range(8)]
+    widths = {request["resize_w"] for request in requests}
+    assert all(width % 32 == 0 for width in widths)
+    assert len(widths) > 4
+    assert reader["batches"] < len(requests) / 2
+
+
+def test_each_picture_takes_its_branch() -> None:
+    lines, scenes = [{"data": line(name)} for name in LINES], [{"data": scene(name)} for name in SCENES]
+    wide = [request for request, name in zip(lines, LINES, strict=True) if name not in ("line_03.png",)]
+    with pipe("configs/branch.toml") as p:
+        p([*lines, *scenes])
+        stats = p.stats()["nodes"]
+    texts = dict(zip(LINES, lines, strict=True))
+    for name, request in texts.items():
+        if request in wide and isinstance(request["result"], str):
+            assert request["result"] == LINES[name]
+    read = [request for request in lines if "label" not in request]
+    labelled = [request for request in (*lines, *scenes) if "label" in request]
+    assert stats["read"]["requests"] == len(read) == len([one for one in lines if isinstance(one["result"], str)])
+    assert stats["classify"]["requests"] == len(labelled)
+    assert all(request["result"] == request["label"] for request in labelled)
+    assert len(read) >= 8
+    assert all("label" in request for request in scenes)
