@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -114,6 +114,60 @@ def test_a_class_with_init_and_forward(register: Register, form: str) -> None:
     data, given, count = item["result"]  # type: ignore[misc]
     assert (data, count) == (1, 1)
     assert given == {"a": 1, "b": "y", "c": [1]}
+
+
+class Annotated:
+    """Its annotations are its parameters."""
+
+    factor: int
+    shift: float = 0.5
+    names: list[str] = ["a"]  # noqa: RUF012
+    upper: bool = False
+    max: int = 4
+    calls: ClassVar[int] = 0
+    _private: object = None
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = (self.factor * item["data"] + self.shift, self.names, self.upper, len(items))
+
+
+def test_annotations_are_parameters(register: Register) -> None:
+    name = register(Annotated)
+    with pipe({"backend": name, "factor": "3", f"{name}::names": "x, y", "upper": "yes"}) as p:
+        p(item := {"data": 2})
+        assert p.max() == 4
+    assert item["result"] == (6.5, ["x", "y"], True, 1)
+    with pipe({"backend": f"Python[{name}]", "factor": 1, "max": 2}) as p:
+        p(item := {"data": 2})
+        assert p.max() == 2
+    assert item["result"] == (2.5, ["a"], False, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "key 'factor': {0} needs it"),
+        ({"factor": "x"}, "key 'factor': expected an integer, got 'x'"),
+        ({"factor": 1, "shft": 2}, "key 'shft': unknown key; did you mean 'shift'?"),
+        ({"factor": 1, "upper": 3}, "key 'upper': expected true or false"),
+    ],
+)
+def test_annotated_parameters_are_checked(register: Register, config: Data, problem: str) -> None:
+    name = register(Annotated)
+    with pytest.raises(ConfigError) as caught:
+        pipe({"backend": name, **config})
+    assert problem.format(name) in str(caught.value)
+
+
+def test_an_annotation_that_is_no_parameter(register: Register) -> None:
+    class Wrong(Annotated):
+        """A parameter that no TOML value can be."""
+
+        model: object = None
+
+    with pytest.raises(ConfigError, match="parameter 'model' is annotated <class 'object'>; expected int"):
+        pipe({"backend": register(Wrong)})
 
 
 def test_a_class_with_a_range(register: Register) -> None:

@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "runner": "backends.base errors keys request roster tracing",
     "node": "backends.base batching request roster runner tracing",
     "trip": "backends.base graph keys request",
-    "binding": "backends.base backends.basic backends.jump config errors expression filters registry values",
+    "binding": "backends.base backends.basic backends.jump backends.python config errors expression filters registry "
+    "values",
     "build": "backends.base backends.ranges binding config errors filters graph",
     "routes": "backends.base build errors filters graph keys node request trip",
     "engine": "backends.base build errors keys node request routes",

@@ -9,8 +9,9 @@ from typing import Any
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param
-from torchpipe_py.backends.basic import PythonClass, Sequential
+from torchpipe_py.backends.basic import Sequential
 from torchpipe_py.backends.jump import Jump
+from torchpipe_py.backends.python import PythonClass
 from torchpipe_py.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.expression import Call, parse_expression

@@ -21,7 +21,7 @@ BUILT_IN_BACKENDS = {
     "Identity": f"{_BACKENDS}.basic:Identity",
     "Sequential": f"{_BACKENDS}.basic:Sequential",
     "FirstAvailable": f"{_BACKENDS}.basic:FirstAvailable",
-    "Python": f"{_BACKENDS}.basic:Python",
+    "Python": f"{_BACKENDS}.python:Python",
     "DecodeMat": f"{_BACKENDS}.opencv:DecodeMat",
     "cvtColorMat": f"{_BACKENDS}.opencv:cvtColorMat",
     "ResizeMat": f"{_BACKENDS}.opencv:ResizeMat",

@@ -69,6 +69,11 @@ def to_list(value: Value) -> list[Value]:
     return [value]
 
 
+def to_ints(value: Value) -> tuple[int, ...]:
+    """Several integers, from a list or from ``"1, 2"``."""
+    return tuple(to_int(part) for part in to_list(value))
+
+
 def to_floats(value: Value) -> tuple[float, ...]:
     """Several numbers, from a list or from ``"123.675, 116.28, 103.53"``."""
     return tuple(to_float(part) for part in to_list(value))

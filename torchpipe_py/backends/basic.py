@@ -10,7 +10,6 @@ from typing import Any
 
 from torchpipe_py.backends.base import (
     Backend,
-    BackendConfig,
     Data,
     ItemBackend,
     StatelessBackend,
@@ -220,42 +219,3 @@ class FirstAvailable(Wrapper):
 
     def prefer_color(self, wish: str | None) -> str | None:
         return None
-
-
-class Python(Wrapper):
-    """``Python[name]``: the class registered as ``name`` with ``register_backend``."""
-
-
-class PythonClass(Backend):
-    """Makes a backend of a class that has ``init(config)`` and ``forward(list_of_dicts)``, perhaps ``max`` and ``min``.
-
-    ``config`` is a dict of its node's keys as written, those scoped with its name without the scope.
-    """
-
-    any_params = True
-    wrapped: Callable[[], Any]
-
-    @classmethod
-    def of(cls, wrapped: type) -> type[PythonClass]:
-        """A subclass for ``wrapped``, to be used like any other backend class."""
-        return type(wrapped.__name__, (cls,), {"wrapped": wrapped, "__doc__": wrapped.__doc__})
-
-    def __init__(self, config: BackendConfig) -> None:
-        super().__init__(config)
-        self._object: Any = None
-
-    def setup(self) -> None:
-        self._object = self.wrapped()
-        if hasattr(self._object, "init"):
-            self._object.init(dict(self.params))
-        self.forward = self._object.forward  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        if hasattr(self._object, "close"):
-            self._object.close()
-
-    def max(self) -> int:
-        return int(self._object.max()) if hasattr(self._object, "max") else 1
-
-    def min(self) -> int:
-        return int(self._object.min()) if hasattr(self._object, "min") else 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, BackendConfig, Shared
-from torchpipe_py.backends.basic import PythonClass
+from torchpipe_py.backends.python import PythonClass
 from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.filters import BUILT_IN, Filter
 
