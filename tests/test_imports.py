@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "engine": "backends.base build errors keys node request routes",
     "statistics": "engine node",
     "pipe": "build engine errors keys request routes statistics tracing",
-    "depict": "binding build config drawing.picture graph",
+    "depict": "backends.python binding build config drawing.picture graph",
     "parity": "",
     "parity.record": "errors",
     "parity.options": "",

@@ -54,8 +54,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _check(config: str) -> None:
     pipeline = plan_pipeline(config)
     graph = pipeline.graph
-    for name in graph.order:
-        plan = pipeline.plans[name]
+    for name, plan in pipeline.plans.items():
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
         jumps = f", runs {', '.join(graph.jumps[name])}" if name in graph.jumps else ""
         print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchpipe_py.backends.python import PythonClass
 from torchpipe_py.binding import BackendPlan
 from torchpipe_py.build import NodePlan, Pipeline
 from torchpipe_py.config import MapSource
@@ -90,6 +91,8 @@ def _range(plans: tuple[BackendPlan, ...]) -> str:
 
 def _limits(plan: BackendPlan) -> tuple[int, int] | None:
     given = _by_key(plan)
+    if issubclass(plan.cls, PythonClass):
+        return None if hasattr(plan.cls.wrapped, "max") else (1, 1)
     if plan.cls.any_params:
         return None
     if "range" in given:
