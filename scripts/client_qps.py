@@ -10,42 +10,29 @@ Exit status: 0 every image has a result; 2 some have not (or the arguments are w
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from loadtest.arrivals import ClosedLoop
-from loadtest.clients import Payload
 from loadtest.connection import Endpoint, probe
-from loadtest.coordinator import Coordinator, Outcome, make_plans
-from loadtest.cpu import CpuMeter, CpuUse, find_server, is_local
-from loadtest.errors import CannotRunError
-from loadtest.images import find_images, label_from_name, read_image
-from loadtest.progress import progress_bar
-from loadtest.report import make_report, print_report
+from loadtest.coordinator import Coordinator
+from loadtest.cost import cpu_fields, cpu_rows, tester_cost
+from loadtest.server import find_server, is_local
 from loadtest.wire import encode_body, load_idl
 
+from torchpipe_py.loadtest.cpu import CpuMeter, CpuUse
+from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.images import load_images
+from torchpipe_py.loadtest.ledger import Outcome
+from torchpipe_py.loadtest.options import add_options, at_least
+from torchpipe_py.loadtest.plans import make_plans
+from torchpipe_py.loadtest.progress import progress_bar
+from torchpipe_py.loadtest.report import check_output, describe_run, format_table, make_report, print_report, write_json
+
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED = 0, 1, 2, 130
-
-
-def _at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of an integer option."""
-
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least or (most is not None and number > most):
-            between = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise argparse.ArgumentTypeError(f"{number}: must be {between}")
-        return number
-
-    parse.__name__ = "integer"
-    return parse
 
 
 def _seconds(text: str) -> float:
@@ -58,33 +45,14 @@ def _seconds(text: str) -> float:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; wrong ones end the process with status 2."""
     parser = argparse.ArgumentParser(prog="client_qps.py", description="Load tester of the inference service.")
+    add_options(parser, clients="client processes")
     option = parser.add_argument
-    option("--img_dir", type=Path, required=True, help="images are searched in it and below")
     option("--host", default="127.0.0.1")
-    option("--port", type=_at_least(1, 65535), default=8888)
-    option("--request_client", type=_at_least(1, 10_000), default=20, help="client processes")
-    option("--request_batch", type=_at_least(1), default=1, help="images per call; 1: infer_batch, more: infer_many")
-    option("--total_number", type=_at_least(1), default=10_000, help="images to send in all")
+    option("--port", type=at_least(1, 65535), default=8888)
     option("--transport", choices=("buffered", "framed"), default="buffered")
     option("--timeout", type=_seconds, default=10.0, help="seconds for a call, and for a connection")
-    option("--warmup", type=_at_least(0), help="calls per client, not counted; default 5 %%, 1 to 50")
-    option("--server_pid", type=_at_least(1), help="whose CPU use is reported; default: who listens on the port here")
-    option("--labels_from_names", action="store_true", help="circle_03.jpg should get the label circle")
-    option("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
-    option("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
     return parser.parse_args(arguments)
-
-
-def _check_output(path: Path | None) -> None:
-    """Refuses a report file that could not be written, before the run rather than after it."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise CannotRunError(f"--json {path}: cannot be written")
-
-
-def _load_payload(options: argparse.Namespace, idl: ModuleType) -> Payload:
-    paths = find_images(options.img_dir)
-    labels = [label_from_name(path) if options.labels_from_names else None for path in paths]
-    return Payload([encode_body(idl, read_image(path)) for path in paths], labels)
 
 
 def _measure(coordinator: Coordinator, options: argparse.Namespace, server: list[int]) -> tuple[Outcome, CpuUse]:
@@ -100,39 +68,28 @@ def _measure(coordinator: Coordinator, options: argparse.Namespace, server: list
         coordinator.stop()
 
 
-def _describe(options: argparse.Namespace, payload: Payload, server: list[int]) -> dict[str, Any]:
-    """What was run: the report's first part."""
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    return {
-        "command": [sys.executable, *sys.argv],
-        "started_at": datetime.now(timezone.utc).isoformat(),
-        "settings": settings,
-        "image_files": len(payload.bodies),
-        "image_bytes_mean": sum(map(len, payload.bodies)) / len(payload.bodies),
-        "host_is_local": is_local(options.host),
-        "server_pids": server,
-    }
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the load and returns the report; `CannotRunError` when that is not possible."""
-    _check_output(options.json)
+    check_output(options.json)
     idl = load_idl()
     endpoint = Endpoint(options.host, options.port, options.transport == "framed", options.timeout)
-    payload = _load_payload(options, idl)
+    images = load_images(options.img_dir, options.labels_from_names)
+    payload = replace(images, bodies=[encode_body(idl, body) for body in images.bodies])
     probe(idl, endpoint)
     server = find_server(options.host, options.port, options.server_pid)
-    about = _describe(options, payload, server)
-    plans = make_plans(
-        endpoint,
-        options.request_client,
-        options.request_batch,
-        options.total_number,
-        len(payload.bodies),
-        options.warmup,
-    )
-    outcome, use = _measure(Coordinator(plans, idl, payload, ClosedLoop), options, server)
-    return make_report(outcome, use, about, options.labels_from_names)
+    about = describe_run(vars(options), payload, ["thriftpy2"])
+    about |= {"host_is_local": is_local(options.host), "server_pids": server}
+    count = len(payload.bodies)
+    plans = make_plans(options.request_client, options.request_batch, options.total_number, count, options.warmup)
+    outcome, use = _measure(Coordinator(plans, endpoint, idl, payload, ClosedLoop), options, server)
+    cost = tester_cost(outcome, use)
+    return make_report(outcome, about, cpu_fields(cost, use), cost.limits, options.labels_from_names)
+
+
+def _table(report: dict[str, Any]) -> str:
+    settings = report["settings"]
+    server = f"{settings['host']}:{settings['port']} ({settings['transport']})"
+    return format_table(report, [("server", server)], cpu_rows(report))
 
 
 def _exit_status(report: dict[str, Any]) -> int:
@@ -153,9 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("client_qps.py: interrupted before there was anything to report", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print_report(report)
+    print_report(report, _table(report))
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(report, options.json)
     return _exit_status(report)
 
 

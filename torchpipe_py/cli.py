@@ -1,4 +1,4 @@
-"""``torchpipe``: look at backends, check configurations and compare them from the command line."""
+"""``torchpipe``: look at backends, check, draw, compare and load configurations from the command line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.build import plan_pipeline
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
-from torchpipe_py.parity.options import add_options, check_options
+from torchpipe_py.loadtest import options as loadtest_options
+from torchpipe_py.parity import options as parity_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all is well, 1 for an error in what was asked about; wrong arguments exit with 2."""
+    """0 if all is well, 1 for an error in what was asked about, 2 for wrong arguments; ``bench``: see ``run_bench``."""
     parser = argparse.ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
@@ -32,8 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     backends.add_argument("--markdown", action="store_true", help="as the table in README.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
     parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
-    add_options(parity)
+    parity_options.add_options(parity)
     parity.set_defaults(run=lambda args: _parity(parity, args))
+    bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
+    _add_config(bench)
+    loadtest_options.add_options(bench, clients="client threads")
+    bench.set_defaults(run=_bench)
     args = parser.parse_args(argv)
     try:
         for name in getattr(args, "imports", None) or ():
@@ -85,11 +90,18 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> Non
 
 
 def _parity(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    check_options(parser, args)
+    parity_options.check_options(parser, args)
     # Here, so that the other commands stay light.
     from torchpipe_py.parity.command import run_parity
 
     return run_parity(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    # Here, so that the other commands stay light.
+    from torchpipe_py.loadtest.command import run_bench
+
+    return run_bench(args)
 
 
 def _backends(name: str | None, markdown: bool) -> None:

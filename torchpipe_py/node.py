@@ -123,6 +123,10 @@ class Node:
         if self._runner.is_closing:
             self._fail_queued()
 
+    def forget(self, request: Request) -> None:
+        """A request that stopped here is not carried on."""
+        self._stopped.discard(request)
+
     def _is_quick(self) -> bool:
         one = self.instances[0]
         return one.compute_time <= _HAND_OVER * one.singles

@@ -212,7 +212,10 @@ class pipe:
     def _launch(self, requests: Sequence[Request], entries: Sequence[Enter]) -> None:
         self._engine.admit(requests)
         for request, enter in zip(requests, entries):  # noqa: B905 - equal by construction, and hot
-            enter(request)
+            try:
+                enter(request)
+            except Exception as error:
+                self._engine.complete(request, error)
 
 
 class Ticket:

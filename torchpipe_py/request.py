@@ -78,9 +78,13 @@ class Ride:
 
     def go(self) -> None:
         """On until other threads have taken over, or the request is through."""
-        while self.stops:
-            node, request = self.stops.pop()
-            node.carry(request)
+        try:
+            while self.stops:
+                node, request = self.stops.pop()
+                node.carry(request)
+        finally:
+            for node, request in self.stops:  # after Ctrl-C
+                node.forget(request)
 
 
 def deadline_after(timeout: float | None) -> float | None:

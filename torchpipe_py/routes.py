@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +20,22 @@ from torchpipe_py.request import Request
 from torchpipe_py.trip import Maps, Trip
 
 Enter = Callable[[Request], None]
+
+_SKIPS: dict[Any, Callable[[Graph, str], Fold]] = {
+    Status.Skip: Graph.fold,
+    Status.SerialSkip: Graph.serial_fold,
+    Status.SubGraphSkip: Graph.subgraph_fold,
+}
+"""What a node's skip hides."""
+
+
+@dataclass(frozen=True)
+class _Door:
+    """What stands at the entry of a node; ``is_shared`` where several logical nodes share its instances."""
+
+    filter: Filter
+    node: Node
+    is_shared: bool
 
 
 class Routes:
@@ -45,16 +63,21 @@ class Routes:
         logical: dict[str, list[str]] = defaultdict(list)
         for name in reversed(graph.order):
             logical[plans[name].spec.owner].append(name)
+        self._doors = {
+            name: _Door(plan.filter, nodes[plan.spec.owner], len(logical[plan.spec.owner]) > 1)
+            for name, plan in plans.items()
+        }
+        self._folds: dict[tuple[str, Status], Fold] = {}
         for name in reversed(graph.order):
-            owner = plans[name].spec.owner
             self._after[name] = self._leaving(graph.fold(name))
-            self.entries[name] = self._entry(name, nodes[owner], plans[name].filter, len(logical[owner]) > 1)
+            self.entries[name] = self._entry(name)
         for owner, names in logical.items():
             nodes[owner].deliver = self._after[owner] if len(names) == 1 else self._deliver_logical
 
-    def _entry(self, name: str, node: Node, filter_: Filter, is_shared: bool) -> Enter:
+    def _entry(self, name: str) -> Enter:
         """The way into a node: its filter decides on the thread that brings the request."""
-        put, after = node.put, self._after[name]
+        door = self._doors[name]
+        filter_, put, is_shared = door.filter, door.node.put, door.is_shared
         run = Status.Run
 
         def enter(request: Request) -> None:
@@ -68,44 +91,55 @@ class Routes:
                     request.at = name
                 request.arrived = perf_counter()
                 put(request)
-            elif status is Status.Skip:
-                after(request)
             else:
                 self._turn(name, request, status)
 
         return enter
 
     def _turn(self, name: str, request: Request, status: Any) -> None:
-        """The rarer verdicts of a filter."""
-        if status is Status.Break:
+        """What a filter says other than ``Run``; from one skipped node to the next without recursion."""
+        while isinstance(status, Status) and status in _SKIPS:
+            fold = self._fold(name, status)
+            if fold.next is None:
+                self._leave(fold, request)
+                return
+            name = fold.next
+            try:
+                status = self._doors[name].filter(request.data)
+            except Exception as error:
+                self._complete(request, _filter_error(name, error), None)
+                return
+        if status is Status.Run:
+            request.at, request.arrived = name, perf_counter()
+            self._doors[name].node.put(request)
+        elif status is Status.Break:
             self._complete(request, None, request.data)
-        elif status is Status.SerialSkip:
-            self._leaving(self._graph.serial_fold(name))(request)
-        elif status is Status.SubGraphSkip:
-            self._leaving(self._graph.subgraph_fold(name))(request)
         elif status is Status.Error:
             self._complete(request, BackendError(f"node {name!r}: its filter says Error"), None)
         else:
             wrong = f"node {name!r}: its filter gave {status!r}, which is no Status"
             self._complete(request, BackendError(wrong), None)
 
+    def _fold(self, name: str, status: Status) -> Fold:
+        """The node with what it hides when it is skipped in this way."""
+        found = self._folds.get((name, status))
+        if found is None:
+            found = self._folds[name, status] = _SKIPS[status](self._graph, name)
+        return found
+
     def _deliver_logical(self, request: Request) -> None:
         self._after[request.at](request)
 
     def _leaving(self, fold: Fold) -> Enter:
-        """The way out of a node, or of what is folded into it."""
-        if fold.next is not None:
-            return self.entries[fold.next]
-        if fold.exits:
-            return lambda request: self._fork(fold, request)
+        """The way out of a node."""
+        return self.entries[fold.next] if fold.next is not None else partial(self._leave, fold)
 
-        def end(request: Request) -> None:
-            if request.trip is None:
-                self._complete(request, None, None)
-            else:
-                self._fork(fold, request)
-
-        return end
+    def _leave(self, fold: Fold, request: Request) -> None:
+        """Out of a node, or of what is folded into it, where there is more to do than to go on to the next."""
+        if fold.exits or request.trip is not None:
+            self._fork(fold, request)
+        else:
+            self._complete(request, None, None)
 
     def _fork(self, fold: Fold, request: Request) -> None:
         """On to several nodes, to joins, or to the end of a branch."""

@@ -50,7 +50,6 @@ class Runner:
         self.fail = fail
         self.is_closing = False
         self.trace: Trace | None = None
-        self._deferred_lock = threading.Lock()
 
     def run_single(self, instance: Instance, request: Request) -> None:
         """One request where no batch can form."""
@@ -102,11 +101,8 @@ class Runner:
 
         def finish(error: BaseException | None) -> None:
             data = request.data
-            now = perf_counter()
-            with self._deferred_lock:
-                instance.compute_time += now - start
             if self.trace is not None:
-                self.trace.record(self.name, instance.index, (request,), start, start, now)
+                self.trace.record(self.name, instance.index, (request,), start, start, perf_counter())
             if isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
                 self.fail(request, error)  # what ended the request's own requests ends it as well
                 return
@@ -123,6 +119,7 @@ class Runner:
             backend.start(request.data, finish, request)
         except BaseException as error:
             self._fail_defect(instance, request, error)
+        instance.compute_time += perf_counter() - start  # what it waits for, is other nodes' time
 
     def _starts(self, instance: Instance, request: Request, now: float) -> bool:
         """Whether the request is to be run; its dict is ready for that then."""

@@ -6,14 +6,17 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection as Channel
 from types import ModuleType
 from typing import Any
 
+from torchpipe_py.loadtest.images import Payload
+from torchpipe_py.loadtest.ledger import NO_REPLY, Ledger
+from torchpipe_py.loadtest.plans import Plan, Rotation
+
 from .arrivals import Arrivals
 from .connection import Endpoint, connect_patiently
-from .ledger import NO_REPLY, Gate, Ledger
+from .gate import Gate
 from .wire import CallTemplate, answers_of, error_name
 
 READY = "ready"
@@ -21,50 +24,28 @@ READY = "ready"
 _BROKEN_CALLS_IN_A_ROW = 10
 
 
-@dataclass(frozen=True)
-class Payload:
-    """What all clients send: encoded bodies, and for each the expected label, or None where none is known."""
-
-    bodies: list[bytes]
-    labels: list[str | None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One client's part of the run: `share` images, `batch` per call, and `warmup` calls before the start."""
-
-    index: int
-    share: int
-    batch: int
-    warmup: int
-    first_image: int
-    endpoint: Endpoint
-
-    @property
-    def method(self) -> str:
-        return "infer_batch" if self.batch == 1 else "infer_many"
-
-    @property
-    def calls(self) -> int:
-        return -(-self.share // self.batch)
-
-
 class Client:
     """Sends calls and enters them in its ledger; errors are counted in images, by `error_name`.
+
+    A call is `infer_batch` where the plan has one image per call, else `infer_many`.
 
     After `_BROKEN_CALLS_IN_A_ROW` calls without a reply, or when no new connection can be had within the endpoint's
     timeout, it gives up: the images that it has not sent are errors named `unsent`.
     """
 
-    def __init__(self, plan: Plan, idl: ModuleType, payload: Payload, ledger: Ledger, gate: Gate) -> None:
+    def __init__(
+        self, plan: Plan, endpoint: Endpoint, idl: ModuleType, payload: Payload, ledger: Ledger, gate: Gate
+    ) -> None:
         """Connects; raises `OSError`."""
         self.errors: Counter[str] = Counter()
-        self._plan, self._idl, self._payload, self._ledger, self._gate = plan, idl, payload, ledger, gate
+        self._plan, self._endpoint, self._idl = plan, endpoint, idl
+        self._payload, self._ledger, self._gate = payload, ledger, gate
+        self._method = "infer_batch" if plan.batch == 1 else "infer_many"
         self._templates: dict[int, CallTemplate] = {}
         self._sequence = 0
-        self._next_image = plan.first_image
+        self._rotation = Rotation(plan.first_image, len(payload.bodies))
         self._broken_in_a_row = 0
-        self._connection = connect_patiently(idl, plan.endpoint)
+        self._connection = connect_patiently(idl, endpoint)
 
     def warm_up(self) -> None:
         """The plan's calls, not counted; ends early when one of them breaks the connection. Raises `OSError`."""
@@ -73,7 +54,7 @@ class Client:
                 self._exchange(self._plan.batch)
             except Exception:
                 self._connection.close()
-                self._connection = connect_patiently(self._idl, self._plan.endpoint)
+                self._connection = connect_patiently(self._idl, self._endpoint)
                 return
             if self._gate.is_stopping:
                 return
@@ -109,19 +90,16 @@ class Client:
 
     def _exchange(self, count: int) -> tuple[list[Any], list[str | None]]:
         """Sends the next `count` images; one answer and one expected label for each."""
-        payload, total, first = self._payload, len(self._payload.bodies), self._next_image
-        picks = [(first + offset) % total for offset in range(count)]
-        self._next_image = (first + count) % total
+        payload, picks = self._payload, self._rotation.take(count)
         self._sequence += 1
         buffers = self._template(count).fill(self._sequence, [payload.bodies[pick] for pick in picks])
-        result = self._connection.call(self._plan.method, self._sequence, buffers)
+        result = self._connection.call(self._method, self._sequence, buffers)
         return answers_of(result, count), [payload.labels[pick] for pick in picks]
 
     def _template(self, count: int) -> CallTemplate:
         template = self._templates.get(count)
         if template is None:
-            plan = self._plan
-            template = CallTemplate(self._idl, plan.method, count, plan.index, plan.endpoint.framed)
+            template = CallTemplate(self._idl, self._method, count, self._plan.index, self._endpoint.framed)
             self._templates[count] = template
         return template
 
@@ -143,7 +121,7 @@ class Client:
         if self._broken_in_a_row >= _BROKEN_CALLS_IN_A_ROW:
             return False
         try:
-            self._connection = connect_patiently(self._idl, self._plan.endpoint)
+            self._connection = connect_patiently(self._idl, self._endpoint)
         except OSError:
             return False
         return True
@@ -151,6 +129,7 @@ class Client:
 
 def client_main(
     plan: Plan,
+    endpoint: Endpoint,
     idl: ModuleType,
     payload: Payload,
     ledger: Ledger,
@@ -163,10 +142,10 @@ def client_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gate.enter_client()
     try:
-        client = Client(plan, idl, payload, ledger, gate)
+        client = Client(plan, endpoint, idl, payload, ledger, gate)
         client.warm_up()
     except OSError as error:
-        channel.send(f"client {plan.index} cannot connect to {plan.endpoint}: {error.strerror or error}")
+        channel.send(f"client {plan.index} cannot connect to {endpoint}: {error.strerror or error}")
         return
     try:
         channel.send(READY)

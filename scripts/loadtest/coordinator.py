@@ -7,38 +7,25 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
+from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.images import Payload
+from torchpipe_py.loadtest.ledger import Ledger, Outcome
+from torchpipe_py.loadtest.plans import Plan
+
 from .arrivals import Arrivals
-from .clients import READY, Payload, Plan, client_main
+from .clients import READY, client_main
 from .connection import Endpoint
-from .errors import CannotRunError
-from .ledger import Gate, Ledger
+from .gate import Gate
 
 _LOOK_S = 0.25
 _GRACE_S = 1.0
-
-_FIVE_PERCENT = 20
-_LONGEST_WARMUP = 50
-
-
-def make_plans(endpoint: Endpoint, clients: int, batch: int, total: int, images: int, warmup: int | None) -> list[Plan]:
-    """One plan per client; shares differ by one at most and sum to `total` images.
-
-    `warmup` is in calls per client; None is 5 % of its calls, at least 1 and at most 50.
-    """
-    plans = []
-    for index in range(clients):
-        share = total // clients + (index < total % clients)
-        calls = -(-share // batch)
-        warm = min(_LONGEST_WARMUP, max(1, calls // _FIVE_PERCENT)) if warmup is None else warmup
-        plans.append(Plan(index, share, batch, warm, index * images // clients, endpoint))
-    return plans
 
 
 @dataclass
@@ -60,29 +47,28 @@ class ClientRun:
         return Counter({"ClientProcessDied": self.plan.share - self.ledger.images_ok})
 
 
-@dataclass
-class Outcome:
-    """A run that took place: when the gate opened (ns of `perf_counter_ns`), and what each client did."""
-
-    released: int
-    clients: list[ClientRun]
-    interrupted: bool = False
-    errors: Counter[str] = field(default_factory=Counter)
-
-
 class Coordinator:
     """Owns the client processes of one run. Make it before any thread exists: it forks."""
 
-    def __init__(self, plans: list[Plan], idl: ModuleType, payload: Payload, arrivals: Callable[[], Arrivals]) -> None:
+    def __init__(
+        self,
+        plans: list[Plan],
+        endpoint: Endpoint,
+        idl: ModuleType,
+        payload: Payload,
+        arrivals: Callable[[], Arrivals],
+    ) -> None:
         self._gate = Gate()
+        self._arguments = (endpoint, idl, payload)
+        self._arrivals = arrivals
         self._context = multiprocessing.get_context("fork")
         gc.freeze()  # what exists now stays shared: no collection in a client touches it
-        self._clients = [self._fork(plan, idl, payload, arrivals) for plan in plans]
+        self._clients = [self._fork(plan) for plan in plans]
 
-    def _fork(self, plan: Plan, idl: ModuleType, payload: Payload, arrivals: Callable[[], Arrivals]) -> ClientRun:
+    def _fork(self, plan: Plan) -> ClientRun:
         ledger = Ledger(plan.calls)
         ours, theirs = self._context.Pipe(duplex=False)
-        arguments = (plan, idl, payload, ledger, self._gate, arrivals, theirs)
+        arguments = (plan, *self._arguments, ledger, self._gate, self._arrivals, theirs)
         process = self._context.Process(target=client_main, args=arguments, daemon=True)
         process.start()
         theirs.close()  # NOTE: before the next fork, or its death would not end the channel
@@ -107,7 +93,7 @@ class Coordinator:
 
         KeyboardInterrupt ends the run early: what was done until then is the outcome.
         """
-        outcome = Outcome(time.perf_counter_ns(), self._clients)
+        outcome = Outcome(time.perf_counter_ns(), [client.ledger for client in self._clients])
         try:  # NOTE: before the gate opens, for an interrupt from then on must find someone to report the part done
             self._gate.open()
             self._watch(progress)

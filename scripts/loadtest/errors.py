@@ -1,10 +1,6 @@
-"""Why a run did not take place, or a call had no answer."""
+"""Why a call had no answer."""
 
 from __future__ import annotations
-
-
-class CannotRunError(Exception):
-    """The run did not start; the message is one line for the person who started it."""
 
 
 class ConnectionClosed(ConnectionError):

@@ -27,7 +27,9 @@ from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
-from .errors import CannotRunError, ReplyError
+from torchpipe_py.loadtest.errors import CannotRunError
+
+from .errors import ReplyError
 
 IDL_PATH = Path(__file__).resolve().parents[2] / "idl" / "inference.thrift"
 

@@ -29,9 +29,11 @@ from thriftpy2.transport.memory import TCyMemoryBuffer
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from loadtest import report, statistics, wire  # noqa: E402
+from loadtest import cost, wire  # noqa: E402
 from loadtest.connection import Connection, Endpoint  # noqa: E402
-from loadtest.coordinator import make_plans  # noqa: E402
+
+from torchpipe_py.loadtest import statistics  # noqa: E402
+from torchpipe_py.loadtest.plans import make_plans  # noqa: E402
 
 IDL = wire.load_idl()
 
@@ -230,7 +232,7 @@ def test_summary_is_in_milliseconds() -> None:
 
 @pytest.mark.parametrize(("clients", "batch", "total"), [(4, 8, 103), (20, 1, 10_000), (7, 3, 5), (1, 1, 1)])
 def test_work_is_divided_exactly(clients: int, batch: int, total: int) -> None:
-    plans = make_plans(Endpoint("", 1, False, 1.0), clients, batch, total, 5, None)
+    plans = make_plans(clients, batch, total, 5, None)
     shares = [plan.share for plan in plans]
     assert sum(shares) == total
     assert max(shares) - min(shares) <= 1
@@ -280,16 +282,16 @@ def test_send_cut_short_goes_on_where_it_was(serve: Callable[..., ToyServer]) ->
 
 
 def test_tester_says_when_it_is_the_limit() -> None:
-    def cost(**changes: float) -> report.TesterCost:
-        return report.TesterCost(
+    def changed(**changes: float) -> cost.TesterCost:
+        return cost.TesterCost(
             **{"cpu": 1.0, "us_per_call": 9.0, "busiest": 0.5, "share": 0.4, "machine_busy": 1.0, "others": 0.0}
             | changes
         )
 
-    assert cost().limits == []
-    assert "91%" in cost(busiest=0.91).limits[0]
-    assert "saturated" in cost(share=0.6).limits[0]
-    assert cost(share=0.6, machine_busy=0.7).limits == []
+    assert changed().limits == []
+    assert "91%" in changed(busiest=0.91).limits[0]
+    assert "saturated" in changed(share=0.6).limits[0]
+    assert changed(share=0.6, machine_busy=0.7).limits == []
 
 
 # --- whole runs

@@ -1,72 +1,51 @@
-"""CPU time of the server, of the load tester and of the machine over a run. Without psutil, only the tester's own."""
+"""CPU time of the server, of this process and of the machine over a run. Without psutil, only of this process."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import socket
 import time
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-
-from .errors import CannotRunError
 
 try:
     psutil: ModuleType | None = importlib.import_module("psutil")
 except ImportError:
     psutil = None
 
+JUDGED_FROM_S = 0.5  # the machine's clock ticks 100 times a second: shorter runs say nothing
+
 _BUSY = ("user", "nice", "system", "irq", "softirq")
-
-
-def is_local(host: str) -> bool:
-    """Whether `host` names an address of this machine: one that a socket can be bound to."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as sock:
-            sock.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def find_server(host: str, port: int, given: int | None) -> list[int]:
-    """The processes whose CPU time is the server's: the given one, or those that listen on `port` of this machine.
-
-    Empty when they cannot be found out. Raises `CannotRunError` when the given one does not exist.
-    """
-    if psutil is None:
-        return []
-    if given is not None:
-        if not psutil.pid_exists(given):
-            raise CannotRunError(f"--server_pid {given}: no such process")
-        return [given]
-    return _listeners(port) if is_local(host) else []
-
-
-def _listeners(port: int) -> list[int]:
-    assert psutil is not None
-    try:
-        sockets = psutil.net_connections(kind="tcp")
-    except psutil.Error:
-        return []
-    found = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid}
-    return sorted(found)
 
 
 @dataclass(frozen=True)
 class CpuUse:
-    """CPU seconds between `start` and `stop`, a span of `wall` seconds; None where it is not known."""
+    """CPU seconds between ``start`` and ``stop``, a span of ``wall`` seconds; None where it is not known.
+
+    ``parent`` is this process with all its threads, ``machine`` all there is.
+    """
 
     wall: float
     parent: float
     server: float | None
     machine: float | None
 
+    @property
+    def machine_busy(self) -> float | None:
+        """The share of all cores that was in use."""
+        return self.machine / self.wall / (os.cpu_count() or 1) if self.machine else None
+
+    def others(self, ours: float) -> float | None:
+        """What was not ``ours``, in seconds, of one core."""
+        return None if self.machine is None else max(0.0, self.machine - ours) / self.wall
+
 
 class CpuMeter:
-    """Reads the CPU clocks twice. `not_server` are processes that count for the tester, whoever their ancestors are."""
+    """Reads the CPU clocks twice.
+
+    ``server`` counts with its descendants, but for this process and those ``not_server``, whoever their ancestors are.
+    """
 
     def __init__(self, server: list[int], not_server: list[int]) -> None:
         self._server = server
@@ -84,7 +63,7 @@ class CpuMeter:
         wall = time.perf_counter() - self._started
         parent = time.process_time() - self._parent_before
         machine, before = _machine_clock(), self._machine_before
-        spent = None if machine is None or before is None else machine - before
+        spent = None if machine is None or before is None or wall < JUDGED_FROM_S else machine - before
         return CpuUse(wall, parent, self._server_spent(), spent)
 
     def _server_spent(self) -> float | None:
@@ -104,7 +83,8 @@ class CpuMeter:
 
 
 def _family(pid: int) -> list[Any]:
-    assert psutil is not None
+    if psutil is None:
+        return []
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from .ledger import NO_REPLY, Ledger
+from torchpipe_py.loadtest.ledger import NO_REPLY, Ledger
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
 
@@ -15,9 +15,9 @@ _NS_PER_S = 1_000_000_000
 
 
 def percentile(ordered: Sequence[int], percent: float) -> float:
-    """The `percent`-th percentile of ascending values, linearly interpolated between the two nearest ranks.
+    """The ``percent``-th percentile of ascending values, linearly interpolated between the two nearest ranks.
 
-    That is NumPy's default: rank `percent / 100 * (n - 1)`. Raises `ValueError` for no values.
+    That is NumPy's default: rank ``percent / 100 * (n - 1)``. Raises ``ValueError`` for no values.
     """
     if not ordered:
         raise ValueError("no values have no percentile")
@@ -28,7 +28,7 @@ def percentile(ordered: Sequence[int], percent: float) -> float:
 
 
 def summarize(latencies: Sequence[int]) -> dict[str, float] | None:
-    """Mean, percentiles, extremes and `count` of latencies in ns; all but the count in ms. None for no latency."""
+    """Mean, percentiles, extremes and ``count`` of latencies in ns; all but the count in ms. None for no latency."""
     if not latencies:
         return None
     ordered = sorted(latencies)
@@ -39,11 +39,11 @@ def summarize(latencies: Sequence[int]) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Tally:
-    """All clients together. Counts are in images, but for `calls` and `calls_answered`.
+    """All clients together. Counts are in images, but for ``calls`` and ``calls_answered``.
 
     Answered images are those of calls that had a reply, be it an error. The window, in seconds, runs from the release
-    of the clients to the last reply. `latency` is of calls that brought a result, `latency_failed` of all others, in
-    ms. `per_second` counts images with a result, by whole seconds since the release.
+    of the clients to the last reply. ``latency`` is of calls that brought a result, ``latency_failed`` of all others,
+    in ms. ``per_second`` counts images with a result, by whole seconds since the release.
     """
 
     sent: int
@@ -59,7 +59,7 @@ class Tally:
 
 
 def tally(ledgers: Sequence[Ledger], released: int) -> Tally:
-    """Adds up what the clients recorded since `released`, in ns of `perf_counter_ns`."""
+    """Adds up what the clients recorded since ``released``, in ns of ``perf_counter_ns``."""
     latency, end, ok = (list(chain.from_iterable(_column(ledger, name) for ledger in ledgers)) for name in _COLUMNS)
     replies = [at for at, images in zip(end, ok, strict=True) if images != NO_REPLY]
     return Tally(

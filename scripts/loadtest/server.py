@@ -1,0 +1,43 @@
+"""Which processes are the server's."""
+
+from __future__ import annotations
+
+import socket
+
+from torchpipe_py.loadtest.cpu import psutil
+from torchpipe_py.loadtest.errors import CannotRunError
+
+
+def is_local(host: str) -> bool:
+    """Whether `host` names an address of this machine: one that a socket can be bound to."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def find_server(host: str, port: int, given: int | None) -> list[int]:
+    """The processes whose CPU time is the server's: the given one, or those that listen on `port` of this machine.
+
+    Empty when they cannot be found out. Raises `CannotRunError` when the given one does not exist.
+    """
+    if psutil is None:
+        return []
+    if given is not None:
+        if not psutil.pid_exists(given):
+            raise CannotRunError(f"--server_pid {given}: no such process")
+        return [given]
+    return _listeners(port) if is_local(host) else []
+
+
+def _listeners(port: int) -> list[int]:
+    assert psutil is not None
+    try:
+        sockets = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return []
+    found = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid}
+    return sorted(found)

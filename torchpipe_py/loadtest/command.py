@@ -1,0 +1,116 @@
+"""``torchpipe bench``: options in, a load on a pipe in this process, a report out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.loadtest.cpu import CpuMeter, CpuUse
+from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.images import load_images
+from torchpipe_py.loadtest.ledger import Ledger
+from torchpipe_py.loadtest.nodes import node_figures, node_rows
+from torchpipe_py.loadtest.plans import make_plans
+from torchpipe_py.loadtest.progress import progress_bar
+from torchpipe_py.loadtest.report import (
+    check_output,
+    describe_run,
+    format_cpu,
+    format_table,
+    make_report,
+    print_report,
+    write_json,
+)
+from torchpipe_py.loadtest.threads import Crew
+from torchpipe_py.pipe import pipe
+
+EXIT_OK, EXIT_ALL_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+OUTSIDE_LIMIT = 0.2  # of the clients' time, between their calls
+
+_CLOSE_S = 10.0  # for a backend that does not return after Ctrl-C
+_LIBRARIES = ("torchpipe_py", "torch", "onnxruntime")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """0 if any image has a result, 1 if none has, 2 where the run could not start, 130 after Ctrl-C."""
+    try:
+        report = _run(args)
+    except (CannotRunError, TorchpipeError) as error:
+        print(f"torchpipe: {error}", file=sys.stderr)
+        return EXIT_CANNOT_RUN
+    except KeyboardInterrupt:
+        print("torchpipe: interrupted before there was anything to report", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print_report(report, _table(report))
+    for name, message in report["error_examples"].items():
+        print(f"{name}, for example: {message}", file=sys.stderr)
+    if args.json is not None:
+        write_json(report, args.json)
+    if report["interrupted"]:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    check_output(args.json)
+    payload = load_images(args.img_dir, args.labels_from_names)
+    settings = {name: value for name, value in vars(args).items() if not callable(value)}
+    about = describe_run(settings, payload, _LIBRARIES)
+    count = len(payload.bodies)
+    plans = make_plans(args.request_client, args.request_batch, args.total_number, count, args.warmup)
+    run = pipe(args.config)
+    try:
+        return _measure(run, Crew(plans, run, payload), about, args)
+    finally:
+        run.close(_CLOSE_S)
+
+
+def _measure(run: pipe, crew: Crew, about: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The run proper."""
+    try:
+        crew.warm_up()
+        before = run.stats()
+        meter = CpuMeter(server=[os.getpid()], not_server=[])  # less this process: backends in processes of their own
+        with progress_bar(args.total_number, args.progress) as progress:
+            meter.start()
+            outcome = crew.run(progress)
+            use = meter.stop()
+        outside = time_outside(outcome.ledgers)
+        limits = [f"clients spent {outside:.0%} of their time between calls"] if outside > OUTSIDE_LIMIT else []
+        report = make_report(outcome, about, _cpu_fields(use), limits, args.labels_from_names)
+        return report | {
+            "tester_share_of_clients": outside,
+            "error_examples": crew.examples,
+            "nodes": node_figures(before, run.stats(), use.wall),
+        }
+    finally:
+        crew.stop()
+
+
+def time_outside(ledgers: Sequence[Ledger]) -> float:
+    """The share of the clients' time that was not spent in calls but in making and counting them."""
+    ended = [ledger for ledger in ledgers if ledger.wall_ns]
+    inside = sum(sum(ledger.latency[: ledger.calls_done]) for ledger in ended)
+    return 1 - inside / sum(ledger.wall_ns for ledger in ended) if ended else 0.0
+
+
+def _cpu_fields(use: CpuUse) -> dict[str, Any]:
+    """Pipe and clients share a process: nobody can tell their CPU time apart."""
+    ours = use.parent + (use.server or 0.0)
+    others = use.others(ours)
+    return {
+        "process_cpu_percent": 100 * ours / use.wall,
+        "other_cpu_percent": None if others is None else 100 * others,
+        "machine_busy": use.machine_busy,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    config = [("config", f"{report['settings']['config']} in this process, clients are threads")]
+    cpu = [("process CPU", f"{format_cpu(report['process_cpu_percent'])}, pipe and clients")]
+    return format_table(report, config, [*node_rows(report["nodes"]), *cpu])

@@ -1,0 +1,91 @@
+"""What clients leave: counters and a record of each call, in memory that client processes and parent share.
+
+Each word of it has one writer and is read by the others as it is, without a lock. What a client wrote outlives it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from dataclasses import dataclass, field
+
+NO_REPLY = -1  # in ``Ledger.ok``: the call ended without a reply
+
+_COUNTERS = 7
+
+
+def shared_words(count: int) -> memoryview:
+    """``count`` zeroed signed 64-bit words, shared with every process forked later."""
+    return memoryview(mmap.mmap(-1, 8 * max(1, count))).cast("q")
+
+
+class Ledger:
+    """One client's counters, and a record of each of its calls. The client writes, the parent reads.
+
+    Records are three columns of ``calls`` words: ``latency`` in ns, ``end`` in ns of ``perf_counter_ns``, ``ok`` the
+    images that have a result, or ``NO_REPLY``. A record counts once ``calls_done`` says so.
+    """
+
+    def __init__(self, calls: int) -> None:
+        words = shared_words(_COUNTERS + 3 * calls)
+        self._counters = words[:_COUNTERS]
+        self.latency, self.end, self.ok = (words[_COUNTERS + n * calls :][:calls] for n in range(3))
+
+    def record(self, latency: int, end: int, ok: int) -> None:
+        """One call has ended."""
+        done = self._counters[0]
+        self.latency[done] = latency
+        self.end[done] = end
+        self.ok[done] = ok
+        self._counters[0] = done + 1
+
+    def count(self, sent: int, answered: int, ok: int, correct: int) -> None:
+        """Adds images; ``correct`` are those with the expected label."""
+        for index, images in enumerate((sent, answered, ok, correct), start=1):
+            self._counters[index] += images
+
+    def close(self, cpu_ns: int, wall_ns: int) -> None:
+        """The client has done its work: the CPU time it took, and the time since the gate opened, both in ns."""
+        self._counters[5] = cpu_ns
+        self._counters[6] = wall_ns
+
+    @property
+    def calls_done(self) -> int:
+        return self._counters[0]
+
+    @property
+    def sent(self) -> int:
+        return self._counters[1]
+
+    @property
+    def answered(self) -> int:
+        return self._counters[2]
+
+    @property
+    def images_ok(self) -> int:
+        return self._counters[3]
+
+    @property
+    def correct(self) -> int:
+        return self._counters[4]
+
+    @property
+    def cpu_ns(self) -> int:
+        return self._counters[5]
+
+    @property
+    def wall_ns(self) -> int:
+        return self._counters[6]
+
+
+@dataclass
+class Outcome:
+    """A run that took place: when the clients were released (ns of ``perf_counter_ns``), and what they did.
+
+    Errors are in images, by type.
+    """
+
+    released: int
+    ledgers: list[Ledger]
+    interrupted: bool = False
+    errors: Counter[str] = field(default_factory=Counter)
