@@ -10,7 +10,16 @@ from typing import Any
 from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
 from torchpipe_py.backends.ranges import composed
 from torchpipe_py.binding import BackendPlan, Binder, expand, find_filter
-from torchpipe_py.config import GLOBAL, NODE_KEYS, NodeSpec, PipelineSpec, is_composed, read_config, split_variants
+from torchpipe_py.config import (
+    GLOBAL,
+    NODE_KEYS,
+    TABLE_KEYS,
+    NodeSpec,
+    PipelineSpec,
+    is_composed,
+    read_config,
+    split_variants,
+)
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter, run, swap
 from torchpipe_py.graph import Graph, add_jumps, build_graph
@@ -92,7 +101,9 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
         logical = [one for one in spec.nodes.values() if one.owner == node.owner]
         reaches_caller = any(_reaches_caller(one, spec, graph) for one in logical)
         plans[name] = NodePlan(node, bound[node.owner][0], filters[name], reaches_caller)
-    _check_defaults(spec, set(NODE_KEYS).union(*(used for _, used in bound.values())), problems)
+    used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
+    known = set().union(*(known for *_, known in bound.values()))
+    _check_defaults(spec, used, known, problems)
     jumps = {name: tuple(dict.fromkeys(one for plan in plans[name].backends for one in plan.jumps())) for name in plans}
     with problems.gathered():
         graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
@@ -100,8 +111,8 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
     return Pipeline(spec, graph, plans)
 
 
-def _bind_node(node: NodeSpec, problems: Problems) -> tuple[tuple[BackendPlan, ...], set[str]]:
-    """Its backends, and the keys they used."""
+def _bind_node(node: NodeSpec, problems: Problems) -> tuple[tuple[BackendPlan, ...], set[str], set[str]]:
+    """Its backends, the keys they used, and those they know."""
     backends: list[BackendPlan] = []
     binders = []
     for index, call in enumerate(node.calls):
@@ -110,7 +121,7 @@ def _bind_node(node: NodeSpec, problems: Problems) -> tuple[tuple[BackendPlan, .
         binders.append(binder)
     used = set().union(*(binder.used for binder in binders))
     binders[-1].check_keys([key for key in node.params if key in node.own and key not in used])
-    return tuple(backends), used
+    return tuple(backends), used, set().union(*(binder.known for binder in binders))
 
 
 def _variant(node: NodeSpec, index: int) -> NodeSpec:
@@ -138,10 +149,10 @@ def _always_runs(node: NodeSpec) -> bool:
     return node.filter is None or node.filter.lower() in ("swap", "run")
 
 
-def _check_defaults(spec: PipelineSpec, used: set[str], problems: Problems) -> None:
+def _check_defaults(spec: PipelineSpec, used: set[str], known: set[str], problems: Problems) -> None:
     """Refuse a key of the top level that no node takes."""
+    names = {name for name in {*used, *known, "max_inflight"} - TABLE_KEYS if "::" not in name}
     for key in spec.defaults:
         if key not in used:
-            names = {name for name in used if "::" not in name}
-            problem = f"no node takes it; {nearest(key, {*names, 'max_inflight'})}"
+            problem = f"no node takes it; {nearest(key, names)}"
             problems.add(ConfigError(f"{spec.place}: {GLOBAL}: key {key!r}: {problem}"))

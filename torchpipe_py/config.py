@@ -23,6 +23,7 @@ DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
 
 NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id")
+TABLE_KEYS = frozenset(("next", "map", "backend", "filter"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
 
@@ -174,7 +175,7 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problem
     defaults = _cleaned(nodes.pop(GLOBAL), top, problems)
     if not nodes:
         raise place.error("no node in it")
-    for key in ("next", "map", "backend", "filter"):
+    for key in TABLE_KEYS:
         if defaults.pop(key, None) is not None:
             problems.add(Place(place.source, GLOBAL, key).error("belongs into a node's table"))
     max_inflight = DEFAULT_MAX_INFLIGHT
@@ -235,7 +236,8 @@ def _node(
         key = next(key for key in keys if is_composed(key) and _variants(keys[key]) == variants)
         raise Place(place.source, name, key).error(f"{keys[key]!r} has {variants} parts, backend has {len(calls)}")
     for key in filter(is_composed, keys):
-        read(key, lambda value: split_variants(value, variants), None)
+        where = Place(place.source, name if key in own else GLOBAL)
+        _read(keys, key, lambda value: split_variants(value, variants), None, where)
     return NodeSpec(
         place=place,
         name=name,

@@ -191,9 +191,10 @@ class Engine:
         self._inner.add(request)
         if parent is not None:
             request.origin, request.deadline = parent, parent.deadline
-            if parent.inner is None:
-                parent.inner = []
-            parent.inner.append(request)
+            inner = parent.inner
+            if inner is None:
+                inner = parent.inner = []
+            inner.append(request)
             if parent.done:
                 self.complete(request, CancelledError())
                 return

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 
-from torchpipe_py.config import NodeSpec, PipelineSpec
+from torchpipe_py.config import NodeSpec, PipelineSpec, Place
 from torchpipe_py.errors import Problems, nearest
+
+MAX_JUMPS = 64
+"""How deep graphs may run graphs: the end of each is told on the stack of the one inside."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, .
     for name, targets in jumps.items():
         for target in targets:
             with problems.gathered():
-                _check_jump(graph, spec.nodes[name], target)
+                _check_jump(graph, spec.nodes[name], target, _place(spec, name))
     problems.raise_all()
     inside = {root: frozenset(name for name in graph.order if root in graph.reached_from[name]) for root in graph.roots}
     runs = {root: {target for name in inside[root] for target in jumps.get(name, ())} for root in graph.roots}
@@ -230,14 +234,18 @@ def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, .
     return replace(graph, upstream={name: frozenset(before) for name, before in upstream.items()}, jumps=dict(jumps))
 
 
-def _check_jump(graph: Graph, node: NodeSpec, target: str) -> None:
-    place = node.at("jump")
+def _place(spec: PipelineSpec, name: str) -> Place:
+    """Where the target of a node's jump is written."""
+    return spec.nodes[spec.nodes[name].owner].at("jump")
+
+
+def _check_jump(graph: Graph, node: NodeSpec, target: str, place: Place) -> None:
     if target not in graph.successors:
         raise place.error(f"no node {target!r}; {nearest(target, graph.roots)}")
     if target not in graph.roots:
         raise place.error(f"{target!r} is no root, a jump enters a graph at its root; {nearest(target, graph.roots)}")
     if target in graph.reached_from[node.name]:
-        raise place.error(f"{target!r} is the root of the node's own graph")
+        raise place.error(f"{target!r} is the root of the graph of {node.name!r} itself")
 
 
 def _check_jump_cycles(
@@ -247,7 +255,12 @@ def _check_jump_cycles(
         for target in targets:
             back = _reachable(target, runs) & graph.reached_from[name]
             if back:
-                raise spec.nodes[name].at("jump").error(f"from {target!r} jumps lead back to {min(back)!r}: a cycle")
+                raise _place(spec, name).error(f"from {target!r} jumps lead back to {min(back)!r}: a cycle")
+    depth: dict[str, int] = {}
+    for root in reversed(_by_jumps(graph.roots, runs)):
+        depth[root] = 1 + max((depth[target] for target in runs[root]), default=0)
+        if depth[root] > MAX_JUMPS:
+            raise spec.nodes[root].place.error(f"graphs run graphs from here on, more than {MAX_JUMPS} deep")
 
 
 def _reachable(root: str, runs: Mapping[str, set[str]]) -> set[str]:
@@ -265,14 +278,5 @@ def _all_inside(root: str, inside: Mapping[str, frozenset[str]], runs: Mapping[s
 
 def _by_jumps(roots: Iterable[str], runs: Mapping[str, set[str]]) -> list[str]:
     """Roots, each before those it jumps to; there are no cycles any more."""
-    order: list[str] = []
-
-    def visit(root: str) -> None:
-        if root not in order:
-            for target in sorted(runs[root]):
-                visit(target)
-            order.append(root)
-
-    for root in roots:
-        visit(root)
-    return order[::-1]
+    sorter = TopologicalSorter({root: runs[root] for root in roots})
+    return list(sorter.static_order())[::-1]

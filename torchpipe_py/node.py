@@ -62,6 +62,8 @@ class Node:
         self._roster: Roster = Roster(self._queue)
         self._stopped: set[Request] = set()  # requests on a ride that are on their way in, for `load`
         self._is_lent = False
+        self._paused = 0
+        self._pausing = threading.Lock()
         self._opened = threading.Event()
         self.max = self.min = 1
 
@@ -191,14 +193,20 @@ class Node:
     def paused(self, instance: Instance) -> Iterator[None]:
         """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
         busy, instance.busy = instance.busy, 0
+        with self._pausing:
+            self._paused += 1
         self._wake_leaders()
         try:
             yield
         finally:
+            with self._pausing:
+                self._paused -= 1
             instance.busy = busy
 
     def load(self) -> int:
-        """Requests here that are not delivered yet; a moment's estimate."""
+        """Requests here that are not delivered yet, and could be; a moment's estimate."""
+        if self._paused == len(self.instances):
+            return 0  # what is queued has to wait for the other nodes
         return self.queued() + len(self._stopped) + sum(instance.busy for instance in self.instances)
 
     def queued(self) -> int:
@@ -255,6 +263,9 @@ class Node:
             instance.busy = 0
             if self._waiting:
                 self._wake_leaders()
+        if roster.retire():
+            for request in self._batcher.clear():
+                self._runner.fail_closed(request)
 
     def _serve_singly(self, instance: Instance) -> None:
         """Where no batch can form, nobody leads: each instance takes a request for itself, without any list."""

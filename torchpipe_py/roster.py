@@ -88,13 +88,21 @@ class LeaderRoster(Roster):
     def lead(self, sleeper: Sleeper) -> bool:
         """Sleep until there is work that nobody collects, and become the one who does; ``False`` when closed."""
         with self._lock:
+            if self._closed:
+                return False
             self.resting.append(sleeper)
-            if self._closed or (not self._leads and (self._queue or len(self._kept))):
+            if not self._leads and (self._queue or len(self._kept)):
                 self.resting.pop()
                 self._leads = True
-                return not self._closed
+                return True
         sleeper.sleep()  # whoever wakes it has made it the leader
         return not self._closed
+
+    def retire(self) -> bool:
+        """After the roster is closed: whether the caller, as the leader for good, is to clear up what is kept."""
+        with self._lock:
+            retires, self._leads = not self._leads, True
+        return retires
 
     def hand_on(self) -> None:
         """The leader stops leading; if work is left, another one that sleeps becomes the leader."""

@@ -92,23 +92,24 @@ class Routes:
                 request.arrived = perf_counter()
                 put(request)
             else:
-                self._turn(name, request, status)
+                fold = self._turn(name, request, status)
+                if fold is not None:
+                    self._leave(fold, request)
 
         return enter
 
-    def _turn(self, name: str, request: Request, status: Any) -> None:
-        """What a filter says other than ``Run``; from one skipped node to the next without recursion."""
+    def _turn(self, name: str, request: Request, status: Any) -> Fold | None:
+        """What a filter says; past skipped nodes up to the next fork, join or end, which is still to be left."""
         while isinstance(status, Status) and status in _SKIPS:
             fold = self._fold(name, status)
             if fold.next is None:
-                self._leave(fold, request)
-                return
+                return fold
             name = fold.next
             try:
                 status = self._doors[name].filter(request.data)
             except Exception as error:
                 self._complete(request, _filter_error(name, error), None)
-                return
+                return None
         if status is Status.Run:
             request.at, request.arrived = name, perf_counter()
             self._doors[name].node.put(request)
@@ -119,6 +120,7 @@ class Routes:
         else:
             wrong = f"node {name!r}: its filter gave {status!r}, which is no Status"
             self._complete(request, BackendError(wrong), None)
+        return None
 
     def _fold(self, name: str, status: Status) -> Fold:
         """The node with what it hides when it is skipped in this way."""
@@ -136,13 +138,19 @@ class Routes:
 
     def _leave(self, fold: Fold, request: Request) -> None:
         """Out of a node, or of what is folded into it, where there is more to do than to go on to the next."""
-        if fold.exits or request.trip is not None:
-            self._fork(fold, request)
-        else:
-            self._complete(request, None, None)
+        left = [(fold, request)]
+        while left:
+            fold, request = left.pop()
+            if not fold.exits and request.trip is None:
+                self._complete(request, None, None)
+                continue
+            for name, branch in self._branches(fold, request):
+                following = self._step(name, branch)
+                if following is not None:
+                    left.append((following, branch))
 
-    def _fork(self, fold: Fold, request: Request) -> None:
-        """On to several nodes, to joins, or to the end of a branch."""
+    def _branches(self, fold: Fold, request: Request) -> list[tuple[str, Request]]:
+        """The nodes that can be entered now, each with the branch that enters it."""
         if request.trip is None:
             # NOTE: what the caller waits for travels no further, so that `settle` has its dict for itself.
             request.trip = trip = Trip(request, self._maps)
@@ -151,17 +159,24 @@ class Routes:
         steps, is_over = trip.leave(fold, request.data)
         if is_over:
             self._complete(request, None, None)
-            return
         branches: list[tuple[str, Request]] = []
         for name, data in steps:
             if not branches:
                 request.data = data
             branches.append((name, trip.branch(data, request.ride) if branches else request))
-        for name, branch in branches:
-            if TASK_DATA_KEY in branch.data:
-                self.entries[name](branch)
-            else:
-                self._end_without_data(name, branch)
+        return branches
+
+    def _step(self, name: str, request: Request) -> Fold | None:
+        """Into a node, as far as ``_turn``."""
+        if TASK_DATA_KEY not in request.data:
+            self._end_without_data(name, request)
+            return None
+        try:
+            status = self._doors[name].filter(request.data)
+        except Exception as error:
+            self._complete(request, _filter_error(name, error), None)
+            return None
+        return self._turn(name, request, status)
 
     def _end_without_data(self, name: str, request: Request) -> None:
         """What a map reads has no result: there is none."""

@@ -204,7 +204,8 @@ class Runner:
         request.data.pop(TASK_RESULT_KEY, None)
         # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
         is_ctrl_c = request.ride is not None and isinstance(error, KeyboardInterrupt)
-        self.fail(request, error if is_ctrl_c else self.defect(error))
+        is_closed = self.is_closing and isinstance(error, PipeClosed)  # a jump's own requests were, say
+        self.fail(request, error if is_ctrl_c or is_closed else self.defect(error))
 
     def fail_closed(self, request: Request) -> None:
         """Fail a request that was still queued when the pipe was closed."""

@@ -10,7 +10,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data, DeferredBackend, Graphs, Param
 from torchpipe_py.errors import BackendError, ConfigError, DeadlineExceeded, PipeClosed, first_line
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import to_str, to_strings
+from torchpipe_py.values import Value, to_str, to_strings
 
 
 class Jump(DeferredBackend):
@@ -18,7 +18,8 @@ class Jump(DeferredBackend):
 
     To run it on something else, or several times, subclass and override ``split`` and ``merge``. The graph's nodes
     serve every jump and every caller alike, and batch them together. As the whole backend of a node it holds no
-    thread while it waits; inside another backend it does.
+    thread while it waits, and what it runs is dropped with a request that is given up; inside another backend it holds
+    its instance's thread, and runs to the end.
     """
 
     jump = Param(to_str, doc="root node of the graph to run")
@@ -27,7 +28,7 @@ class Jump(DeferredBackend):
 
     def setup(self) -> None:
         if self.config.graphs is None:
-            raise ConfigError(f"{self.config.label}: there is no graph to jump to outside a pipe")
+            raise ConfigError("there is no graph to jump to outside a pipe")
         self._graphs: Graphs = self.config.graphs
 
     def split(self, data: Data) -> Sequence[Data]:
@@ -83,6 +84,13 @@ class Jump(DeferredBackend):
         return failure
 
 
+def _some_strings(value: Value) -> tuple[str, ...]:
+    names = to_strings(value)
+    if not names:
+        raise ValueError("names no key")
+    return names
+
+
 class MapReduce(Jump):
     """Runs the graph of the root ``jump`` once for each element of a list, all at once, and gathers lists in order.
 
@@ -92,12 +100,7 @@ class MapReduce(Jump):
     """
 
     split_keys = Param(to_strings, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
-    merge_keys = Param(to_strings, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
-
-    def setup(self) -> None:
-        super().setup()
-        if not self.merge_keys:
-            raise ConfigError(f"{self.config.label}: merge names no key")
+    merge_keys = Param(_some_strings, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
 
     def split(self, data: Data) -> Sequence[Data]:
         if not self.split_keys:

@@ -1,0 +1,1544 @@
+"""Every rule of the configuration language and of the run-time semantics (design.md §3 and §4), a row for each.
+
+``RULES`` is the map of the language; what no row can hold (identity of dicts, batches, races, closing) follows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+
+from torchpipe_py import (
+    Backend,
+    BackendError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ItemBackend,
+    Jump,
+    NoResult,
+    Param,
+    PipeClosed,
+    Status,
+    UnknownNode,
+    parse_toml,
+    pipe,
+    register_backend,
+    register_filter,
+    registry,
+)
+from torchpipe_py.values import to_floats, to_int
+
+Data = dict[str, Any]
+
+
+# -- what the rows are made of --------------------------------------------------------------------------------------
+
+
+class Mark(ItemBackend):
+    """Appends its mark, so that a result tells its way; ``-`` at the end gives no result, ``!`` raises."""
+
+    mark = Param(str, "+", doc="what to append")
+
+    def forward_item(self, item: Data) -> None:
+        if str(item["data"]).endswith("!"):
+            raise ValueError(f"bad item {item['data']}")
+        if not str(item["data"]).endswith("-"):
+            item["result"] = f"{item['data']}{self.mark}"
+
+
+class Keys(ItemBackend):
+    """The keys that it finds."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = " ".join(sorted(item))
+
+
+class Sum(ItemBackend):
+    """data + k."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = item["data"] + item["k"]
+
+
+class Typed(ItemBackend):
+    """What it was configured with."""
+
+    number = Param(to_int, 1, doc="an integer")
+    numbers = Param(to_floats, (), doc="numbers")
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = (self.number, *self.numbers)
+
+
+class Most(Mark):
+    """Its batch range comes from the configuration."""
+
+    most = Param(to_int, 1, key="max", doc="largest batch")
+    least = Param(to_int, 1, key="min", doc="smallest batch")
+
+    def max(self) -> int:
+        return int(self.most)
+
+    def min(self) -> int:
+        return int(self.least)
+
+
+class Words(Jump):
+    """Each word by itself."""
+
+    def split(self, data: Data) -> Sequence[Data]:
+        return [{"data": word} for word in data["data"].split()]
+
+    def merge(self, data: Data, parts: Sequence[Data]) -> None:
+        data["result"] = " ".join(part.get("result", "?") for part in parts)
+
+
+class AnyKeys:
+    """A class that takes any parameter; init and forward are all it needs."""
+
+    def init(self, config: Data) -> None:
+        self.config = config
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = self.config["anything"]
+
+
+def upper(data: Data) -> Status:
+    """A filter that changes the dict."""
+    data["data"] = data.pop("result").upper()
+    return Status.Run
+
+
+class Second:
+    """A filter with a state: each place that names it has its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, data: Data) -> Status:
+        self.calls += 1
+        return Status.Run if self.calls % 2 else Status.Skip
+
+
+def no_status(data: Data) -> None:
+    """Gives no Status."""
+
+
+def raising(data: Data) -> Status:
+    raise KeyError("on purpose")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names that the rows use, for this test alone."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry, "_filters", dict(registry._filters))
+    for cls in (Mark, Keys, Sum, Typed, Most, Words, AnyKeys):
+        register_backend(cls)
+    for filter_ in (upper, Second, no_status, raising):
+        register_filter(filter_)
+
+
+# -- the table ------------------------------------------------------------------------------------------------------
+
+GONE = object()
+"""The outcome of a key that is not in the dict any more."""
+
+
+class Call(NamedTuple):
+    """A call that raises; ``config`` where it is not that of the row."""
+
+    request: Any
+    error: type[BaseException]
+    config: Any = None
+
+
+class Rule(NamedTuple):
+    """``outcome``: what ``request`` becomes with ``config``; keys that it does not name are as they were.
+
+    ``refused``: a configuration that is refused when built, or a ``Call``; ``message`` is how the error begins.
+    """
+
+    text: str
+    config: Data
+    request: Data
+    outcome: Data
+    refused: Any = None
+    message: str = ""
+    """Why the refusal does not work yet."""
+
+
+def mark(text: str, next: str = "", **keys: Any) -> Data:
+    return {"backend": "Mark", "mark": text, **({"next": next} if next else {}), **keys}
+
+
+def chain(filter_: str) -> Data:
+    """a, then b behind the filter, then c."""
+    return {"a": mark("1", "b"), "b": mark("2", "c", filter=filter_), "c": mark("3")}
+
+
+def sequence(filter_: str) -> Data:
+    """The same as one node, and another node behind it."""
+    return {"s": {"backend": f"S[Mark,({filter_})Mark,Mark]", "mark": "1|2|3", "next": "d"}, "d": mark("4")}
+
+
+def diamond(join: str, **keys: Any) -> Data:
+    """r to b and c, both to j; c stands first in ``next``, b in the file."""
+    return {"r": mark("r", "c,b"), "b": mark("b", "j"), "c": mark("c", "j"), "j": mark("j", map=join, **keys)}
+
+
+def jump(backend: str, **keys: Any) -> Data:
+    return {"a": {"backend": backend, "jump": "r", **keys}, "r": mark("r")}
+
+
+def at_a(data: Any, **more: Any) -> Data:
+    return {"data": data, "node_name": "a", **more}
+
+
+X = {"data": "x"}
+
+CONFIGURATION = [
+    Rule(
+        "§3: top-level scalars are defaults for every node, a node's own keys win",
+        {"mark": "1", "a": {"backend": "Mark", "next": "b"}, "b": mark("2")},
+        X,
+        {"data": "x1", "result": "x12"},
+        {"marc": "1", "a": {"backend": "Mark"}},
+        "config: global: key 'marc': no node takes it; did you mean 'mark'?",
+    ),
+    Rule(
+        "§3: 'global' holds the defaults of a dict of dicts",
+        {"global": {"mark": "1"}, "a": {"backend": "Mark"}},
+        X,
+        {"result": "x1"},
+        {"global": {"next": "a"}, "a": {}},
+        "config: global: key 'next': belongs into a node's table",
+    ),
+    Rule("§3: a flat dict is one node", mark("1"), X, {"result": "x1"}, {}, "config: no node in it"),
+    Rule(
+        "§3: 224 means the same as '224'",
+        {"backend": "Typed", "number": 224},
+        X,
+        {"result": (224,)},
+        {"backend": "Typed", "number": 2.5},
+        "config: node 'node': key 'number': expected an integer, got 2.5",
+    ),
+    Rule(
+        "§3: '224' means the same as 224",
+        {"backend": "Typed", "number": "224"},
+        X,
+        {"result": (224,)},
+        {"backend": "Typed", "number": "x"},
+        "config: node 'node': key 'number': expected an integer, got 'x'",
+    ),
+    Rule(
+        "§3: lists where a list is meant",
+        {"backend": "Typed", "numbers": [123.675, "116.28", 103]},
+        X,
+        {"result": (1, 123.675, 116.28, 103)},
+        {"backend": "Typed", "number": [1]},
+        "config: node 'node': key 'number': expected an integer, got [1]",
+    ),
+    Rule(
+        "§3: or the comma form",
+        {"backend": "Typed", "numbers": "123.675, 116.28, 103"},
+        X,
+        {"result": (1, 123.675, 116.28, 103)},
+        {"backend": "Typed", "numbers": "1, x"},
+        "config: node 'node': key 'numbers': expected a finite number, got 'x'",
+    ),
+    Rule(
+        "§3 backend: an expression Name, Name[expr, …]; Identity is the default",
+        {"a": {"next": "b"}, "b": {"backend": "SyncTensor[S[Identity, Mark]]"}},
+        X,
+        {"result": "x+"},
+        {"backend": "SyncTensor[S[Identity, Marc]]"},
+        "config: node 'node': key 'backend': no backend 'Marc'; did you mean 'Mark'?",
+    ),
+    Rule(
+        "§3 backend: (filter)expr inside a list",
+        {"backend": "S[Mark,(run)Mark]"},
+        X,
+        {"result": "x+"},
+        {"backend": "FirstAvailable[(or)Mark]"},
+        "config: node 'node': key 'backend': (or)Mark: filters stand only inside Sequential",
+    ),
+    Rule(
+        "§3 next: successors, comma-separated",
+        {"a": mark("a", "b, c"), "b": mark("b"), "c": mark("c")},
+        X,
+        {"data": "xa", "result": "xac"},
+        {"a": mark("a", "b, cc"), "b": {}, "c": {}},
+        "config: node 'a': key 'next': no node 'cc'; did you mean 'c'?",
+    ),
+    Rule(
+        "§3 next: each once",
+        {"a": mark("a", "b"), "b": mark("b")},
+        X,
+        {"data": "xa", "result": "xab"},
+        {"a": mark("a", "b,b"), "b": {}},
+        "config: node 'a': key 'next': names 'b' twice",
+    ),
+    Rule(
+        "§3: cycles are refused",
+        {"a": {"next": "b"}, "b": {}},
+        X,
+        {"result": "x"},
+        {"a": {"next": "b"}, "b": {"next": "a"}},
+        "config: node 'b': key 'next': a cycle: a -> b -> a",
+    ),
+    Rule(
+        "§3 filter: what to do on entry",
+        {"a": mark("a", filter="run")},
+        X,
+        {"result": "xa"},
+        {"a": {"filter": "serialskop"}},
+        "config: node 'a': key 'filter': no filter 'serialskop'; did you mean 'serialskip'?",
+    ),
+    Rule(
+        "§3 instance_num: an integer, also as a string",
+        mark("1", instance_num="2"),
+        X,
+        {"result": "x1"},
+        mark("1", instance_num="two"),
+        "config: node 'node': key 'instance_num': expected an integer, got 'two'",
+    ),
+    Rule(
+        "§3 batching_timeout: milliseconds",
+        mark("1", batching_timeout="0.5"),
+        X,
+        {"result": "x1"},
+        mark("1", batching_timeout=-1),
+        "config: node 'node': key 'batching_timeout': expected milliseconds, at least 0, got -1",
+    ),
+    Rule(
+        "§3 max, min: where the backend lets the config set it",
+        {"backend": "Most", "max": "4", "min": 2},
+        X,
+        {"result": "x+"},
+        {"backend": "Mark", "max": 4},
+        "config: node 'node': key 'max': no backend of this node takes a batch range",
+    ),
+    Rule(
+        "§3 device_id: a number",
+        mark("1", device_id="0"),
+        X,
+        {"result": "x1"},
+        mark("1", device_id="cuda"),
+        "config: node 'node': key 'device_id': expected an integer, got 'cuda'",
+    ),
+    Rule(
+        "§3: anything else is a parameter, bare or scoped",
+        {"backend": "S[Mark,Typed]", "mark": "1", "Typed::number": 2},
+        X,
+        {"data": "x1", "result": (2,)},
+        {"backend": "S[Mark,Typed]", "Typed::nummer": 2},
+        "config: node 'node': key 'Typed::nummer': unknown key; did you mean 'Typed::number'?",
+    ),
+    Rule(
+        "§3: unknown node keys are refused",
+        mark("1"),
+        X,
+        {"result": "x1"},
+        {"a": {"bakend": "Mark"}},
+        "config: node 'a': key 'bakend': unknown key; did you mean 'backend'?",
+    ),
+    Rule(
+        "§3: A[B] is backend = A, A::backend = B",
+        {"backend": "SyncTensor", "SyncTensor::backend": "Mark", "mark": "1"},
+        X,
+        {"result": "x1"},
+        {"backend": "SyncTensor", "SyncTensor::backend": "Marc"},
+        "config: node 'node': key 'backend': no backend 'Marc'; did you mean 'Mark'?",
+    ),
+    Rule(
+        "§3: S is Sequential",
+        {"backend": "S", "Sequential::backend": "Mark,Mark"},
+        X,
+        {"data": "x+", "result": "x++"},
+        {"backend": "S"},
+        "config: node 'node': key 'backend': S needs a backend in brackets",
+    ),
+    Rule(
+        "§3: a parameter may carry one value per position, separated by |",
+        {"backend": "S[Mark,Identity,Mark]", "mark": "1|2"},
+        X,
+        {"data": "x1", "result": "x12"},
+        {"backend": "S[Mark,Mark,Mark]", "mark": "1|2"},
+        "config: node 'node': key 'mark': '1|2' has 2 values, Mark occurs 3 times",
+    ),
+    Rule(
+        "§3: a&b composes several instances into one",
+        {"backend": "Most&Most", "max": "1&4"},
+        X,
+        {"result": "x+"},
+        {"backend": "Most&Most", "max": "1&4&8"},
+        "config: node 'node': key 'max': '1&4&8' has 3 parts, backend has 2",
+    ),
+    Rule(
+        "§3: min, max and instance_num compose alone, too",
+        {"backend": "Most", "max": "1&4", "instance_num": "2&1"},
+        X,
+        {"result": "x+"},
+        {"backend": "Most", "min": "1&1&1", "max": "2&3"},
+        "config: node 'node': key 'm",
+    ),
+    Rule(
+        "§3: instance_num composes with as many parts",
+        {"backend": "Most&Most", "max": "1&4", "instance_num": "1&2"},
+        X,
+        {"result": "x+"},
+        {"backend": "Most&Most", "max": "1&4", "instance_num": "1&1&2"},
+        "config: node 'node': key 'instance_num': '1&1&2' has 3 parts, backend has 2",
+    ),
+    Rule(
+        "§3: & stands at the top only",
+        {"backend": "Mark&Mark"},
+        X,
+        {"result": "x+"},
+        {"backend": "S[Mark&Mark]"},
+        "config: node 'node': key 'backend': expected ']', found '&'",
+    ),
+    Rule(
+        "§3: name.alias is a logical node: its own next, filter and map, the instances of name",
+        {"rec": mark("r", "mid"), "mid": mark("m", "rec.2"), "rec.2": {"map": "mid[result:data]"}},
+        X,
+        {"data": "xrm", "result": "xrmr"},
+        {"rec": mark("r", "rec.2"), "rec.2": {"backend": "Typed"}},
+        "config: node 'rec.2': key 'backend': shares the instances of 'rec', but its backend is Typed, not Mark",
+    ),
+    Rule(
+        "§3: [rec.2] without quotes is the same",
+        {"rec": {**mark("r", "rec.2"), "2": {"filter": "run"}}},
+        X,
+        {"result": "xr"},
+        {"rec": {**mark("r"), "2": {"mark": "x"}}},
+        "config: node 'rec.2': key 'mark': shares the instances of 'rec', where this key belongs",
+    ),
+    Rule(
+        "§3: a logical node needs its physical node",
+        {"rec": mark("r", "rec.a"), "rec.a": {"backend": "Mark", "next": "rec.b"}, "rec.b": {}},
+        X,
+        {"data": "xrr", "result": "xrrr"},
+        {"rac": mark("r"), "rec.2": {}},
+        "config: node 'rec.2': a logical node of 'rec', which is not there; did you mean 'rac'?",
+    ),
+    Rule(
+        "§3: default scheduler names are accepted and ignored",
+        {"Interpreter::backend": "PipelineV3", "PipelineV3::backend": "BaselineSchedule", "a": mark("1")},
+        X,
+        {"result": "x1"},
+        {"PipelineV3::backend": "Mine", "a": mark("1")},
+        "config: global: key 'PipelineV3::backend': the scheduler is not exchangeable",
+    ),
+    Rule(
+        "§3: custom backends declare their parameters, or take any",
+        {"backend": "AnyKeys", "anything": [1, 2]},
+        X,
+        {"result": [1, 2]},
+        {"backend": "Keys", "anything": [1, 2]},
+        "config: node 'node': key 'anything': unknown key",
+    ),
+]
+
+DATA = [
+    Rule(
+        "§4 data: data in, result out, other keys free",
+        mark("1"),
+        {"data": "x", "mine": 1},
+        {"result": "x1"},
+        Call({"dato": "x"}, InvalidRequest),
+        "a request needs the key 'data'; found 'dato'",
+    ),
+    Rule(
+        "§4 data: node_name selects the root when there are several",
+        {"one": mark("1"), "two": mark("2")},
+        {"data": "x", "node_name": "two"},
+        {"result": "x2"},
+        Call({"data": "x", "node_name": "three"}, UnknownNode),
+        "'node_name': no root 'three'; valid: one, two",
+    ),
+    Rule(
+        "§4 data: node_name missing with several roots is an IndexError",
+        {"one": mark("1"), "two": mark("2")},
+        {"data": "x", "node_name": "one"},
+        {"result": "x1"},
+        Call(X, IndexError),
+        "'node_name' must name one of the roots: one, two",
+    ),
+    Rule(
+        "§4 data: a list of dicts raises if any raised",
+        mark("1"),
+        X,
+        {"result": "x1"},
+        Call([{"data": "x"}, {"data": "x!"}], BackendError),
+        "node 'node': Mark: ValueError: bad item x!",
+    ),
+    Rule(
+        "§4 data: no result means there is none, and error says why",
+        {"a": mark("1", "b"), "b": mark("2")},
+        {"data": "x-"},
+        {"error": "node 'a': Mark gave no result"},
+        Call({"data": "x!"}, RuntimeError),
+        "node 'a': Mark: ValueError: bad item x!",
+    ),
+    Rule(
+        "§4 data: results never leak from an earlier call",
+        mark("1"),
+        {"data": "x-", "result": "stale", "error": "stale"},
+        {"result": GONE, "error": "node 'node': Mark gave no result"},
+    ),
+    Rule(
+        "§4 data: nor through a graph with branches",
+        diamond("b[result:data],c[result:other]", filter="swap"),
+        {"data": "x", "result": "stale", "error": "stale"},
+        {
+            "data": "xrb",
+            "other": "xrc",
+            "result": GONE,
+            "error": "a filter ended the request before any backend gave a result",
+        },
+    ),
+    Rule(
+        "§4 data: nor past a root that is skipped",
+        mark("1", filter="skip"),
+        {"data": "x", "result": "stale"},
+        {"result": GONE, "error": "a filter ended the request before any backend gave a result"},
+    ),
+]
+
+# For each filter of b in a, b, c: the data and the result at the end; the result of the same as one Sequential,
+# and another node behind it.
+_FILTERS: list[tuple[str, str, str, str]] = [
+    ("Run", "x2", "x23", "x234"),
+    ("continue", "x2", "x23", "x234"),
+    ("Skip", "x1", "x13", "x134"),
+    ("SerialSkip", "x", "x1", "x14"),
+    ("serial_skip", "x", "x1", "x14"),
+    ("SubGraphSkip", "x", "x1", "x14"),
+    ("subgraph_skip", "x", "x1", "x14"),
+    ("Break", "x", "x1", "x14"),
+    ("swap", "x12", "x123", "x1234"),
+    ("or", "x1", "x13", "x134"),
+    ("upper", "X12", "X123", "X1234"),
+    ("Python[upper]", "X12", "X123", "X1234"),
+    ("Second", "x2", "x23", "x234"),
+]
+_BAD_FILTERS = [
+    ("Error", "node 'b': its filter says Error", "BackendError: a filter in front of Mark says Error"),
+    (
+        "no_status",
+        "node 'b': its filter gave None, which is no Status",
+        "BackendError: a filter in front of Mark gave None, which is no Status",
+    ),
+    ("raising", "node 'b': its filter: KeyError: 'on purpose'", "KeyError: 'on purpose'"),
+]
+
+
+def _spellings(name: str) -> list[str]:
+    is_built_in = name.lower() in registry.filter_names() or name.lower() in ("continue", "serial_skip")
+    return list(dict.fromkeys([name, *([name.lower(), name.upper()] if is_built_in else [])]))
+
+
+FILTERS = [
+    *(
+        Rule(f"§4 filters, at a node: {spelled}", chain(spelled), X, {"data": data, "result": result})
+        for name, data, result, _ in _FILTERS
+        for spelled in _spellings(name)
+    ),
+    *(
+        Rule(
+            f"§4 filters, inside Sequential, where the skips end the sequence: {spelled}",
+            sequence(spelled),
+            X,
+            {"data": result[:-1], "result": result},
+        )
+        for name, _, _, result in _FILTERS
+        for spelled in _spellings(name)
+    ),
+    *(
+        Rule(f"§4 filters, at a node: {name}", chain("run"), X, {"data": "x2", "result": "x23"}, refused, message)
+        for name, message, _ in _BAD_FILTERS
+        for refused in [Call(X, BackendError, chain(name))]
+    ),
+    *(
+        Rule(
+            f"§4 filters, inside Sequential: {name}",
+            sequence("run"),
+            X,
+            {"data": "x23", "result": "x234"},
+            Call(X, BackendError, sequence(name)),
+            f"node 's': S[Mark,({name})Mark,Mark]: {message}",
+        )
+        for name, _, message in _BAD_FILTERS
+    ),
+    Rule(
+        "§4 filters: custom ones are known by their registered names",
+        chain("Python[upper]"),
+        X,
+        {"data": "X12", "result": "X123"},
+        chain("Python[uper]"),
+        "config: node 'b': key 'filter': no filter 'Python[uper]'; valid: Second,",
+    ),
+    Rule(
+        "§4 swap: no result is Break",
+        {"a": mark("1", "b"), "b": mark("2", filter="swap")},
+        {"data": "x-"},
+        {"error": "node 'a': Mark gave no result"},
+    ),
+    Rule(
+        "§4 or: no result is Run, on the data as it is",
+        {"a": {"backend": "Mark", "next": "b"}, "b": {"backend": "Typed", "filter": "or"}},
+        {"data": "x-"},
+        {"result": (1,)},
+    ),
+    Rule(
+        "§4 Break ends the whole request, whatever other branches do",
+        diamond("b[result:data]") | {"b": mark("b", "j", filter="break")},
+        {"data": "x", "mine": 1},
+        {"result": "xr"},
+    ),
+    Rule(
+        "§4 filters: by default Run at a root, or with a map",
+        {"a": mark("1", "b"), "b": mark("2", map="a[data:data]")},
+        X,
+        {"result": "x2"},
+    ),
+    Rule(
+        "§4 filters: a map may give a swap its result",
+        {"a": mark("1", "b"), "b": mark("2", map="a[data:data,result:result]", filter="swap")},
+        X,
+        {"data": "x1", "result": "x12"},
+    ),
+    Rule(
+        "§4 SerialSkip ends before a node that waits for several",
+        diamond("b[result:data],c[result:other]") | {"b": mark("b", "j", filter="serialskip")},
+        X,
+        {"data": "xr", "other": "xrc", "result": "xrj"},
+    ),
+    Rule(
+        "§4 SerialSkip ends at a fork",
+        {"r": mark("r", "b", filter="serialskip"), "b": mark("b", "c,d"), "c": mark("c"), "d": mark("d")},
+        X,
+        {"error": "a filter ended the request before any backend gave a result"},
+    ),
+    Rule(
+        "§4 Skip goes on, to each of several successors",
+        {"r": mark("r", "a"), "a": mark("a", "b,c", filter="skip"), "b": mark("b"), "c": mark("c", filter="break")},
+        X,
+        {"result": "xr"},
+    ),
+    Rule(
+        "§4: the example of torchpipe's documentation, SubGraphSkip at a_1 and SerialSkip at b_1",
+        {
+            "r_1": mark("r", "a_1,b_1"),
+            "a_1": mark("a", "a_2_1,a_2_2", filter="SubGraphSkip"),
+            "a_2_1": mark("b", "r_2"),
+            "a_2_2": mark("c", "r_2"),
+            "b_1": mark("d", "b_2", filter="SerialSkip"),
+            "b_2": mark("e", "r_2"),
+            "r_2": mark("2", map="a_2_1[result:data],a_2_2[data:other],b_2[result:third]"),
+        },
+        X,
+        {"data": "xr", "other": "x", "third": "xr", "result": "xr2"},
+    ),
+    Rule(
+        "§4: of a subgraph that is skipped, later maps read from its root",
+        {
+            "r": mark("r", "a"),
+            "a": mark("a", "b", filter="subgraphskip"),
+            "b": mark("b", "c"),
+            "c": mark("c", "d"),
+            "other": mark("o", "d", map="r[result:data]"),
+            "d": mark("d", map="b[data:data],c[result:res],other[result:o]"),
+        }
+        | {"r": mark("r", "a,other")},
+        X,
+        {"res": "xr", "o": "xro", "result": "xd"},
+    ),
+]
+
+GRAPH = [
+    Rule(
+        "§4 graph: what a graph ends in is merged into the caller's dict, in file order",
+        {"r": mark("r", "c,b"), "b": {"backend": "Keys"}, "c": mark("c")},
+        X,
+        {"data": "xr", "result": "xrc"},
+    ),
+    Rule(
+        "§4 graph: with several predecessors the node waits for all, and needs a map",
+        diamond("b[result:data],c[result:other]"),
+        X,
+        {"data": "xrb", "other": "xrc", "result": "xrbj"},
+        {"r": mark("r", "b,c"), "b": mark("b", "j"), "c": mark("c", "j"), "j": mark("j")},
+        "config: node 'j': several predecessors (b, c) need a map",
+    ),
+    Rule(
+        "§3 map: without a source it reads every predecessor, in file order, later ones overwriting",
+        diamond("[result:data]"),
+        X,
+        {"data": "xrc", "result": "xrcj"},
+        diamond("[result]"),
+        "config: node 'j': key 'map': expected key:newkey, found 'result' in '[result]'",
+    ),
+    Rule(
+        "§3 map: several keys of one source",
+        diamond("b[result:data,data:before]"),
+        X,
+        {"data": "xrb", "before": "xr", "result": "xrbj"},
+    ),
+    Rule(
+        "§3 map: the same key twice, under two names",
+        diamond("b[result:data,result:again]"),
+        X,
+        {"data": "xrb", "again": "xrb", "result": "xrbj"},
+    ),
+    Rule(
+        "§3 map: the same new key twice, later ones overwriting",
+        diamond("c[result:data],b[result:data]"),
+        X,
+        {"data": "xrb", "result": "xrbj"},
+    ),
+    Rule(
+        "§3 map: the same source twice",
+        diamond("b[result:data],c[result:other],b[data:third]"),
+        X,
+        {"data": "xrb", "other": "xrc", "third": "xr", "result": "xrbj"},
+    ),
+    Rule(
+        "§3 map: from any ancestor",
+        {"a": mark("a", "b"), "b": mark("b", "c"), "c": mark("c", map="b[result:data],a[result:first]")},
+        X,
+        {"data": "xab", "first": "xa", "result": "xabc"},
+        {"a": mark("a", "b,c"), "b": {}, "c": {"map": "b[result:data]"}},
+        "config: node 'c': key 'map': 'b' is no node before it; valid: a",
+    ),
+    Rule(
+        "§3 map: an unknown source is refused",
+        {"aa": mark("a", "b"), "b": mark("b", map=" aa [ result : data ] ")},
+        X,
+        {"data": "xa", "result": "xab"},
+        {"aa": mark("a", "b"), "b": {"map": "ab[result:data]"}},
+        "config: node 'b': key 'map': 'ab' is no node before it; did you mean 'aa'?",
+    ),
+    Rule(
+        "§3 map: a root has nothing to map from",
+        {"a": mark("a", "b"), "b": mark("b", map="[result:data]")},
+        X,
+        {"data": "xa", "result": "xab"},
+        {"a": {"next": "b", "map": "b[result:data]"}, "b": {}},
+        "config: node 'a': key 'map': the node is a root",
+    ),
+    Rule(
+        "§4 graph: the mapped dict must hold data",
+        {"a": mark("a", "b"), "b": mark("b", map="a[result:data]")},
+        X,
+        {"data": "xa", "result": "xab"},
+        {"a": {"next": "b"}, "b": {"map": "a[result:x]"}},
+        "config: node 'b': key 'map': gives no 'data'; expected source[key:data]",
+    ),
+    Rule(
+        "§4 graph: a join of two roots is refused, no request could pass it",
+        {"a": mark("a", "c"), "b": mark("b"), "c": mark("c")},
+        at_a("x"),
+        {"data": "xa", "result": "xac"},
+        {"a": {"next": "c"}, "b": {"next": "c"}, "c": {"map": "a[result:data]"}},
+        "config: node 'c': waits for 'a', which a request that enters at 'b' never reaches",
+    ),
+    Rule(
+        "§4 graph: context, if any, is carried along, and nothing else that is not mapped",
+        {"a": mark("a", "b"), "b": {"backend": "Keys", "map": "a[data:data]"}},
+        {"data": "x", "context": "c", "other": 1},
+        {"result": "context data"},
+    ),
+    Rule(
+        "§4 graph: a mapped key that is missing is left out",
+        {"a": mark("a", "b"), "b": {"backend": "Keys", "map": "a[data:data,nothing:there]"}},
+        X,
+        {"result": "data"},
+    ),
+    Rule(
+        "§4 graph: where data is missing the request ends without a result, for the reason its source had",
+        {"a": mark("a", "b,c"), "b": mark("b", "d", filter="run"), "c": {"next": "d"}, "d": {"map": "b[result:data]"}},
+        {"data": "x-", "mine": 1},
+        {"error": {"node 'a': Mark gave no result", "node 'b': Mark gave no result"}},
+    ),
+    Rule(
+        "§4 graph: the reason goes through a map",
+        {"a": mark("a", "b"), "b": {"map": "a[result:data]"}},
+        {"data": "x-", "mine": 1},
+        {"error": "node 'a': Mark gave no result"},
+    ),
+    Rule(
+        "§4 graph: or because nothing was there",
+        {"a": mark("a", "b"), "b": {"map": "a[nothing:data]"}},
+        X,
+        {"error": "node 'b': nothing that its map reads gave 'data'"},
+    ),
+]
+
+JUMPS = [
+    Rule(
+        "§4 Jump runs another root's graph",
+        {"a": {"backend": "Jump", "jump": "r", "next": "b"}, "b": mark("b"), "r": mark("r", "s"), "s": mark("s")},
+        at_a("x"),
+        {"data": "xrs", "result": "xrsb"},
+        jump("Jump") | {"a": {"backend": "Jump", "jump": "rr"}},
+        "config: node 'a': key 'jump': no node 'rr'; did you mean 'r'?",
+    ),
+    Rule(
+        "§4 Jump: jump must be named",
+        jump("Jump"),
+        at_a("x"),
+        {"result": "xr"},
+        {"a": {"backend": "Jump"}, "r": {}},
+        "config: node 'a': key 'jump': Jump needs it",
+    ),
+    Rule(
+        "§4 Jump: into a graph only at its root",
+        jump("S[Mark,Jump]", mark="a"),
+        at_a("x"),
+        {"data": "xa", "result": "xar"},
+        {"a": {"backend": "Jump", "jump": "s"}, "r": {"next": "s"}, "s": {}},
+        "config: node 'a': key 'jump': 's' is no root, a jump enters a graph at its root; valid: a, r",
+    ),
+    Rule(
+        "§4 Jump: not into its own graph",
+        jump("S[Jump,Mark]", mark="a"),
+        at_a("x"),
+        {"data": "xr", "result": "xra"},
+        {"a": {"next": "b"}, "b": {"backend": "S[Mark,Jump]", "jump": "a"}},
+        "config: node 'b': key 'jump': 'a' is the root of the graph of 'b' itself",
+    ),
+    Rule(
+        "§4 Jump: not in a circle",
+        {"a": {"backend": "Jump", "jump": "b"}, "b": {"backend": "Jump", "jump": "c"}, "c": mark("c")},
+        at_a("x"),
+        {"result": "xc"},
+        {"a": {"backend": "Jump", "jump": "b"}, "b": {"backend": "S[Jump]", "jump": "a"}},
+        "config: node 'a': key 'jump': from 'b' jumps lead back to 'a': a cycle",
+    ),
+    Rule(
+        "§4 Jump: a logical node of a node that jumps jumps as well",
+        jump("Jump") | {"a.2": {}},
+        {"data": "x", "node_name": "a.2"},
+        {"result": "xr"},
+        {"a": {"backend": "S[Jump]", "jump": "r"}, "r": {"next": "a.2"}, "a.2": {}},
+        "config: node 'a': key 'jump': 'r' is the root of the graph of 'a.2' itself",
+    ),
+    Rule(
+        "§4 Jump: what fails there fails here, naming both nodes",
+        jump("Jump"),
+        at_a("x-"),
+        {"error": "node 'r': Mark gave no result"},
+        Call(at_a("x!"), BackendError),
+        "node 'a': Jump: BackendError: 'r': node 'r': Mark: ValueError: bad item x!",
+    ),
+    Rule(
+        "§4 Jump inside Sequential: what fails there fails here",
+        jump("S[Identity,Jump]"),
+        at_a("x-"),
+        {"error": "node 'r': Mark gave no result"},
+        Call(at_a("x!"), BackendError),
+        "node 'a': S[Identity,Jump]: BackendError: 'r': node 'r': Mark: ValueError: bad item x!",
+    ),
+    *(
+        rule
+        for backend in ("MapReduce", "S[Identity,MapReduce]", "SyncTensor[MapReduce]")
+        for before in [f"node 'a': {backend}: "]
+        for rule in [
+            Rule(
+                f"§4 {backend} runs a graph once per element, and merges the results into a list in order",
+                jump(backend),
+                at_a(["x", "y", "z"]),
+                {"result": ["xr", "yr", "zr"]},
+                Call(at_a("xyz"), BackendError),
+                f"{before}ValueError: expected a list under 'data' to split, found str",
+            ),
+            Rule(
+                f"§4 {backend}: a tuple is a list; an element that fails is named, with its node",
+                jump(backend),
+                at_a(("x", "y")),
+                {"result": ["xr", "yr"]},
+                Call(at_a(["x", "y!", "z"]), BackendError),
+                f"{before}BackendError: element 1 of 3: 'r': node 'r': Mark: ValueError: bad item y!",
+            ),
+            Rule(
+                f"§4 {backend}: an empty list gives empty lists; an element without a result fails the request",
+                jump(backend, merge="result,data"),
+                at_a([]),
+                {"result": []},
+                Call(at_a(["x", "-"]), BackendError),
+                f"{before}ValueError: element 1 of 2: 'r' gave no 'result': node 'r': Mark gave no result",
+            ),
+            Rule(
+                f"§4 {backend}: several split keys, in step",
+                {"a": {"backend": backend, "jump": "r", "split": "data,k"}, "r": {"backend": "Sum"}},
+                at_a([1, 2], k=[30, 40]),
+                {"result": [31, 42]},
+                Call(at_a([1, 2], k=[3]), BackendError),
+                f"{before}ValueError: the keys to split hold lists of different lengths: 'data' has 2, 'k' has 1",
+            ),
+            Rule(
+                f"§4 {backend}: other keys of the dict go along with every element",
+                {"a": {"backend": backend, "jump": "r", "split": ["data"]}, "r": {"backend": "Sum"}},
+                at_a([1, 2], k=30),
+                {"result": [31, 32]},
+                Call(at_a([1, 2], k=3), BackendError, jump(backend, split="data,k")),
+                f"{before}ValueError: expected a list under 'k' to split, found int",
+            ),
+            Rule(
+                f"§4 {backend}: an empty split is one run on the dict as it is",
+                jump(backend, split="", merge="result"),
+                at_a("x"),
+                {"result": ["xr"]},
+                jump(backend, merge=""),
+                "config: node 'a': key 'merge': names no key",
+            ),
+        ]
+    ),
+    Rule(
+        "§4 MapReduce: the merge keys are what is gathered",
+        jump("MapReduce", merge="result, k"),
+        at_a(["x", "y"], k=5),
+        {"result": ["xr", "yr"], "k": [5, 5]},
+        Call(at_a(["x"]), BackendError),
+        "node 'a': MapReduce: ValueError: element 0 of 1: 'r' gave no 'k'",
+    ),
+    Rule(
+        "§4 MapReduce: nested",
+        {"a": {"backend": "MapReduce", "jump": "b"}, "b": {"backend": "MapReduce", "jump": "r"}, "r": mark("r")},
+        at_a([["x", "y"], [], ["z"]]),
+        {"result": [["xr", "yr"], [], ["zr"]]},
+        Call(at_a([["x"], ["y", "z!"]]), BackendError),
+        "node 'a': MapReduce: BackendError: element 1 of 2: 'b': node 'b': MapReduce: BackendError: element 1 of 2: ",
+    ),
+    Rule(
+        "§4: custom split and merge by subclassing",
+        jump("Words"),
+        at_a("x y- z"),
+        {"result": "xr ? zr"},
+        Call(at_a("x y! z"), BackendError),
+        "node 'a': Words: BackendError: element 1 of 3: 'r': node 'r': Mark: ValueError: bad item y!",
+    ),
+    Rule(
+        "§4 Range presents a backend of one range as another",
+        {"backend": "Range[Most]", "min": 2, "max": 9, "range": "10,10"},
+        X,
+        {"result": "x+"},
+        {"backend": "Range[Most]", "min": 8, "max": 8, "range": "10,10"},
+        "config: node 'node': Range[Most]: range: Most takes 8..8, into which a batch of 10 cannot be cut",
+    ),
+    Rule(
+        "§4 Range: range is min,max",
+        {"backend": "Range[Most]", "max": 9, "range": [8, 19]},
+        X,
+        {"result": "x+"},
+        {"backend": "Range[Most]", "range": "19,8"},
+        "config: node 'node': key 'range': expected \"min,max\" with 1 <= min <= max, got '19,8'",
+    ),
+]
+
+RULES = [*CONFIGURATION, *DATA, *FILTERS, *GRAPH, *JUMPS]
+
+
+CALLS: list[Callable[[pipe, Any], Any]] = [
+    lambda p, data: p(data),
+    lambda p, data: p(data, timeout=WAIT),
+    lambda p, data: outcome(p.submit(data)),
+    lambda p, data: p([data] if isinstance(data, dict) else data),
+]
+"""The ways to call a pipe: on the caller's thread, on a copy of the dict, on the pipe's threads, as a list."""
+
+
+def settled(data: Data) -> Data:
+    """With the words of an error instead of the error."""
+    return {key: str(value) if isinstance(value, NoResult) else value for key, value in data.items()}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.text for rule in RULES])
+def test_rule(rule: Rule) -> None:
+    expected = {key: value for key, value in {**rule.request, **rule.outcome}.items() if value is not GONE}
+    # A new pipe for each way to call it: a filter may have a state.
+    for call in CALLS:
+        data = copy.deepcopy(rule.request)
+        with pipe(rule.config) as p:
+            call(p, data)
+            assert p.stats()["inflight"] == 0
+        found = settled(data)
+        if isinstance(expected.get("error"), set) and found.get("error") in expected["error"]:
+            found["error"] = expected["error"]  # branches race for it
+        assert found == expected
+
+
+REFUSED = [rule for rule in RULES if rule.refused is not None]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, id=rule.text) for rule in REFUSED],
+)
+def test_refused(rule: Rule) -> None:
+    if not isinstance(rule.refused, Call):
+        with pytest.raises(ConfigError) as caught:
+            pipe(rule.refused).close()
+        assert str(caught.value).startswith(rule.message)
+        return
+    with pipe(rule.refused.config or rule.config) as p:
+        for call in CALLS:
+            data = copy.deepcopy(rule.refused.request)
+            with pytest.raises(rule.refused.error) as raised:
+                call(p, data)
+            assert str(raised.value).startswith(rule.message)
+            assert p.stats()["inflight"] == 0
+            if isinstance(raised.value, BackendError) and "filter" not in str(raised.value):
+                assert raised.value.__cause__ is not None
+            assert all("result" not in one or one["result"] for one in (data if isinstance(data, list) else [data]))
+
+
+# -- what no row can hold: files, dicts, classes --------------------------------------------------------------------
+
+
+def test_relative_paths_are_relative_to_the_working_directory(
+    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader(ItemBackend):
+        """The text of a file."""
+
+        model = Param(str, doc="path", file=True)
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = Path(self.model).read_text("utf-8")
+
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "here.txt").write_text("here", "utf-8")
+    text = f'[a]\nbackend = "{register(Reader)}"\nmodel = "here.txt"\n'
+    (tmp_path / "configs" / "good.toml").write_text(text, "utf-8")
+    (tmp_path / "configs" / "bad.toml").write_text(text.replace("here.txt", "there.txt"), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    data: Data = {"data": 1}
+    with pipe("configs/good.toml") as p:
+        p(data)
+    assert data["result"] == "here"
+    with pytest.raises(ConfigError) as caught:
+        pipe("configs/bad.toml")
+    problem = f"no such file: there.txt (working directory: {tmp_path})"
+    assert str(caught.value) == f"configs/bad.toml: node 'a': key 'model': {problem}"
+
+
+@pytest.mark.parametrize("table", ["[rec.2]", '["rec.2"]'])
+def test_a_file_with_a_logical_node(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "logical.toml"
+    path.write_text(f'[rec]\nbackend = "Mark"\nnext = "rec.2"\n{table}\nfilter = "swap"\n', "utf-8")
+    data: Data = {"data": "x"}
+    with pipe(path) as p:
+        p(data)
+    assert data == {"data": "x+", "result": "x++"}
+    again: Data = {"data": "x"}
+    with pipe(parse_toml(path)) as p:
+        p(again)
+    assert again == data
+
+
+class Recorder:
+    """A backend that notes the dict that each node sees, by its mark."""
+
+    def __init__(self) -> None:
+        recorder = self
+        self.seen: dict[str, Data] = {}
+
+        class Recording(ItemBackend):
+            """result = data."""
+
+            mark = Param(str, doc="the node")
+
+            def forward_item(self, item: Data) -> None:
+                recorder.seen[self.mark] = item
+                item["result"] = item["data"]
+
+        self.backend = Recording
+
+
+def test_with_several_successors_each_gets_a_shallow_copy(register: Register) -> None:
+    recorder, shared = Recorder(), [1]
+    name = register(recorder.backend)
+    nodes = {"r": "b,c,d", "b": "", "c": "", "d": ""}
+    data: Data = {"data": shared}
+    with pipe({node: {"backend": name, "mark": node, "next": after} for node, after in nodes.items()}) as p:
+        outcome(p.submit(data))
+    assert len({id(recorder.seen[node]) for node in nodes}) == 4
+    assert all(one["data"] is shared for one in recorder.seen.values())
+    assert data["result"] is shared
+
+
+def test_a_reader_beside_the_successor_makes_it_a_copy(register: Register) -> None:
+    recorder = Recorder()
+    name = register(recorder.backend)
+    chain_of = {"a": "b", "b": "c", "c": ""}
+    config: Data = {node: {"backend": name, "mark": node, "next": after} for node, after in chain_of.items()}
+    with pipe(config) as p:
+        outcome(p.submit({"data": 1}))
+    assert recorder.seen["a"] is recorder.seen["b"] is recorder.seen["c"]
+    config["c"]["map"] = "a[result:data]"
+    with pipe(config) as p:
+        outcome(p.submit({"data": 1}))
+    assert len({id(recorder.seen[node]) for node in chain_of}) == 3
+
+
+def test_what_a_map_makes_is_always_a_new_dict_with_the_same_context(register: Register) -> None:
+    recorder, context = Recorder(), [1]
+    name = register(recorder.backend)
+    config = {
+        "a": {"backend": name, "mark": "a", "next": "b"},
+        "b": {"backend": name, "mark": "b", "map": "a[data:data,result:x]"},
+    }
+    data: Data = {"data": 1, "context": context, "mine": 2}
+    with pipe(config) as p:
+        outcome(p.submit(data))
+    assert recorder.seen["b"] is not recorder.seen["a"]
+    assert recorder.seen["b"].keys() == {"data", "x", "context", "result"}
+    assert recorder.seen["b"]["context"] is data["context"] is context
+    assert data["mine"] == 2
+
+
+def test_a_defect_has_its_cause() -> None:
+    for config in ({"a": mark("1")}, jump("Jump"), jump("MapReduce")):
+        data = at_a(["y!"]) if "r" in config and config["a"]["backend"] == "MapReduce" else at_a("y!")
+        with pipe(config) as p, pytest.raises(BackendError) as caught:
+            p(data)
+        cause: BaseException | None = caught.value
+        while isinstance(cause, BackendError):
+            cause = cause.__cause__
+        assert isinstance(cause, ValueError)
+        assert str(cause) == "bad item y!"
+
+
+def test_a_filter_class_has_an_instance_for_each_place() -> None:
+    with pipe({"s": {"backend": "S[Mark,(Second)Mark,(Second)Mark]", "mark": "1|2|3"}}) as p:
+        items: list[Data] = [{"data": "x"} for _ in range(2)]
+        for item in items:
+            p(item)
+    assert [item["result"] for item in items] == ["x3", "x1"]
+
+
+def test_the_hidden_nodes_of_the_documented_example_do_not_run() -> None:
+    rule = next(rule for rule in FILTERS if "documentation" in rule.text)
+    with pipe(rule.config) as p:
+        p(dict(rule.request))
+        ran = {name: node["requests"] for name, node in p.stats()["nodes"].items()}
+    assert ran == {"r_1": 1, "a_1": 0, "a_2_1": 0, "a_2_2": 0, "b_1": 0, "b_2": 0, "r_2": 1}
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that must happen."""
+    for _ in range(int(WAIT * 1000)):
+        if condition():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it does not happen")
+
+
+def ranged(gate: Gate, low: int, high: int) -> type[Backend]:
+    return type(f"From{low}to{high}", (gate.backend,), {"min": lambda _: low, "max": lambda _: high, "__doc__": "_"})
+
+
+def runs(p: pipe, gate: Gate, count: int) -> list[list[Any]]:
+    """The runs that a batch of ``count`` is cut into; it forms while a request blocks the only instance."""
+    with gate:
+        first = p.submit({"data": "first"})
+        gate.wait_entered()
+        items: list[Data] = [{"data": index} for index in range(count)]
+        others = [p.submit(item) for item in items]
+        gate.open()
+        outcome(first)
+        for other in others:
+            outcome(other)
+        assert [item["result"] for item in items] == list(range(count))
+    return [batch for batch in gate.batches if batch[0] != "first"]
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [
+        (1, [(1, 1)]),
+        (2, [(1, 1), (1, 1)]),
+        (3, [(3, 4)]),
+        (4, [(4, 4)]),
+        (5, [(4, 4), (1, 1)]),
+        (7, [(7, 8)]),
+        (8, [(8, 8)]),
+    ],
+)
+def test_a_composition_of_batch_1_4_and_8(register: Register, count: int, sizes: list[tuple[int, int]]) -> None:
+    gate = Gate(blocks=lambda data: data == "first")
+    names = [register(ranged(gate, size, size)) for size in (1, 4, 8)]
+    with pipe({"backend": "&".join(names)}) as p, gate:
+        assert (p.min(), p.max()) == (1, 8)
+        found = runs(p, gate, count)
+    assert [(len(set(batch)), len(batch)) for batch in found] == sizes
+    assert list(dict.fromkeys(itertools.chain(*found))) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "count", "sizes"),
+    [
+        ((2, 9), (10, 10), 10, [8, 2]),
+        ((2, 9), (8, 19), 9, [9]),
+        ((2, 9), (8, 19), 19, [9, 8, 2]),
+        ((4, 4), (8, 8), 8, [4, 4]),
+        ((1, 1), (1, 3), 3, [1, 1, 1]),
+    ],
+)
+def test_range_cuts_batches(
+    register: Register, inner: tuple[int, int], outer: tuple[int, int], count: int, sizes: list[int]
+) -> None:
+    gate = Gate(blocks=lambda data: data == "first")
+    name = register(ranged(gate, *inner))
+    with pipe({"backend": f"Range[{name}]", "range": list(outer)}) as p, gate:
+        assert (p.min(), p.max()) == outer
+        assert [len(batch) for batch in runs(p, gate, count)] == sizes
+
+
+def test_instances_of_different_ranges(register: Register) -> None:
+    """Of ``2&1`` instances the second has the first part alone."""
+    set_up: list[tuple[str, str]] = []
+
+    class Two(Mark):
+        """Takes two."""
+
+        def setup(self) -> None:
+            set_up.append((type(self).__name__, threading.current_thread().name))
+
+        def max(self) -> int:
+            return 2
+
+    class Four(Two):
+        """Takes four."""
+
+        def max(self) -> int:
+            return 4
+
+    items: list[Data] = [{"data": str(index)} for index in range(100)]
+    with pipe({"a": {"backend": f"{register(Two)}&{register(Four)}", "instance_num": "2&1"}}) as p:
+        stats = p.stats()["nodes"]["a"]
+        assert (stats["instances"], stats["min"], stats["max"]) == (2, 1, 4)
+        p(items)
+        assert max(p.stats()["nodes"]["a"]["batch_sizes"]) <= 4
+    assert sorted(set_up) == [("Four", "torchpipe-a-0"), ("Two", "torchpipe-a-0"), ("Two", "torchpipe-a-1")]
+    assert [item["result"] for item in items] == [f"{index}+" for index in range(100)]
+
+
+def test_a_logical_node_shares_the_instances(register: Register) -> None:
+    threads: list[str] = []
+
+    class Who(ItemBackend):
+        """Notes its thread."""
+
+        def forward_item(self, item: Data) -> None:
+            threads.append(threading.current_thread().name)
+            item["result"] = item["data"]
+
+    config = {"rec": {"backend": register(Who), "next": "rec.2"}, "rec.2": {"next": "rec.b"}, "rec.b": {}}
+    with pipe(config) as p:
+        outcome(p.submit({"data": 1}))
+        stats = p.stats()["nodes"]
+    assert threads == ["torchpipe-rec-0"] * 3
+    assert {name: (node["instances"], node["requests"]) for name, node in stats.items()} == {"rec": (1, 3)}
+
+
+def test_logical_nodes_batch_together(register: Register) -> None:
+    gate = Gate(most=4, blocks=lambda data: data == "first")
+    config = {"rec": {"backend": register(gate.backend)}, "b": {"next": "rec.2"}, "rec.2": {}}
+    with pipe(config) as p, gate:
+        first = p.submit({"data": "first", "node_name": "rec"})
+        gate.wait_entered()
+        others = [p.submit({"data": root, "node_name": root}) for root in ("rec", "b", "rec")]
+        until(lambda: p.stats()["nodes"]["rec"]["queued"] == 3)
+        gate.open()
+        assert [outcome(other)["result"] for other in (first, *others)] == ["first", "rec", "b", "rec"]
+    assert sorted(gate.batches[1]) == ["b", "rec", "rec"]
+
+
+@pytest.mark.parametrize("backend", ["MapReduce", "S[Identity,MapReduce]"])
+def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backend: str) -> None:
+    gate = Gate(most=8, blocks=lambda data: data == "first")
+    config = {"a": {"backend": backend, "jump": "r", "instance_num": 2}, "r": {"backend": register(gate.backend)}}
+    with pipe(config) as p, gate:
+        first = p.submit({"data": "first", "node_name": "r"})
+        gate.wait_entered()
+        jumps = [p.submit(at_a([thread, thread])) for thread in range(2)]
+        other = p.submit({"data": "other", "node_name": "r"})
+        until(lambda: p.stats()["nodes"]["r"]["queued"] == 5)
+        gate.open()
+        assert [outcome(one)["result"] for one in (first, *jumps, other)] == ["first", [0, 0], [1, 1], "other"]
+        assert p.stats()["nodes"]["r"]["batch_sizes"] == {1: 1, 5: 1}
+    assert Counter(gate.batches[1]) == {0: 2, 1: 2, "other": 1}
+
+
+def test_a_request_that_fails_leaves_its_siblings_alone() -> None:
+    config = {"a": {"backend": "MapReduce", "jump": "r"}, "r": {"backend": "Most", "max": 8}}
+    items = [at_a(["x", "y!"]), at_a(["x", "y"]), at_a(["x-"]), at_a(["z"])]
+    with pipe(config) as p:
+        futures = [p.submit(item) for item in items]
+        errors = [str(error_of(future) or "") for future in futures]
+        assert p.stats()["inflight"] == 0
+    assert ["element 1 of 2: 'r'" in errors[0], "gave no 'result'" in errors[2]] == [True, True]
+    assert [item.get("result") for item in items] == [None, ["x+", "y+"], None, ["z+"]]
+
+
+# -- the end of a request that waits for a jump ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["Jump", "MapReduce"])
+@pytest.mark.parametrize("end", ["cancel", "timeout", "ticket"])
+def test_the_end_of_a_request_reaches_what_its_jump_started(register: Register, backend: str, end: str) -> None:
+    gate = Gate(blocks=lambda data: data == "first")
+    with pipe(jump(backend) | {"r": {"backend": register(gate.backend)}}) as p, gate:
+        first = p.submit({"data": "first", "node_name": "r"})
+        gate.wait_entered()
+        data = at_a(["dropped"] if backend == "MapReduce" else "dropped")
+        answers: list[BaseException | None] = []
+        if end == "timeout":
+            with pytest.raises(DeadlineExceeded):
+                p(data, timeout=0.5)
+        elif end == "cancel":
+            future = p.submit(data)
+            until(lambda: p.stats()["nodes"]["r"]["queued"] == 1)
+            assert future.cancel()
+        else:
+            ticket = p.dispatch(data, lambda data, error: answers.append(error))
+            until(lambda: p.stats()["nodes"]["r"]["queued"] == 1)
+            assert ticket.cancel()
+            assert [type(error) for error in answers] == [CancelledError]
+        assert p.stats()["inflight"] == 1
+        gate.open()
+        outcome(first)
+        p({"data": "last", "node_name": "r"})
+        assert len(answers) == (end == "ticket")
+    assert gate.batches == [["first"], ["last"]]
+
+
+@pytest.mark.parametrize("backend", ["Jump", "MapReduce"])
+def test_the_deadline_of_a_request_is_that_of_what_its_jump_started(register: Register, backend: str) -> None:
+    """Without a thread that waits for it: the deadline is looked at before each node."""
+    gate = Gate(blocks=lambda data: data == "first")
+    answers: list[BaseException | None] = []
+    with pipe(jump(backend) | {"r": {"backend": register(gate.backend)}}) as p, gate:
+        first = p.submit({"data": "first", "node_name": "r"})
+        gate.wait_entered()
+        ticket = p.dispatch(at_a(["dropped"]), lambda data, error: answers.append(error), timeout=0.2)
+        until(lambda: ticket.deadline is not None and perf_counter() > ticket.deadline)
+        gate.open()
+        outcome(first)
+        p({"data": "last", "node_name": "r"})
+        assert p.stats()["inflight"] == 0
+    assert [type(error) for error in answers] == [DeadlineExceeded]
+    assert gate.batches == [["first"], ["last"]]
+
+
+def closing(p: pipe, sentinel: Future[Any]) -> threading.Thread:
+    """Close on another thread; returns when every node is closing: ``sentinel`` was queued at the last of them."""
+    closer = threading.Thread(target=p.close, daemon=True)
+    closer.start()
+    assert isinstance(error_of(sentinel), PipeClosed)
+    return closer
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "Jump",
+        "MapReduce",
+        "S[Identity,Jump]",
+        "S[Identity,MapReduce]",
+    ],
+)
+def test_close_fails_a_request_that_waits_for_a_jump(register: Register, backend: str) -> None:
+    gate, last = Gate(), Gate()
+    config = {"z": {"backend": register(last.backend)}, **jump(backend), "r": {"backend": register(gate.backend)}}
+    with pipe(config) as p, gate, last:
+        assert repr(p).splitlines()[-1].startswith("  z: ")  # the order in which nodes are closed
+        running = p.submit({"data": "running", "node_name": "r"})
+        waiting = p.submit(at_a(["x", "y"]))
+        sentinels = [p.submit({"data": 1, "node_name": "z"}) for _ in range(2)]
+        gate.wait_entered()
+        last.wait_entered()
+        until(lambda: p.stats()["nodes"]["r"]["queued"] == (2 if "Map" in backend else 1))
+        closer = closing(p, sentinels[1])
+        gate.open()
+        last.open()
+        closer.join(WAIT)
+        assert not closer.is_alive()
+        assert outcome(running)["result"] == "running"
+        assert p.stats()["inflight"] == 0
+        assert type(error_of(waiting)) is PipeClosed
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["MapReduce", "S[Identity,MapReduce]"],
+)
+def test_close_with_more_than_a_batch_at_the_target_of_a_jump(register: Register, backend: str) -> None:
+    """The leader of r holds three elements back while two are computed."""
+    gate, last = Gate(most=2), Gate()
+    config = {"z": {"backend": register(last.backend)}, **jump(backend), "r": {"backend": register(gate.backend)}}
+    with pipe(config) as p, gate, last:
+        waiting = p.submit(at_a([1, 2, 3, 4, 5]))
+        sentinels = [p.submit({"data": 1, "node_name": "z"}) for _ in range(2)]
+        gate.wait_entered()
+        last.wait_entered()
+        closer = closing(p, sentinels[1])
+        gate.open()
+        last.open()
+        closer.join(5)
+        hangs = closer.is_alive()
+        p.close(timeout=0.1)  # fails what is in flight, and so ends a wait
+        closer.join(WAIT)
+        assert isinstance(error_of(waiting), (PipeClosed, BackendError))
+        assert not hangs
+
+
+# -- many at once, deep and wide ------------------------------------------------------------------------------------
+
+
+def test_forks_and_jumps_under_many_threads_answer_once_whatever_ends_them() -> None:
+    config = {
+        "global": {"batching_timeout": 1},
+        "a": mark("a", "b,c", instance_num=2),
+        "b": {"backend": "Words", "jump": "r", "next": "d"},
+        "c": {"backend": "Most", "max": 4, "next": "d,e"},
+        "d": mark("d", "f", map="b[result:data],c[result:other]"),
+        "e": {"backend": "S[Most,Jump]", "max": 4, "jump": "q", "next": "f"},
+        "f": mark("f", map="d[result:data],d[other:other],e[result:more]"),
+        "r": {"backend": "Most", "max": 4, "next": "s,t"},
+        "s": {"backend": "Jump", "jump": "q", "next": "u"},
+        "t": mark("t", "u"),
+        "u": mark("u", map="s[result:data],t[result:other]"),
+        "q": {"backend": "Most", "max": 4, "next": "c.2"},
+        "c.2": {"next": "v", "filter": "subgraphskip"},
+        "v": mark("v"),
+    }
+    ends: Counter[str] = Counter()
+    lock = threading.Lock()
+    expected: Data = {}
+
+    def work(index: int) -> None:
+        for number in range(40):
+            answers: list[BaseException | None] = []
+            answered = threading.Event()
+
+            def done(data: Data, error: BaseException | None, answers: Any = answers, event: Any = answered) -> None:
+                answers.append(error)
+                event.set()
+
+            data = at_a(f"{index}.{number} x")
+            timeout = 0.002 if number % 4 == 1 else None
+            ticket = p.dispatch(data, done, timeout)
+            if number % 4 == 2:
+                ticket.cancel()
+            assert answered.wait(WAIT)
+            if answers == [None]:
+                shape = {key: str(value).replace(f"{index}.{number}", "0") for key, value in data.items()}
+                assert shape == expected
+            with lock:
+                ends[type(answers[0]).__name__] += 1
+                ends["answers"] += len(answers)
+
+    with pipe(config) as p:
+        data = at_a("0 x")
+        p(data)
+        expected.update({key: str(value) for key, value in data.items()})
+        in_threads(8, work)
+        p(data := at_a("0 x"))
+        assert data == expected
+        assert p.stats()["inflight"] == 0
+    assert ends["answers"] == 8 * 40
+    assert set(ends) <= {"answers", "NoneType", "DeadlineExceeded", "CancelledError"}
+    assert ends["NoneType"] >= 8 * 20 > ends["CancelledError"] > 0
+
+
+def test_a_chain_of_500_nodes() -> None:
+    """Logical ones, so that they need one thread."""
+    names = ["a", *(f"a.{index}" for index in range(1, 500))]
+    nodes: Data = {name: {"next": after} for name, after in itertools.pairwise(names)}
+    data: Data = {"data": ""}
+    with pipe({**nodes, names[-1]: {}, "a": mark("+", "a.1")}) as p:
+        outcome(p.submit(data))
+    assert data["result"] == "+" * 500
+
+
+@pytest.mark.parametrize("filter_", ["swap", "skip"])
+def test_a_fork_and_a_join_of_200(filter_: str) -> None:
+    wide = {f"w.{index}": {"next": "j", "filter": filter_} for index in range(199)}
+    maps = ",".join(f"{name}[result:{name.replace('.', '_')}]" for name in wide)
+    config = {
+        "r": mark("r", ",".join(["w0", *wide])),
+        "w0": mark("w", "j"),
+        "w": mark("w"),
+        **wide,
+        "j": {"backend": "Keys", "map": f"w0[result:data],{maps}"},
+    }
+    data: Data = {"data": "x", "node_name": "r"}
+    with pipe(config) as p:
+        outcome(p.submit(data))
+        assert p.stats()["inflight"] == 0
+    assert len(data["result"].split()) == 200
+    assert (data["data"], data["w_198"]) == ("xrw", "xrw" if filter_ == "swap" else "xr")
+
+
+@pytest.mark.parametrize("length", [300, 1200])
+@pytest.mark.parametrize("first", ["run", "skip"])
+def test_many_skips_in_a_row(length: int, first: str) -> None:
+    nodes: Data = {f"a.{index}": {"next": f"a.{index + 1}", "filter": "skip"} for index in range(1, length)}
+    data: Data = {"data": "x"}
+    with pipe({"a": mark("+", "a.1", filter=first), **nodes, f"a.{length}": {}}) as p:
+        try:
+            outcome(p.submit(data))
+        finally:
+            assert p.stats()["inflight"] == 0, "a request that raised is still in flight"
+    assert data.get("result") == ("x++" if first == "run" else None)
+
+
+def test_jumps_of_jumps() -> None:
+    depth = 63
+    nodes = {f"j{index}": {"backend": "Jump", "jump": f"j{index + 1}"} for index in range(depth)}
+    data: Data = {"data": "x"}
+    with pipe({**nodes, f"j{depth}": mark("+")}) as p:
+        assert outcome(p.submit(data))["result"] == "x+"
+    with pytest.raises(ConfigError, match="node 'first': graphs run graphs from here on, more than 64 deep"):
+        pipe({"first": {"backend": "Jump", "jump": "j0"}, **nodes, f"j{depth}": mark("+")})
+
+
+@pytest.mark.parametrize("length", [50, 400])
+@pytest.mark.parametrize("first", ["run", "skip"])
+def test_many_skipped_forks_and_joins_in_a_row(length: int, first: str) -> None:
+    """n0 to x0 and y0, both to n1, and so on; all of them logical nodes of one."""
+    nodes: Data = {}
+    for index in range(length):
+        before = {"map": f"a.x{index - 1}[data:data],a.y{index - 1}[data:y]"} if index else {}
+        nodes[f"a.n{index}"] = {"next": f"a.x{index},a.y{index}", "filter": "skip", **before}
+        nodes |= {f"a.{side}{index}": {"next": f"a.n{index + 1}", "filter": "skip"} for side in "xy"}
+    last = {"map": f"a.x{length - 1}[data:data]", "filter": "run"}
+    data: Data = {"data": "x"}
+    with pipe({"a": mark("+", "a.n0", filter=first), **nodes, f"a.n{length}": last}) as p:
+        try:
+            outcome(p.submit(data))
+        finally:
+            assert p.stats()["inflight"] == 0, "a request that raised is still in flight"
+    assert data == {"data": "x", "result": "x+"}
