@@ -66,7 +66,7 @@ def interpret(nodes: Nodes, root: str, data: Data) -> tuple[list[Data], bool]:
                 new.update({"context": found["context"]} if "context" in found else {})
                 for key, to in pairs:
                     new.update({to: found[key]} if key in found else {})
-                    error = found.get("error") if to == "data" and key not in found else error
+                    error = found.get("error", error) if to == "data" and key not in found else error
         if "data" not in new:
             raise _Over({**new, "error": error or new.get("error", name)})
         return new

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import deque
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from conftest import Register
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 
-from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, pipe
+from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Status, pipe, registry
 from torchpipe_py.roster import Roster, Sleeper
 
 Data = dict[str, Any]
@@ -273,3 +275,42 @@ def test_a_borrowed_sleeper_is_not_woken_before_it_is_back() -> None:
     assert woken.wait(WAIT)
     assert roster.borrow() is None, "what is queued comes first"
     thread.join(WAIT)
+
+
+def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_filters", {})
+    pipes: list[pipe] = []
+
+    def closing(data: Data) -> Status:
+        pipes[0].close()
+        return Status.Run
+
+    registry.register_filter(closing, "closing")
+    nodes = {"a": {"backend": register(Where), "next": "b"}, "b": {"backend": register(Where), "filter": "closing"}}
+    p = pipe(nodes)
+    pipes.append(idle(p))
+    with pytest.raises(PipeClosed):
+        p({"data": 1})
+    assert p.close()
+
+
+def test_a_request_with_branches_leaves_no_cycle() -> None:
+    class Payload:
+        """Something that can be referred to weakly."""
+
+    nodes = {"a": {"next": "b,c"}, "b": {"next": "d"}, "c": {"next": "d"}, "d": {"map": "b[result:data],c[result:x]"}}
+    with pipe(nodes) as p:
+        gc.collect()
+        gc.disable()
+        try:
+            payload = Payload()
+            known = weakref.ref(payload)
+            for call in (lambda data: p(data), lambda data: outcome(p.submit(data)) and None):
+                call({"data": payload})
+            del payload, call
+            for node in p._engine.nodes.values():
+                while len(node._roster.resting) < len(node.instances):
+                    pass
+            assert known() is None
+        finally:
+            gc.enable()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes import WAIT, Gate, outcome
 
-from torchpipe_py import NoResult, PipeClosed, pipe
+from torchpipe_py import BackendError, ConfigError, ItemBackend, Jump, NoResult, PipeClosed, pipe
 
 
 class Token:
@@ -73,3 +73,68 @@ def test_a_request_that_no_backend_saw_says_why_it_has_no_result(filter_name: st
         p(data)
     assert "result" not in data
     assert isinstance(data["error"], NoResult)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_a_merge_that_raises_anything_fails_its_request(
+    register: Callable[..., str], kind: type[BaseException]
+) -> None:
+    class Merging(Jump):
+        """Cannot merge."""
+
+        def merge(self, data: dict[str, Any], parts: Any) -> None:
+            raise kind("on purpose")
+
+    with pipe({"a": {"backend": register(Merging), "jump": "b"}, "b": {}}) as p:
+        error = p.submit({"data": 1}).exception(WAIT)
+        assert isinstance(error, BackendError)
+        assert isinstance(error.__cause__, kind)
+        assert p.stats()["inflight"] == 0
+
+
+def test_a_map_without_data_keeps_the_reason(register: Callable[..., str]) -> None:
+    class Reason(ItemBackend):
+        """No result, and says why."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            item["error"] = ValueError("the reason")
+
+    nodes = {
+        "a": {"next": "b,c"},
+        "b": {"backend": register(Reason), "next": "d"},
+        "c": {"filter": "skip", "next": "d"},
+        "d": {"map": "b[result:data],c[reslt:data]"},
+    }
+    with pipe(nodes) as p:
+        p(data := {"data": 1})
+    assert str(data["error"]) == "the reason"
+    nodes["b"]["backend"] = "Identity"
+    nodes["d"]["map"] = "b[reslt:data]"
+    with pipe(nodes) as p:
+        p(data := {"data": 1})
+    assert str(data["error"]) == "node 'd': its map gives no 'data': 'b' has no 'reslt'"
+
+
+def test_lists_of_annotated_parameters_belong_to_an_instance(register: Callable[..., str]) -> None:
+    class Collects:
+        """Adds to its own list."""
+
+        tags: list[str] = ["a"]  # noqa: RUF012
+
+        def init(self, config: dict[str, Any]) -> None:
+            self.tags.append("x")
+
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            for item in items:
+                item["result"] = list(self.tags)
+
+    with pipe({"backend": register(Collects), "instance_num": 3}) as p:
+        items = [{"data": index} for index in range(12)]
+        p(items)
+    assert all(item["result"] == ["a", "x"] for item in items)
+
+
+def test_one_mistake_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe({"a": {"backend": "ResizeMat[", "resize_h": 1}, "b": {"next": "c,c"}, "c": {"filter": "swop"}})
+    assert len(str(caught.value).splitlines()) == 3

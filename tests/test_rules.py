@@ -786,7 +786,7 @@ GRAPH = [
         "§4 graph: or because nothing was there",
         {"a": mark("a", "b"), "b": {"map": "a[nothing:data]"}},
         X,
-        {"error": "node 'b': nothing that its map reads gave 'data'"},
+        {"error": "node 'b': its map gives no 'data': 'a' has no 'nothing'"},
     ),
 ]
 

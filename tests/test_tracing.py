@@ -80,7 +80,8 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     begins = [(event["id"], event["name"]) for event in events if event["ph"] == "b"]
     ends = [(event["id"], event["name"]) for event in events if event["ph"] == "e"]
     assert sorted(begins) == sorted(ends)
-    assert (1, "one: compute") in begins
+    assert ("1.1", "one: compute") in begins
+    assert len(set(begins)) == len(begins)
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"two 0"} <= names <= {"one 0", "one 1", "two 0"}
 

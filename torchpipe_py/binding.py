@@ -105,7 +105,12 @@ class Binder:
             raise self.node.at("backend").error(
                 f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())}"
             )
-        return found if issubclass(found, Backend) else PythonClass.of(found)
+        if issubclass(found, Backend):
+            return found
+        try:
+            return PythonClass.of(found)
+        except ConfigError as error:
+            raise self.node.at("backend").error(error) from None
 
     def _check_children(self, call: Call, cls: type[Backend]) -> None:
         low, high = cls.children
@@ -226,7 +231,10 @@ def _at_position(value: Value, position: _Position, scope: str) -> Value:
 
 def find_filter(name: str, node: NodeSpec, key: str) -> Filter:
     """The filter that ``key`` of the node names."""
-    found = registry.find_filter(name)
+    try:
+        found = registry.find_filter(name)
+    except Exception as error:
+        raise node.at(key).error(f"filter {name!r}: {type(error).__name__}: {error}") from error
     if found is None:
         raise node.at(key).error(f"no filter {name!r}; {nearest(name, registry.filter_names())}")
     return found

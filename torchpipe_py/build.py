@@ -59,7 +59,12 @@ class NodePlan:
             )
             parts = zip(self.backends, counts, shared, strict=True)
             return composed(
-                seat, [plan.create(replace(seat, shared=own)) for plan, count, own in parts if instance < count]
+                seat,
+                [
+                    plan.create(replace(seat, shared=own, instance_num=count))
+                    for plan, count, own in parts
+                    if instance < count
+                ],
             )
 
         return [create] * max(counts)
@@ -86,21 +91,23 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
         with problems.gathered():
             if node.owner == name:
                 bound[name] = _bind_node(node, problems)
+    filters = {}
+    for name, node in spec.nodes.items():
+        with problems.gathered():
+            if node.filter is not None:
+                filters[name] = find_filter(node.filter, node, "filter")
     if spec.broken:
         # Without a node that could not be read, edges to it would look wrong as well.
         problems.raise_all()
-    filters = {}
     with problems.gathered():
         graph = build_graph(spec)
-        for name, node in spec.nodes.items():
-            with problems.gathered():
-                filters[name] = _entry_filter(node, graph)
     problems.raise_all()
     plans = {}
     for name, node in spec.nodes.items():
         logical = [one for one in spec.nodes.values() if one.owner == node.owner]
         reaches_caller = any(_reaches_caller(one, spec, graph) for one in logical)
-        plans[name] = NodePlan(node, bound[node.owner][0], filters[name], reaches_caller)
+        default = run if node.map or not graph.predecessors[name] else swap
+        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, default), reaches_caller)
     used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
     known = set().union(*(known for *_, known in bound.values()))
     _check_defaults(spec, used, known, problems)
@@ -136,12 +143,6 @@ def _variant(node: NodeSpec, index: int) -> NodeSpec:
 def _reaches_caller(node: NodeSpec, spec: PipelineSpec, graph: Graph) -> bool:
     always_run = [_always_runs(spec.nodes[name]) for name in node.next]
     return not (always_run and all(always_run)) or len(node.next) > 1 or bool(graph.readers[node.name])
-
-
-def _entry_filter(node: NodeSpec, graph: Graph) -> Filter:
-    if node.filter is not None:
-        return find_filter(node.filter, node, "filter")
-    return run if node.map or not graph.predecessors[node.name] else swap
 
 
 def _always_runs(node: NodeSpec) -> bool:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
     loadtest_options.add_options(bench, clients="client threads")
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, error_status=2)
     args = parser.parse_args(argv)
     try:
         for name in getattr(args, "imports", None) or ():
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TorchpipeError as error:
         for line in str(error).split("\n"):
             print(f"torchpipe: {line}", file=sys.stderr)
-        return 1
+        return int(getattr(args, "error_status", 1))
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -223,10 +223,15 @@ def _node(
             problems.add(Place(place.source, name, key).error("belongs to the top level, not into a node"))
     keys = {**defaults, **own}
 
+    failed: dict[str, ConfigError] = {}
+
     def read(key: str, convert: Callable[[Any], Any], default: Any) -> Any:
-        with problems.gathered():
+        try:
             return _read(keys, key, convert, default, Place(place.source, name if key in own else GLOBAL))
-        return default
+        except ConfigError as error:
+            problems.add(error)
+            failed[key] = error
+            return default
 
     calls = read("backend", parse_expression_value, None) or (Call("Identity"),)
     variants = max([len(calls), *(_variants(keys[key]) for key in keys if is_composed(key))])
@@ -238,7 +243,7 @@ def _node(
     for key in filter(is_composed, keys):
         where = Place(place.source, name if key in own else GLOBAL)
         _read(keys, key, lambda value: split_variants(value, variants), None, where)
-    return NodeSpec(
+    spec = NodeSpec(
         place=place,
         name=name,
         calls=calls,
@@ -251,6 +256,10 @@ def _node(
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
         own=frozenset(own),
     )
+    for key in ("backend", "next", "map"):
+        if key in failed:
+            raise failed[key]  # without these it is another node, with other mistakes
+    return spec
 
 
 def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict[str, Value]:

@@ -168,6 +168,10 @@ class Engine:
             logger.exception("%s: the callback of a finished request failed", self.name)
         if request.inner is not None or trip is not None:
             self._drop_inner(request)
+        if trip is not None:
+            # Branches that are still under way know the trip; without this it would be a cycle that holds all dicts.
+            request.trip = None
+            trip.branches.clear()
         return True
 
     def _drop_inner(self, request: Request) -> None:

@@ -236,7 +236,8 @@ def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, .
 
 def _place(spec: PipelineSpec, name: str) -> Place:
     """Where the target of a node's jump is written."""
-    return spec.nodes[spec.nodes[name].owner].at("jump")
+    owner = spec.nodes[spec.nodes[name].owner]
+    return owner.at(next((key for key in owner.params if key.rpartition("::")[2] == "jump"), "jump"))
 
 
 def _check_jump(graph: Graph, node: NodeSpec, target: str, place: Place) -> None:

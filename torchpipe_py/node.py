@@ -143,11 +143,11 @@ class Node:
             return
         assert isinstance(instance, Instance)
         try:
-            instance.busy = 1
+            instance.busy, instance.carrier = 1, threading.get_ident()
             self._stopped.discard(request)
             self._run_single(instance, request)
         finally:
-            instance.busy = 0
+            instance.busy = instance.carrier = 0
             self._roster.give_back(instance)
         if self._waiting:
             self._wake_leaders()
@@ -185,9 +185,10 @@ class Node:
         return True
 
     def current_instance(self) -> Instance | None:
-        """The instance whose thread is calling."""
-        thread = threading.current_thread()
-        return next((instance for instance in self.instances if instance.thread is thread), None)
+        """The instance whose thread, or whose stand-in, is calling."""
+        thread, identity = threading.current_thread(), threading.get_ident()
+        mine = (one for one in self.instances if one.thread is thread or one.carrier == identity)
+        return next(mine, None)
 
     @contextmanager
     def paused(self, instance: Instance) -> Iterator[None]:

@@ -58,8 +58,8 @@ class pipe:
         if not requests:
             return
         ride = requests[0].ride = Ride() if timeout is None and len(requests) == 1 else None
-        self._launch(requests, entries)
         try:
+            self._launch(requests, entries)
             if ride is not None:
                 ride.go()
             if timeout is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import threading
@@ -128,24 +129,41 @@ def register_postprocessor(cls: type, name: str | None = None) -> type:
 def import_code(name: str) -> None:
     """Import a module by name, or a file that ends in ``.py`` by path, for the backends and filters it registers.
 
-    As for a script, modules in the file's folder can be imported from it. ``ConfigError`` where that fails.
+    The file becomes the module of its name, and its folder the last one that modules are looked for in: those beside
+    it can be imported, also by worker processes. ``ConfigError`` where that fails.
     """
     try:
         if name.endswith(".py"):
-            folder, file = os.path.split(os.path.abspath(name))
-            if not os.path.isfile(name):
-                raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})")
-            sys.path.insert(0, folder)
-            try:
-                importlib.import_module(os.path.splitext(file)[0])
-            finally:
-                sys.path.remove(folder)
+            _import_file(name)
         else:
             importlib.import_module(name)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: str) -> None:
+    folder, file = os.path.split(os.path.abspath(path))
+    module_name = os.path.splitext(file)[0]
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: no such file (working directory: {os.getcwd()})")
+    known = sys.modules.get(module_name)
+    if known is not None:
+        if os.path.abspath(getattr(known, "__file__", None) or "") != os.path.join(folder, file):
+            raise ConfigError(f"{path}: a module called {module_name!r} is imported already; rename the file")
+        return
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None  # for a name that ends in .py there is one
+    assert spec.loader is not None
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
 
 
 def canonical(name: str) -> str:

@@ -182,7 +182,10 @@ class Routes:
         """What a map reads has no result: there is none."""
         data = request.data
         if TASK_ERROR_KEY not in data:
-            data[TASK_ERROR_KEY] = NoResult(f"node {name!r}: nothing that its map reads gave {TASK_DATA_KEY!r}")
+            sources = self._maps.sources[name]
+            reads = [(source, key) for source, pairs in sources for key, new in pairs if new == TASK_DATA_KEY]
+            missing = ", ".join(f"{source!r} has no {key!r}" for source, key in reads)
+            data[TASK_ERROR_KEY] = NoResult(f"node {name!r}: its map gives no {TASK_DATA_KEY!r}: {missing}")
         self._complete(request, None, data)
 
 

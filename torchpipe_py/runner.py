@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, Data, DeferredBackend, run_padded
-from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed
+from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request
 from torchpipe_py.roster import Sleeper
@@ -28,6 +28,7 @@ class Instance(Sleeper):
         self.setup_error: BaseException | None = None
         self.ready = threading.Event()
         self.thread: threading.Thread | None = None
+        self.carrier = 0  # the identity of a caller's thread that stands in for it
         self.busy = 0  # requests taken and not yet delivered
         self.collected_since = 0.0  # when the leader took the first request of the current batch
         self.singles = 0  # requests that could not be batched; the counters below are of batches
@@ -205,7 +206,8 @@ class Runner:
         # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
         is_ctrl_c = request.ride is not None and isinstance(error, KeyboardInterrupt)
         is_closed = self.is_closing and isinstance(error, PipeClosed)  # a jump's own requests were, say
-        self.fail(request, error if is_ctrl_c or is_closed else self.defect(error))
+        is_no_defect = is_ctrl_c or is_closed or isinstance(error, WorkerDied)
+        self.fail(request, error if is_no_defect else self.defect(error))
 
     def fail_closed(self, request: Request) -> None:
         """Fail a request that was still queued when the pipe was closed."""

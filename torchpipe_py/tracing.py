@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,7 +25,7 @@ class Span:
 
     From ``arrived`` to ``collected`` it stood in the queue, to ``started`` its batch waited for company, to ``ended``
     the backend ran. ``request`` counts requests from 1; the parts of a jump carry the number of the one that jumped.
-    ``batch`` counts the node's batches of this trace, ``size`` is how many were in it.
+    ``batch`` counts the batches of the trace, ``size`` is how many requests were in it.
     """
 
     request: int
@@ -47,6 +49,7 @@ class Trace:
         self._spans: list[Span] = []
         self._numbers = itertools.count(1)
         self._batches = itertools.count(1)
+        self._lock = threading.Lock()
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -84,8 +87,9 @@ class Trace:
             if request.origin is None:
                 break
             request = request.origin
-        if not request.number:
-            request.number = next(self._numbers)
+        with self._lock:
+            if not request.number:
+                request.number = next(self._numbers)
         return request.number
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -100,12 +104,14 @@ def chrome_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", _REQUESTS, 0, "requests")
     lines: dict[tuple[str, int], int] = {}
     batches: dict[tuple[str, int], list[Span]] = {}
+    counts: Counter[int] = Counter()
     for span in spans:
         if (span.node, span.instance) not in lines:
             lines[span.node, span.instance] = len(lines) + 1
             yield _meta("thread_name", _INSTANCES, len(lines), f"{span.node} {span.instance}")
         batches.setdefault((span.node, span.batch), []).append(span)
-        yield from _phases(span)
+        counts[span.request] += 1
+        yield from _phases(span, f"{span.request}.{counts[span.request]}")
     for (node, _), members in batches.items():
         first = members[0]
         yield {
@@ -119,12 +125,13 @@ def chrome_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _phases(span: Span) -> Iterator[dict[str, Any]]:
+def _phases(span: Span, identity: str) -> Iterator[dict[str, Any]]:
+    """Each visit of a node has an identity of its own: those of parallel branches overlap."""
     times = (span.arrived, span.collected, span.started, span.ended)
     for phase, start, end in zip(("queue", "batch wait", "compute"), times, times[1:], strict=False):
         if end > start:
-            common = {"name": f"{span.node}: {phase}", "cat": "request", "id": span.request, "pid": _REQUESTS, "tid": 0}
-            where = {"instance": span.instance, "batch size": span.size}
+            common = {"name": f"{span.node}: {phase}", "cat": "request", "id": identity, "pid": _REQUESTS, "tid": 0}
+            where = {"request": span.request, "instance": span.instance, "batch size": span.size}
             yield {**common, "ph": "b", "ts": _us(start), "args": where}
             yield {**common, "ph": "e", "ts": _us(end)}
 

@@ -85,7 +85,7 @@ class Trip:
                 if key in found:
                     mapped[new] = found[key]
                 elif new == TASK_DATA_KEY:
-                    error = found.get(TASK_ERROR_KEY)
+                    error = found.get(TASK_ERROR_KEY, error)
         if TASK_DATA_KEY not in mapped and error is not None:
             mapped[TASK_ERROR_KEY] = error
         return mapped

@@ -42,7 +42,7 @@ def detector(seconds: float, rounds: int) -> Report:
         ours = f"torchpipe_py, {CLIENTS} clients"
         subjects[ours] = partial(run_threads, lambda: run({"data": next(turn)}), CLIENTS, seconds)
         loads = interleave(subjects, rounds)
-        batches = run.stats()["nodes"]["classify"]
+        batches = run.stats()["nodes"]["digit"]
     report = Report("detector: scenes of 1 to 6 digits; boxes by one model, labels by another")
     report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
     best = {name: max(load.qps for key, load in loads.items() if f", {name}, " in key) for name in plain}

@@ -73,7 +73,7 @@ class Jump(DeferredBackend):
                 return self._failure(index, len(parts), error)
         try:
             self.merge(item, parts)
-        except Exception as error:
+        except BaseException as error:
             return error
         return None
 

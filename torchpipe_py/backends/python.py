@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import typing
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -57,7 +58,7 @@ class PythonClass(Backend):
     def setup(self) -> None:
         self._object = self.wrapped()
         for name in self.declared:
-            setattr(self._object, name, self.params[name])
+            setattr(self._object, name, copy.copy(self.params[name]))  # a list is each instance's own
         if hasattr(self._object, "init"):
             self._object.init(dict(self.params))
         self.forward = self._object.forward  # type: ignore[method-assign]
