@@ -434,7 +434,7 @@ CONFIGURATION = [
         X,
         {"data": "xrr", "result": "xrrr"},
         {"rac": mark("r"), "rec.2": {}},
-        "config: node 'rec.2': a logical node of 'rec', which is not there; did you mean 'rac'?",
+        "config: node 'rec.2': a logical node (name.alias) of 'rec', which is not there; did you mean 'rac'?",
     ),
     Rule(
         "§3: default scheduler names are accepted and ignored",

@@ -103,7 +103,8 @@ class Binder:
         found = registry.find_backend(call.name)
         if found is None:
             raise self.node.at("backend").error(
-                f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())}"
+                f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())} (one of your own is "
+                "registered before: register_backend, import_code, --import)"
             )
         if issubclass(found, Backend):
             return found

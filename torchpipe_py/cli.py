@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
+from torchpipe_py.backends.python import PythonClass
 from torchpipe_py.build import plan_pipeline
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.loadtest import options as loadtest_options
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     graph.set_defaults(run=lambda args: _graph(graph, args.config, args.out))
     backends = commands.add_parser("backends", help="list backends and their parameters")
     backends.add_argument("name", nargs="?", help="only this one, with its documentation")
+    _add_imports(backends)
     backends.add_argument("--markdown", action="store_true", help="as the table in README.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
     parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
@@ -52,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="TOML file")
+    _add_imports(parser)
+
+
+def _add_imports(parser: argparse.ArgumentParser) -> None:
     text = "module or .py file with backends and filters of your own, to be imported first; may be repeated"
     parser.add_argument("--import", dest="imports", metavar="CODE", action="append", help=text)
 
@@ -129,7 +135,9 @@ def markdown_table() -> Iterator[str]:
 
 def _backend(name: str) -> type[Backend]:
     cls = registry.find_backend(name)
-    if cls is None or not issubclass(cls, Backend):
+    if cls is not None and not issubclass(cls, Backend):
+        cls = PythonClass.of(cls)
+    if cls is None:
         raise ConfigError(f"no backend {name!r}; {nearest(name, registry.backend_names())}")
     return cls
 

@@ -201,7 +201,8 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str])
         if node.owner in names:
             return  # what is wrong with it has been said
         physical = {name for name, one in nodes.items() if one.owner == name}
-        raise node.place.error(f"a logical node of {node.owner!r}, which is not there; {nearest(node.owner, physical)}")
+        found = nearest(node.owner, physical)
+        raise node.place.error(f"a logical node (name.alias) of {node.owner!r}, which is not there; {found}")
     if "backend" in node.own and node.calls != owner.calls:
         backends = ["&".join(map(str, one.calls)) for one in (node, owner)]
         raise node.at("backend").error(
