@@ -42,6 +42,20 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     return register_unique
 
 
+@pytest.fixture
+def images(tmp_path: Path) -> Callable[..., Path]:
+    """A directory of files with these contents."""
+
+    def make(**contents: str | bytes) -> Path:
+        directory = tmp_path / "images"
+        directory.mkdir()
+        for name, content in contents.items():
+            (directory / f"{name}.jpg").write_bytes(content if isinstance(content, bytes) else content.encode())
+        return directory
+
+    return make
+
+
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
     """A smooth colorful Mat, the same for the same arguments."""
     rng = np.random.default_rng(seed)

@@ -32,10 +32,10 @@ Data = dict[str, Any]
 class NoGraphs:
     """The graphs of a pipe that is not there."""
 
-    def run_graph(self, root: str, data: Data, on_done: Any, parent: Any = None) -> None:
+    def run_graphs(self, root: str, items: Any, on_done: Any, parent: Any = None) -> None:
         raise AssertionError
 
-    def wait_for_graph(self, root: str, items: Any) -> Any:
+    def wait_for_graphs(self, root: str, items: Any) -> Any:
         raise AssertionError
 
 

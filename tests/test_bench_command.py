@@ -38,20 +38,6 @@ Bench = Callable[..., Run]
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Callable[..., Path]:
-    """A directory of files with these contents."""
-
-    def make(**contents: str | bytes) -> Path:
-        directory = tmp_path / "images"
-        directory.mkdir()
-        for name, content in contents.items():
-            (directory / f"{name}.jpg").write_bytes(content if isinstance(content, bytes) else content.encode())
-        return directory
-
-    return make
-
-
-@pytest.fixture
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
     """Runs the command on a configuration, given as text, and a directory."""
 

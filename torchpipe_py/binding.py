@@ -175,10 +175,6 @@ class Binder:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
         return find_filter(call.filter, self.node, "backend")
 
-    def unused_keys(self) -> list[str]:
-        """Keys of the node's own table that nothing in it takes."""
-        return [key for key in self.node.params if key in self.node.own and key not in self.used]
-
     def check_keys(self, unused: Iterable[str]) -> None:
         """Keys that nothing takes, and missing ones."""
         for key in unused:

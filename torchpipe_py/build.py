@@ -102,12 +102,14 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
     with problems.gathered():
         graph = build_graph(spec)
     problems.raise_all()
+    reaching = {
+        owner: any(_reaches_caller(spec.nodes[name], spec, graph) for name in names)
+        for owner, names in spec.logical().items()
+    }
     plans = {}
     for name, node in spec.nodes.items():
-        logical = [one for one in spec.nodes.values() if one.owner == node.owner]
-        reaches_caller = any(_reaches_caller(one, spec, graph) for one in logical)
         default = run if node.map or not graph.predecessors[name] else swap
-        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, default), reaches_caller)
+        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, default), reaching[node.owner])
     used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
     known = set().union(*(known for *_, known in bound.values()))
     _check_defaults(spec, used, known, problems)

@@ -106,6 +106,13 @@ class PipelineSpec:
     max_inflight: int = DEFAULT_MAX_INFLIGHT
     broken: tuple[str, ...] = ()
 
+    def logical(self) -> dict[str, list[str]]:
+        """For each node with instances, the names of all nodes that run on them; in file order."""
+        found: dict[str, list[str]] = {}
+        for name, node in self.nodes.items():
+            found.setdefault(node.owner, []).append(name)
+        return found
+
 
 def parse_toml(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """The file as a dict of dicts, ``"global"`` first, to be edited and passed to ``pipe``.

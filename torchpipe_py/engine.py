@@ -16,7 +16,7 @@ from torchpipe_py.build import Pipeline
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.node import Node
-from torchpipe_py.request import Request, deadline_after
+from torchpipe_py.request import Countdown, Request, deadline_after, nothing
 from torchpipe_py.routes import Routes
 
 logger = logging.getLogger("torchpipe_py")
@@ -50,10 +50,10 @@ class Engine:
             for name in graph.order
             if plans[name].spec.owner == name
         }
-        self.entries = Routes(graph, plans, self.nodes, self.complete).entries
+        logical = pipeline.spec.logical()
+        self.entries = Routes(graph, plans, logical, self.nodes, self.complete).entries
         for owner, node in self.nodes.items():
-            logical = [name for name in graph.order if plans[name].spec.owner == owner]
-            above = {plans[other].spec.owner for name in logical for other in graph.upstream[name]}
+            above = {plans[other].spec.owner for name in logical[owner] for other in graph.upstream[name]}
             node.upstream = tuple(self.nodes[other] for other in graph.order if other in above)
         _engines.add(self)
 
@@ -161,7 +161,7 @@ class Engine:
             if request.caller_data is not None:
                 request.merge()
         # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
-        on_done, request.on_done = request.on_done, _nothing
+        on_done, request.on_done = request.on_done, nothing
         try:
             on_done()
         except BaseException:
@@ -183,14 +183,29 @@ class Engine:
 
     # -- graphs that are run by a node of another -----------------------------------------------------------------
 
-    def run_graph(
-        self, root: str, data: Data, on_done: Callable[[BaseException | None], None], parent: Request | None = None
+    def run_graphs(
+        self,
+        root: str,
+        items: Sequence[Data],
+        on_done: Callable[[list[BaseException | None]], None],
+        parent: Request | None = None,
     ) -> None:
-        """Bring ``data`` to the graph's root; ``on_done(error)`` is called once, from any thread, when it is through.
+        """Bring each item, of which there is at least one, to the graph's root.
 
-        It ends with its ``parent``, the request whose node runs it: at its deadline, or when it is given up.
+        ``on_done(errors)``, in order, is called once, from any thread, when all are through. They end with
+        their ``parent``, the request whose node runs them: at its deadline, or when it is given up.
         """
-        request = Request(data, lambda: on_done(request.error))
+        requests: list[Request] = []
+        countdown = Countdown(len(items), lambda: on_done([request.error for request in requests]))
+        requests += [self._inner_request(item, countdown, parent) for item in items]
+        for request in requests:
+            if parent is not None and parent.done:
+                self.complete(request, CancelledError())
+            else:
+                self.entries[root](request)
+
+    def _inner_request(self, data: Data, on_done: Callable[[], None], parent: Request | None) -> Request:
+        request = Request(data, on_done)
         request.is_inner = True
         self._inner.add(request)
         if parent is not None:
@@ -199,29 +214,22 @@ class Engine:
             if inner is None:
                 inner = parent.inner = []
             inner.append(request)
-            if parent.done:
-                self.complete(request, CancelledError())
-                return
-        self.entries[root](request)
+        return request
 
-    def wait_for_graph(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
+    def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
         """Run each item through the graph and wait for all; their errors, in order. For an instance's own thread."""
-        errors: list[BaseException | None] = [None] * len(items)
-        left = threading.Semaphore(0)
+        outcome: list[BaseException | None] = []
+        if items:
+            finished = threading.Event()
 
-        def finisher(index: int) -> Callable[[BaseException | None], None]:
-            def finish(error: BaseException | None) -> None:
-                errors[index] = error
-                left.release()
+            def finish(errors: list[BaseException | None]) -> None:
+                outcome.extend(errors)
+                finished.set()
 
-            return finish
-
-        for index, item in enumerate(items):
-            self.run_graph(root, item, finisher(index))
-        with self._blocked_instance():
-            for _ in items:
-                left.acquire()
-        return errors
+            self.run_graphs(root, items, finish)
+            with self._blocked_instance():
+                finished.wait()
+        return outcome
 
     @contextmanager
     def _blocked_instance(self) -> Iterator[None]:
@@ -243,10 +251,6 @@ class Engine:
             if done:
                 seconds = max(seconds, node.load() * spent / done / len(node.instances))
         return max(1, math.ceil(seconds * 1000))
-
-
-def _nothing() -> None:
-    """The callback of a request that is completed."""
 
 
 # Process-wide, since a fork is.

@@ -17,7 +17,7 @@ from torchpipe_py.build import plan_pipeline
 from torchpipe_py.engine import Engine
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
-from torchpipe_py.request import Request, Ride, deadline_after
+from torchpipe_py.request import Countdown, Request, Ride, deadline_after
 from torchpipe_py.routes import Enter
 from torchpipe_py.statistics import describe, node_stats
 from torchpipe_py.tracing import DEFAULT_LIMIT, Trace
@@ -186,7 +186,7 @@ class pipe:
         if isinstance(data, dict):
             return (self._request(data, on_done, deadline),), (self._entry(data),)
         items = _checked_list(data)
-        countdown = _Countdown(len(items), on_done)
+        countdown = Countdown(len(items), on_done)
         entries = [self._entry(item) for item in items]
         return [self._request(item, countdown, deadline) for item in items], entries
 
@@ -234,20 +234,6 @@ class Ticket:
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
         return self._engine.complete(self._request, error or CancelledError())
-
-
-class _Countdown:
-    """Calls ``on_done`` when it was called ``count`` times."""
-
-    def __init__(self, count: int, on_done: Callable[[], object]) -> None:
-        self._left, self._on_done, self._lock = count, on_done, threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        self._on_done()
 
 
 def _checked_list(data: Any) -> list[Data]:

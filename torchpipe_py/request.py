@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -85,6 +86,24 @@ class Ride:
         finally:
             for node, request in self.stops:  # after Ctrl-C
                 node.forget(request)
+
+
+class Countdown:
+    """Calls ``on_done`` when it was called ``count`` times."""
+
+    def __init__(self, count: int, on_done: Callable[[], object]) -> None:
+        self._left, self._on_done, self._lock = count, on_done, threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._on_done()
+
+
+def nothing() -> None:
+    """The callback of a request that nobody waits for, or not any more."""
 
 
 def deadline_after(timeout: float | None) -> float | None:

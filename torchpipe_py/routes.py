@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -41,14 +40,15 @@ class _Door:
 class Routes:
     """``entries[name](request)`` brings a request to a node, from any thread; nodes deliver to the entry of the next.
 
-    ``nodes`` are the physical ones. ``complete(request, error, last)`` is the end of a request's way: with an error,
-    with ``last`` as the outcome, or with its own dict.
+    ``nodes`` are the physical ones, ``logical`` names those that run on each. ``complete(request, error, last)`` is the
+    end of a request's way: with an error, with ``last`` as the outcome, or with its own dict.
     """
 
     def __init__(
         self,
         graph: Graph,
         plans: Mapping[str, NodePlan],
+        logical: Mapping[str, Sequence[str]],
         nodes: Mapping[str, Node],
         complete: Callable[[Request, BaseException | None, Data | None], object],
     ) -> None:
@@ -60,9 +60,6 @@ class Routes:
             {name: _sources(name, graph, plans) for name in graph.mapped},
             {name: index for index, name in enumerate(graph.predecessors)},
         )
-        logical: dict[str, list[str]] = defaultdict(list)
-        for name in reversed(graph.order):
-            logical[plans[name].spec.owner].append(name)
         self._doors = {
             name: _Door(plan.filter, nodes[plan.spec.owner], len(logical[plan.spec.owner]) > 1)
             for name, plan in plans.items()
@@ -105,11 +102,7 @@ class Routes:
             if fold.next is None:
                 return fold
             name = fold.next
-            try:
-                status = self._doors[name].filter(request.data)
-            except Exception as error:
-                self._complete(request, _filter_error(name, error), None)
-                return None
+            status = self._ask(name, request)
         if status is Status.Run:
             request.at, request.arrived = name, perf_counter()
             self._doors[name].node.put(request)
@@ -171,12 +164,15 @@ class Routes:
         if TASK_DATA_KEY not in request.data:
             self._end_without_data(name, request)
             return None
+        return self._turn(name, request, self._ask(name, request))
+
+    def _ask(self, name: str, request: Request) -> Any:
+        """What the node's filter says; ``Error`` where it raised, and the request has failed of that."""
         try:
-            status = self._doors[name].filter(request.data)
+            return self._doors[name].filter(request.data)
         except Exception as error:
             self._complete(request, _filter_error(name, error), None)
-            return None
-        return self._turn(name, request, status)
+            return Status.Error
 
     def _end_without_data(self, name: str, request: Request) -> None:
         """What a map reads has no result: there is none."""

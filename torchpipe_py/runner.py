@@ -101,7 +101,6 @@ class Runner:
         instance.queue_time += start - request.arrived
 
         def finish(error: BaseException | None) -> None:
-            data = request.data
             if self.trace is not None:
                 self.trace.record(self.name, instance.index, (request,), start, start, perf_counter())
             if isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
@@ -110,8 +109,6 @@ class Runner:
             if error is not None:
                 self._fail_defect(instance, request, error)
                 return
-            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                self._explain(data)
             self._go_on(instance, request)
 
         backend = instance.backend
@@ -153,7 +150,7 @@ class Runner:
                 instance.batch_wait += start - arrived
 
     def _forward(self, instance: Instance, requests: list[Request]) -> list[Request]:
-        """Run the backend; the requests that go on, each with exactly one outcome."""
+        """Run the backend; the requests that go on."""
         backend = instance.backend
         assert backend is not None  # set up before the first request
         items = [request.data for request in requests]
@@ -168,10 +165,6 @@ class Runner:
                 self._fail_defect(instance, requests[0], error)
                 return []
             requests = self._forward_one_by_one(instance, backend, requests, saved)
-        for request in requests:
-            data = request.data
-            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                self._explain(data)
         return requests
 
     def _forward_one_by_one(
@@ -191,6 +184,9 @@ class Runner:
         return finished
 
     def _go_on(self, instance: Instance, request: Request) -> None:
+        data = request.data
+        if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+            self._explain(data)
         try:
             self.deliver(request)
         except BaseException as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchpipe_py.backends.base import Data
 from torchpipe_py.graph import Fold
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.request import Request, Ride
+from torchpipe_py.request import Request, Ride, nothing
 
 Step = tuple[str, Data]
 """A node to be entered next, and the dict to enter it with."""
@@ -31,13 +31,13 @@ class Maps:
 class Trip:
     """What the branches of one request have in common; ``leave`` may be called by several threads at once.
 
-    ``request`` is the one the caller waits for. Each branch under way has a ``Request`` of its own in ``branches``, of
-    which ``request`` may be one; they are dropped when it is completed.
+    ``request`` is the one the caller waits for. Each branch under way has a ``Request`` of its own in ``branches``;
+    they are dropped when it is completed.
     """
 
     def __init__(self, request: Request, maps: Maps) -> None:
         self.request = request
-        self.branches = [request]
+        self.branches: list[Request] = []
         self._maps = maps
         self._base = request.data
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Trip:
 
     def branch(self, data: Data, ride: Ride | None) -> Request:
         """A request for a further branch, on the ride of the one it comes from."""
-        one = Request(data, _nothing)
+        one = Request(data, nothing)  # nobody waits for it
         one.deadline, one.trip, one.ride = self.request.deadline, self, ride
         self.branches.append(one)
         one.done = self.request.done
@@ -115,7 +115,3 @@ class Trip:
         self._base.pop(TASK_ERROR_KEY, None)
         self._base.update(merged)
         self.request.data = self._base
-
-
-def _nothing() -> None:
-    """A branch has nobody who waits for it."""

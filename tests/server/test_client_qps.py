@@ -183,20 +183,6 @@ def serve() -> Iterator[Callable[..., ToyServer]]:
         server.server_close()
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Callable[..., Path]:
-    """A directory of files with these contents."""
-
-    def make(**contents: str | bytes) -> Path:
-        directory = tmp_path / "images"
-        directory.mkdir()
-        for name, content in contents.items():
-            (directory / f"{name}.jpg").write_bytes(content if isinstance(content, bytes) else content.encode())
-        return directory
-
-    return make
-
-
 def command(directory: Path, port: int, *more: object) -> list[str]:
     fixed = ["--img_dir", directory, "--port", port, "--request_client", 2, "--timeout", 5]
     return [sys.executable, str(SCRIPTS / "client_qps.py"), *map(str, [*fixed, *more])]

@@ -79,12 +79,19 @@ class Shared:
 class Graphs(Protocol):
     """The other graphs of a pipe, for backends that run one of them; ``root`` names one by its root node."""
 
-    def run_graph(
-        self, root: str, data: Data, on_done: Callable[[BaseException | None], None], parent: Any = None
+    def run_graphs(
+        self,
+        root: str,
+        items: Sequence[Data],
+        on_done: Callable[[list[BaseException | None]], None],
+        parent: Any = None,
     ) -> None:
-        """Start ``data`` through the graph; ``on_done(error)`` is called once, from any thread, when it is through."""
+        """Start each item through the graph, all at once.
 
-    def wait_for_graph(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
+        ``on_done(errors)``, in order, is called once, from any thread, when all are through.
+        """
+
+    def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
         """Run each item through the graph, all at once, and wait for them; their errors, in order."""
 
 

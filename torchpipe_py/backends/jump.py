@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
@@ -44,13 +43,11 @@ class Jump(DeferredBackend):
         if not parts:
             done(self._merged(item, parts, []))
             return
-        gathered = _Gathered(len(parts), lambda errors: done(self._merged(item, parts, errors)))
-        for index, part in enumerate(parts):
-            self._graphs.run_graph(self.jump, part, gathered.finisher(index), request)
+        self._graphs.run_graphs(self.jump, parts, lambda errors: done(self._merged(item, parts, errors)), request)
 
     def forward(self, items: list[Data]) -> None:
         split = [self._split(item) for item in items]
-        errors = iter(self._graphs.wait_for_graph(self.jump, [part for parts in split for part in parts]))
+        errors = iter(self._graphs.wait_for_graphs(self.jump, [part for parts in split for part in parts]))
         first = None
         for item, parts in zip(items, split, strict=True):
             first = first or self._merged(item, parts, [next(errors) for _ in parts])
@@ -129,26 +126,3 @@ def _elements(data: Data, key: str) -> Sequence[Any]:
         return value
     found = type(value).__name__ if key in data else "no such key"
     raise ValueError(f"expected a list under {key!r} to split, found {found}")
-
-
-class _Gathered:
-    """Calls ``on_done(errors)`` when each of ``count`` runs has finished."""
-
-    def __init__(self, count: int, on_done: Callable[[list[BaseException | None]], None]) -> None:
-        self._errors: list[BaseException | None] = [None] * count
-        self._left = count
-        self._on_done = on_done
-        self._lock = threading.Lock()
-
-    def finisher(self, index: int) -> Callable[[BaseException | None], None]:
-        """What to call with the outcome of one run."""
-
-        def finish(error: BaseException | None) -> None:
-            self._errors[index] = error
-            with self._lock:
-                self._left -= 1
-                if self._left:
-                    return
-            self._on_done(self._errors)
-
-        return finish
