@@ -15,6 +15,13 @@ from torchpipe_py.request import Request
 from torchpipe_py.roster import Sleeper
 from torchpipe_py.tracing import Trace
 
+COUNTS = 28  # up to 2**27 µs, two minutes; the last one is of everything beyond
+
+
+def bucket(seconds: float) -> int:
+    """The place of a time in a list of ``COUNTS`` counters: 0 below 1 µs, ``n`` below 2**n µs."""
+    return min(COUNTS - 1, int(seconds * 1e6).bit_length())
+
 
 class Instance(Sleeper):
     """One backend on its own thread; that thread, or a caller's that stands in for it, writes the counters."""
@@ -35,6 +42,8 @@ class Instance(Sleeper):
         self.requests = self.batches = self.failed = self.expired = 0
         self.queue_time = self.batch_wait = self.compute_time = self.last_compute = 0.0
         self.batch_sizes: Counter[int] = Counter()
+        # Of requests, requests and batches, by `bucket`.
+        self.queue_counts, self.wait_counts, self.compute_counts = ([0] * COUNTS for _ in range(3))
 
 
 class Runner:
@@ -66,9 +75,12 @@ class Runner:
             if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
                 self._explain(data)
             now = perf_counter()
+            queued, computed = start - request.arrived, now - start
             instance.singles += 1
-            instance.queue_time += start - request.arrived
-            instance.compute_time += now - start
+            instance.queue_time += queued
+            instance.compute_time += computed
+            instance.queue_counts[bucket(queued)] += 1
+            instance.compute_counts[bucket(computed)] += 1
             if self.trace is not None:
                 self.trace.record(self.name, instance.index, (request,), start, start, now)
             self.deliver(request)
@@ -87,6 +99,7 @@ class Runner:
         now = perf_counter()
         instance.last_compute = now - start
         instance.compute_time += instance.last_compute
+        instance.compute_counts[bucket(instance.last_compute)] += 1
         if self.trace is not None:
             self.trace.record(self.name, instance.index, batch, instance.collected_since or start, start, now)
         for request in requests:
@@ -99,6 +112,7 @@ class Runner:
             return
         instance.singles += 1
         instance.queue_time += start - request.arrived
+        instance.queue_counts[bucket(start - request.arrived)] += 1
 
         def finish(error: BaseException | None) -> None:
             if self.trace is not None:
@@ -117,7 +131,9 @@ class Runner:
             backend.start(request.data, finish, request)
         except BaseException as error:
             self._fail_defect(instance, request, error)
-        instance.compute_time += perf_counter() - start  # what it waits for, is other nodes' time
+        computed = perf_counter() - start  # what it waits for, is other nodes' time
+        instance.compute_time += computed
+        instance.compute_counts[bucket(computed)] += 1
 
     def _starts(self, instance: Instance, request: Request, now: float) -> bool:
         """Whether the request is to be run; its dict is ready for that then."""
@@ -142,12 +158,12 @@ class Runner:
         instance.batch_sizes[count] += 1
         since = instance.collected_since or start
         for request in requests:
-            arrived = request.arrived
-            if arrived < since:
-                instance.queue_time += since - arrived
-                instance.batch_wait += start - since
-            else:
-                instance.batch_wait += start - arrived
+            # NOTE: what comes while the leader collects has not queued.
+            taken = max(since, request.arrived)
+            instance.queue_time += taken - request.arrived
+            instance.batch_wait += start - taken
+            instance.queue_counts[bucket(taken - request.arrived)] += 1
+            instance.wait_counts[bucket(start - taken)] += 1
 
     def _forward(self, instance: Instance, requests: list[Request]) -> list[Request]:
         """Run the backend; the requests that go on."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torchpipe_py.engine import Engine
 from torchpipe_py.node import Node
+from torchpipe_py.runner import COUNTS
+
+BOUNDS_MS = [2**power / 1000 for power in range(COUNTS - 1)]
+"""Upper bounds, exclusive, of a histogram's counters in milliseconds; the last counter has none."""
 
 
 def node_stats(node: Node) -> dict[str, Any]:
@@ -15,7 +20,9 @@ def node_stats(node: Node) -> dict[str, Any]:
     ``queue_ms``, ``batch_wait_ms`` and ``compute_ms`` are totals in milliseconds: over requests from their arrival
     until a leader took them, from then until their batch closed; over batches while the backend ran.
     ``batch_sizes`` counts batches by size, ``failed`` the requests whose backend raised, ``expired`` those whose
-    deadline passed in the queue.
+    deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` count the same times
+    by ``BOUNDS_MS``: those of ``queue`` and ``batch_wait`` are of requests (of batches alone, in the second), those of
+    ``compute`` of batches.
     """
     instances = node.instances
     sizes: Counter[int] = Counter()
@@ -37,7 +44,17 @@ def node_stats(node: Node) -> dict[str, Any]:
         "queue_ms": 1000 * sum(instance.queue_time for instance in instances),
         "batch_wait_ms": 1000 * sum(instance.batch_wait for instance in instances),
         "compute_ms": 1000 * sum(instance.compute_time for instance in instances),
+        "instance_compute_ms": [1000 * instance.compute_time for instance in instances],
+        "histograms": {
+            "queue": _added(instance.queue_counts for instance in instances),
+            "batch_wait": _added(instance.wait_counts for instance in instances),
+            "compute": _added(instance.compute_counts for instance in instances),
+        },
     }
+
+
+def _added(histograms: Iterable[list[int]]) -> list[int]:
+    return [sum(counts) for counts in zip(*histograms, strict=True)]
 
 
 def describe(engine: Engine) -> str:
