@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -432,3 +434,12 @@ def test_the_file_of_the_tutorial_runs_with_a_choice(write: Write, classifier: s
         assert (p.max(), p.min()) == (4, 1)
     assert data["result"].shape == (1, 5)
     assert "result" not in bad
+
+
+def test_errors_of_an_edited_file_name_the_file(tmp_path):
+    path = tmp_path / "edited.toml"
+    path.write_text('[one]\nbackend = "Identity"\n')
+    tables = parse_toml(path)
+    tables["one"]["nonsense"] = 1
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: node 'one': key 'nonsense'")):
+        pipe(pickle.loads(pickle.dumps(tables)))

@@ -114,7 +114,13 @@ class PipelineSpec:
         return found
 
 
-def parse_toml(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+class Tables(dict[str, dict[str, Any]]):
+    """The tables of a file; errors about them name it: ``source``."""
+
+    source = "config"
+
+
+def parse_toml(path: str | os.PathLike[str]) -> Tables:
     """The file as a dict of dicts, ``"global"`` first, to be edited and passed to ``pipe``.
 
     Raises ``ConfigError`` for a missing file (naming it and the working directory) or text that is no TOML.
@@ -129,7 +135,9 @@ def parse_toml(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
-    return _with_global(tables, Place(name))
+    found = Tables(_with_global(tables, Place(name)))
+    found.source = name
+    return found
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
@@ -143,7 +151,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineS
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Problems) -> PipelineSpec:
     """The same, with what is wrong in ``problems``; what is no configuration at all is raised."""
     if isinstance(config, Mapping):
-        place = Place("config")
+        place = Place(config.source if isinstance(config, Tables) else Tables.source)
         return _pipeline(_with_global(copy.deepcopy(dict(config)), place), place, problems)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
