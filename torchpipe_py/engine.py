@@ -243,14 +243,18 @@ class Engine:
             yield
 
     def retry_after_ms(self) -> int:
-        """How long the slowest node needs for what it holds, by its measured compute time; at least 1 ms."""
+        """``expected_wait`` in whole milliseconds, at least 1."""
+        return max(1, math.ceil(self.expected_wait() * 1000))
+
+    def expected_wait(self) -> float:
+        """How long the slowest node needs for what it holds, by its measured compute time, seconds."""
         seconds = 0.0
         for node in self.nodes.values():
             done = sum(instance.requests + instance.singles for instance in node.instances)
             spent = sum(instance.compute_time for instance in node.instances)
             if done:
                 seconds = max(seconds, node.load() * spent / done / len(node.instances))
-        return max(1, math.ceil(seconds * 1000))
+        return seconds
 
 
 # Process-wide, since a fork is.

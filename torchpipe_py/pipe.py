@@ -129,6 +129,13 @@ class pipe:
         """The smallest batch any node forms."""
         return min(node.min for node in self._engine.nodes.values())
 
+    def expected_wait(self) -> float:
+        """Seconds until the slowest node is through with what it holds now, by the compute times measured so far.
+
+        For a server that refuses what cannot meet its deadline.
+        """
+        return self._engine.expected_wait()
+
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.statistics``."""
         engine = self._engine

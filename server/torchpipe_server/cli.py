@@ -1,106 +1,108 @@
-"""``torchpipe-serve CONFIG``: build the pipe, listen, serve until SIGTERM or SIGINT."""
+"""``torchpipe-serve CONFIG``: open the port, start the workers, serve until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, parse_options
-
-if TYPE_CHECKING:
-    from torchpipe_py import pipe
 
 logger = logging.getLogger("torchpipe_server")
 
 LISTEN_BACKLOG = 1024
-SWITCH_SECONDS = 0.0005
-CLOSE_SECONDS = 2.0  # for a backend to return once every request is answered or given up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 after a stop by signal, 1 where the service could not start or lost a request; wrong arguments exit with 2."""
-    # Until there is a server to stop, a signal ends the process at once: nothing was accepted yet.
-    _on_stop_signal(lambda *_: os._exit(0))
+    # Until there is something to stop, a signal ends the process at once: nothing was accepted yet.
+    _on_signals(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT)
     options = parse_options(argv)
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    # NOTE: imported only now, under the signal handler: it takes seconds.
-    from torchpipe_py import TorchpipeError
-
-    if find_spec("thriftpy2") is None:
-        print("torchpipe-serve: thriftpy2 is not installed (pip install 'torchpipe_py[server]')", file=sys.stderr)
-        return 1
+    set_up_logging(options)
+    # NOTE: imported only now, under the signal handler: it takes a moment.
+    from torchpipe_py.errors import TorchpipeError
 
     try:
-        listener = socket.create_server((options.host, options.port), backlog=LISTEN_BACKLOG)
-    except OSError as error:
-        print(f"torchpipe-serve: cannot listen on {options.host}:{options.port}: {error.strerror}", file=sys.stderr)
+        return _serve(options)
+    except (CannotServeError, TorchpipeError) as error:
+        print(f"torchpipe-serve: {error}", file=sys.stderr)
         return 1
-    with listener:
-        try:
-            run = build_pipe(options)
-        except TorchpipeError as error:
-            print(f"torchpipe-serve: {error}", file=sys.stderr)
-            return 1
-        answered = serve(listener, run, options)
-    if not run.close(CLOSE_SECONDS):
-        logger.error("a backend does not return; leaving it behind")
-        _leave(1)
-    return 0 if answered else 1
 
 
-def build_pipe(options: Options) -> pipe:
-    """The pipe of the configuration file, its libraries told that the instances are the parallelism."""
-    import cv2
-    import torch
-
-    from torchpipe_py import import_code, parse_toml, pipe
-
-    for name in filter(None, (part.strip() for part in options.import_code.split(","))):
-        import_code(name)
-    cv2.setNumThreads(1)
-    torch.set_num_threads(1)
-    # A thread that comes back from OpenCV waits this long at most for the interpreter lock (default: 5 ms).
-    sys.setswitchinterval(SWITCH_SECONDS)
-    if not options.max_inflight:
-        return pipe(options.config)
-    config: dict[str, Any] = parse_toml(options.config)
-    config["global"]["max_inflight"] = options.max_inflight
-    return pipe(config)
+class CannotServeError(Exception):
+    """Why the service cannot start: a missing library, a port that is taken."""
 
 
-def serve(listener: socket.socket, run: pipe, options: Options) -> bool:
-    """Serve on the calling thread, the main one, until a signal; whether everything accepted was answered."""
-    from torchpipe_server.handler import InferenceHandler
+def _serve(options: Options) -> int:
+    if find_spec("thriftpy2") is None:
+        raise CannotServeError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")
+    from torchpipe_py import parse_toml
     from torchpipe_server.idl import load_idl
-    from torchpipe_server.server import Server
+    from torchpipe_server.supervisor import Supervisor
 
-    server = Server(listener, InferenceHandler(run, load_idl()), options)
-    _on_stop_signal(lambda *_: server.stop())
-    host, port = listener.getsockname()[:2]
-    gc.freeze()  # what was loaded stays; the collector need not look at it again and again
-    print(f"serving {options.config} on {host}:{port} (pid {os.getpid()})", flush=True)
-    answered = server.serve()
-    if answered:
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listen(options.host, options.port))
+        idl = None if options.handler else load_idl()
+        supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
+        http = stack.enter_context(_http(options, supervisor)) if options.http_port >= 0 else None
+        _prepare(options)
+        _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
+        _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
+        host, port = listener.getsockname()[:2]
+
+        def announce() -> None:
+            gc.freeze()
+            print(f"serving {options.config} on {host}:{port} (pid {os.getpid()})", flush=True)
+            if http is not None:
+                print(f"http://{host}:{http.port}/ shows how it does", flush=True)
+
+        if not supervisor.run(announce):
+            return 1
         logger.info("stopped; every accepted request is answered")
-    return answered
+        return 0
 
 
-def _on_stop_signal(handler: Callable[..., object]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        raise CannotServeError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _http(options: Options, supervisor: Any) -> Any:
+    if find_spec("prometheus_client") is None:
+        raise CannotServeError("--http-port: prometheus_client is not installed (pip install 'torchpipe_py[server]')")
+    from torchpipe_server.status import StatusServer
+
+    try:
+        return StatusServer(options.host, options.http_port, supervisor)
+    except OSError as error:
+        raise CannotServeError(f"cannot listen on {options.host}:{options.http_port}: {error.strerror}") from None
+
+
+def _prepare(options: Options) -> None:
+    """What the workers start from: a process that has imported what they need and is forked for each of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor or two for each connection
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be there before the fork, and nobody uses it
+    modules = ["torchpipe_server.preload"]
+    if b"Tensorrt" in Path(options.config).read_bytes():
+        modules.append("tensorrt")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+def _on_signals(handler: Callable[..., object], *numbers: int) -> None:
+    for number in numbers:
         signal.signal(number, handler)
-
-
-def _leave(status: int) -> None:
-    """End the process without waiting for its threads."""
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(status)

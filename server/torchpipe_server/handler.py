@@ -6,47 +6,48 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from torchpipe_py import InvalidRequest, NoResult, TorchpipeError, pipe
+from torchpipe_py import InvalidRequest, NoResult, Overloaded, TorchpipeError, pipe
+from torchpipe_server.method import OK, Cancellable, Done, Method, describe_error
 from torchpipe_server.values import to_label_and_score, to_python, to_values
 
 logger = logging.getLogger("torchpipe_server")
 
-Done = Callable[[Any], None]
-"""Takes the result struct; called exactly once, from any thread."""
-
-
-class Cancellable(Protocol):
-    """Work under way that can be ended; its ``deadline`` is in seconds of ``time.perf_counter``."""
-
-    @property
-    def deadline(self) -> float | None: ...
-
-    def cancel(self, error: BaseException | None = None) -> object: ...
-
-
-class Method(NamedTuple):
-    """One method of the service. ``start`` calls ``done`` once, or raises; ``fail`` makes a result of an error."""
-
-    args: type
-    start: Callable[[Any, Done], Cancellable | None]
-    fail: Callable[[BaseException], Any]
-
 
 class InferenceHandler:
-    """``InferenceService`` on a pipe. Methods are started by the I/O thread and finished by the pipe's threads."""
+    """``InferenceService`` on a pipe. Methods are started by the I/O thread and finished by the pipe's threads.
 
-    def __init__(self, run: pipe, idl: Any) -> None:
-        self._pipe, self._idl = run, idl
+    ``deadline_ms`` is that of calls which name none; 0 is none. A call whose deadline the measured times of the pipe
+    rule out is refused with ``Overloaded`` at once.
+    """
+
+    def __init__(self, run: pipe, idl: Any, deadline_ms: float = 0.0) -> None:
+        self._pipe, self._idl, self._deadline_ms = run, idl, deadline_ms
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(service.ping_args, self._ping, self._raise),
             "infer_batch": Method(
-                service.infer_batch_args, self._infer_batch, self._failer(service.infer_batch_result)
+                service.infer_batch_args,
+                self._infer_batch,
+                self._failer(service.infer_batch_result),
+                _outcome_of,
+                lambda args: _given(args.params, "params").uuid,
             ),
-            "infer_many": Method(service.infer_many_args, self._infer_many, self._failer(service.infer_many_result)),
-            "infer": Method(service.infer_args, self._infer, self._failer(service.infer_result)),
+            "infer_many": Method(
+                service.infer_many_args,
+                self._infer_many,
+                self._failer(service.infer_many_result),
+                _outcome_of_many,
+                lambda args: ",".join(one.uuid for one in _given(args.params, "params")),
+            ),
+            "infer": Method(
+                service.infer_args,
+                self._infer,
+                self._failer(service.infer_result),
+                _outcome_of,
+                lambda args: _given(args.request, "request").uuid,
+            ),
         }
 
     def _ping(self, args: Any, done: Done) -> None:
@@ -66,11 +67,12 @@ class InferenceHandler:
             result, failure = self._outcome(data, error)
             done(result_type(success=result, error=failure))
 
-        return self._pipe.dispatch({"data": _given(args.params, "params").data}, finish)
+        timeout = self._seconds(None) if self._deadline_ms else None
+        return self._pipe.dispatch({"data": _given(args.params, "params").data}, finish, timeout)
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
         params = _given(args.params, "params")
-        many = _Many(self, len(params), _seconds(args.deadline_ms), done)
+        many = _Many(self, len(params), self._seconds(args.deadline_ms), done)
         many.start([{"data": one.data} for one in params])
         return many
 
@@ -84,7 +86,7 @@ class InferenceHandler:
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             done(self._infer_result(request.uuid, data, keys, error))
 
-        return self._pipe.dispatch(data, finish, timeout=_seconds(request.deadline_ms))
+        return self._pipe.dispatch(data, finish, timeout=self._seconds(request.deadline_ms))
 
     def _infer_result(self, uuid: str, data: dict[str, Any], keys: list[str], error: BaseException | None) -> Any:
         result_type = self._idl.InferenceService.infer_result
@@ -117,6 +119,16 @@ class InferenceHandler:
         return self._idl.InferenceError(
             code=code, message=describe_error(error), retry_after_ms=getattr(error, "retry_after_ms", None)
         )
+
+    def _seconds(self, milliseconds: int | None) -> float | None:
+        """The time limit, 0 and less standing for none; ``Overloaded`` where it cannot be kept."""
+        limit = self._deadline_ms if milliseconds is None else milliseconds
+        if limit <= 0:
+            return None
+        wait = 1000 * self._pipe.expected_wait()
+        if wait > limit:
+            raise Overloaded(f"a request has to wait {wait:.0f} ms now, its deadline is {limit:g} ms", round(wait))
+        return limit / 1000
 
 
 class _Many:
@@ -163,13 +175,15 @@ class _Many:
         self._done(self._handler._idl.InferenceService.infer_many_result(success=self._outcomes))
 
 
-def describe_error(error: BaseException) -> str:
-    """The error's text as something that can be encoded, whatever its ``__str__`` does."""
-    try:
-        text = str(error)
-    except Exception:
-        text = ""
-    return (text or type(error).__name__).encode("utf-8", "replace").decode()
+def _outcome_of(result: Any) -> str:
+    return OK if result.error is None else str(result.error.code)
+
+
+def _outcome_of_many(result: Any) -> str:
+    """Of a list with some errors the first one's code."""
+    if result.error is not None:
+        return str(result.error.code)
+    return next((str(one.error.code) for one in result.success if one.error is not None), OK)
 
 
 def _given(value: Any, name: str) -> Any:
@@ -183,8 +197,3 @@ def _output(data: dict[str, Any], key: str) -> Any:
     if key in data:
         return data[key]
     raise data.get("error") or NoResult(f"the request has no {key!r}")
-
-
-def _seconds(milliseconds: int | None) -> float | None:
-    """0 and less, and a missing value, stand for no deadline."""
-    return milliseconds / 1000 if milliseconds is not None and milliseconds > 0 else None

@@ -10,8 +10,8 @@ from typing import Any
 MEBIBYTE = 2**20
 
 
-def _option(default: Any, doc: str, low: float = 0, high: float = 2**62) -> Any:
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high})
+def _option(default: Any, doc: str, low: float = 0, high: float = 2**62, choices: Sequence[str] = ()) -> Any:
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,29 @@ class Options:
     config: str
     host: str = _option("0.0.0.0", "address to listen on")
     port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which", 0, 65535)
+    http_port: int = _option(-1, "port of /, /live, /ready, /metrics and /stats; 0: any free one; -1: none", -1, 65535)
+    workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
+    devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
+    handler: str = _option("", "package.module:Class with an IDL and methods of your own, in place of InferenceService")
+    import_code: str = _option("", "modules or .py files with backends of your own, separated by commas")
     max_connections: int = _option(1024, "connections at a time; further ones are answered 'overloaded' and closed", 1)
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
+    max_held_bytes: int = _option(1024 * MEBIBYTE, "bytes of unanswered messages in a worker; then 'overloaded'", 64)
     max_items: int = _option(2**16, "fields, list elements and map entries of one message, all together", 16)
     max_depth: int = _option(64, "nested structs and containers of one message", 2)
     message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be taken", 0.01)
     idle_seconds: float = _option(0.0, "seconds after which a silent connection is closed; 0 keeps it")
-    max_inflight: int = _option(0, "requests in flight, beyond them 'overloaded'; 0 leaves it to the configuration")
-    drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM")
-    import_code: str = _option("", "modules or .py files with backends of your own, separated by commas")
-    log_level: str = _option("info", "debug, info, warning or error")
+    max_inflight: int = _option(
+        0, "requests in flight in a worker, beyond them 'overloaded'; 0 leaves it to the configuration"
+    )
+    deadline_ms: float = _option(0.0, "deadline of requests that name none, milliseconds; 0 is none")
+    drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")
+    hang_seconds: float = _option(30.0, "seconds after which a worker that does not answer is killed; 0 never", 0)
+    log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
+    log_format: str = _option("text", "", choices=("text", "json"))
+    log_requests: str = _option(
+        "none", "of which requests a line with the client's uuid is logged:", choices=("none", "failed", "all")
+    )
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -40,17 +53,33 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     for option in fields(Options):
         if option.default is not MISSING:
             kind = type(option.default)
-            flag = "--" + option.name.replace("_", "-")
-            text = f"{option.metadata['doc']} (default: {option.default})"
+            choices = ", ".join(option.metadata["choices"])
+            text = " ".join(part for part in (option.metadata["doc"], choices) if part)
             # Underscores work as well: the load tester's flags have them.
-            parser.add_argument(flag, f"--{option.name}", type=kind, default=option.default, help=text, metavar="X")
+            parser.add_argument(
+                _flag(option.name), f"--{option.name}", type=kind, default=option.default, metavar="X",
+                help=f"{text} (default: {option.default})",
+            )  # fmt: skip
     options = Options(**vars(parser.parse_args(argv)))
     for option in fields(Options):
-        value = getattr(options, option.name)
-        if isinstance(value, (int, float)):
-            low, high = option.metadata["low"], option.metadata["high"]
-            if not low <= value <= high:
-                parser.error(f"--{option.name.replace('_', '-')}: expected {low:g} to {high:g}, got {value}")
-    if options.log_level not in ("debug", "info", "warning", "error"):
-        parser.error(f"--log-level: expected debug, info, warning or error, got {options.log_level!r}")
+        if option.default is not MISSING:
+            problem = _problem(option.metadata, getattr(options, option.name))
+            if problem:
+                parser.error(f"{_flag(option.name)}: {problem}")
+    if not all(part.strip().isdigit() for part in options.devices.split(",") if options.devices):
+        parser.error(f"--devices: expected numbers separated by commas, as 0,1, got {options.devices!r}")
     return options
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _problem(metadata: Any, value: Any) -> str:
+    """What is wrong with the value; empty if nothing is."""
+    low, high, choices = metadata["low"], metadata["high"], metadata["choices"]
+    if choices and value not in choices:
+        return f"expected {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}"
+    if isinstance(value, (int, float)) and not low <= value <= high:
+        return f"expected {low:g} to {high:g}, got {value}"
+    return ""

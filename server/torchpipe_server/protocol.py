@@ -120,10 +120,14 @@ class MessageReader:
                 yield message
                 start = message.end
         except ProtocolError as error:
-            self._broken = error.kind, error.detail
-            self._held = bytearray()
+            self.abandon(error)
             raise
         self._hold(buffer, start, end)
+
+    def abandon(self, error: ProtocolError) -> None:
+        """Give up the unfinished message, whatever it holds; ``error`` is what a further ``feed`` raises."""
+        self._broken = error.kind, error.detail
+        self._held = bytearray()
 
     def _hold(self, buffer: Buffer, start: int, end: int) -> None:
         if start == end:

@@ -1,7 +1,7 @@
-"""The I/O loop: accepts connections, reads messages, starts their methods, and ends without losing a request.
+"""Serves connections: reads messages, starts their methods, and ends without losing a request.
 
-One thread does all of it. A reply is written by the thread that finished the request; only what a socket does not take
-at once comes back to the loop.
+One thread, that of the loop, does all of it. A reply is written by the thread that finished the request; only what a
+socket does not take at once comes back to the loop.
 """
 
 from __future__ import annotations
@@ -9,98 +9,140 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import selectors
 import socket
-import sys
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from thriftpy2.thrift import TApplicationException
 
-from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
+from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, TorchpipeError
 from torchpipe_server.codec import BadArgumentsError, Codec
 from torchpipe_server.connection import Connection
-from torchpipe_server.handler import InferenceHandler, describe_error
+from torchpipe_server.ledger import Ledger
+from torchpipe_server.loop import READ, WRITE, Loop
+from torchpipe_server.method import Method, describe_error
 from torchpipe_server.options import Options
 from torchpipe_server.protocol import ONEWAY, Limits, Message, MessageReader, ProtocolError
+from torchpipe_server.slots import Mark
 
 logger = logging.getLogger("torchpipe_server")
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 # Below malloc's threshold for mapping memory anew each time: 4 instead of 45 us for reading 66 KB.
 RECEIVE_BYTES = 120 * 1024
-ACCEPTS_AT_ONCE = 64
-REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
 BACKLOG = 64  # whole messages of one connection that wait; beyond them it is not read
 LINGER_SECONDS = 2.0
 TICK_SECONDS = 0.5
 
+_KINDS = {TApplicationException.PROTOCOL_ERROR: "bad_arguments"}
+
+
+class Handler(Protocol):
+    """What is served: a method for each name that a message may have."""
+
+    @property
+    def methods(self) -> Mapping[str, Method]: ...
+
 
 class Server:
-    """Serves a handler on a listening socket until ``stop`` is called and everything accepted is answered."""
+    """Serves a handler's methods to the connections that it is given.
 
-    def __init__(self, listener: socket.socket, handler: InferenceHandler, options: Options) -> None:
-        self._listener, self._handler, self._options = listener, handler, options
+    ``drain`` answers what was accepted and closes each connection then. ``release`` and ``shed`` let go of connections
+    between two of their messages, unclosed, for another process to go on with. ``on_gone(slot, is_closed)`` is called
+    for each connection that was closed or let go of. All of it, but for the replies, is for the thread of the loop.
+    """
+
+    def __init__(self, loop: Loop, handler: Handler, options: Options, on_gone: Callable[[int, bool], object]) -> None:
+        self._loop, self._handler, self._options, self._on_gone = loop, handler, options, on_gone
         self._limits = Limits(
             message_bytes=options.max_message_bytes,
             string_bytes=options.max_message_bytes,
             items=options.max_items,
             depth=options.max_depth,
         )
+        self.ledger = Ledger(options.log_requests)
         self._codec = Codec(self._limits)
-        self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
-        self._served: set[Connection] = set()  # those that count against max_connections
-        self._calls: deque[Callable[[], None]] = deque()
         self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial
         self._counter = itertools.count()
-        self._accepting = False
-        self._stopping_until: float | None = None
+        self._held_bytes = 0  # at least what the connections hold
+        self._ending_until: float | None = None
+        self._is_draining = False
         self._next_tick = 0.0
-        listener.setblocking(False)
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
-        self._selector.register(self._wake_out, READ, self._woken)
+        loop.steps.append(self._step)
 
-    # -- from any thread ----------------------------------------------------------------------------------------
+    # -- life ---------------------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Stop accepting, answer what was accepted, then let ``serve`` return. Safe in a signal handler."""
-        self._call(self._begin_stop)
+    def adopt(self, sock: socket.socket, slot: int, mark: Mark, refused: bool = False) -> None:
+        """Serve the connection, a socket that does not block, from now on."""
+        connection = Connection(sock, MessageReader(self._limits), refused, slot, mark)
+        connection.leaving = self._ending_until is not None
+        self._connections.add(connection)
+        self._watch(connection, READ)
+        if connection.leaving:
+            self._guard(connection, self._end_if_idle)
 
-    def _call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the I/O thread."""
-        self._calls.append(function)
-        try:
-            self._wake_in.send(b"\0")
-        except (BlockingIOError, OSError):
-            pass  # full: it wakes anyway; closed: the loop is gone
+    def drain(self) -> None:
+        """Answer everything that was accepted, for ``drain_seconds`` at most, and close."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._end()
 
-    def _reply(self, connection: Connection, reply: bytes) -> None:
-        connection.send(reply)
-        stopping = self._stopping_until is not None
-        if stopping or connection.unsent is not None or connection.closing or connection.has_next():
-            self._call(partial(self._guard, connection, self._advance))
+    def release(self) -> None:
+        """Let go of every connection as soon as it is between two messages; those that are not in time, are closed."""
+        if self._ending_until is None:
+            self._end()
 
-    # -- the loop -----------------------------------------------------------------------------------------------
+    def _end(self) -> None:
+        self._ending_until = monotonic() + self._options.drain_seconds
+        self.shed(len(self._connections))
 
-    def serve(self) -> bool:
-        """Run until stopped; whether every accepted request was answered before ``drain_seconds`` were over."""
-        self._resume_accepting()
-        try:
-            while not self._is_finished():
-                for key, events in self._selector.select(self._wait_seconds()):
-                    key.data(events)
-                self._expire()
-                if monotonic() >= self._next_tick:
-                    self._tick()
-            return not any(connection.has_work() for connection in self._connections)
-        finally:
-            self._close_all()
+    def shed(self, count: int) -> None:
+        """Let go of so many connections, each as soon as it is between two messages."""
+        for connection in list(itertools.islice(self._connections, count)):
+            connection.leaving = True
+            self._guard(connection, self._end_if_idle)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was told to end, and has, or its time for that is over."""
+        if self._ending_until is None:
+            return False
+        return not self._connections or monotonic() >= self._ending_until
+
+    @property
+    def connections(self) -> int:
+        """How many it serves."""
+        return len(self._connections)
+
+    def close(self) -> bool:
+        """Close every connection there is; whether none of them still had a request to be answered."""
+        busy = sum(connection.has_work() for connection in self._connections)
+        if busy:
+            logger.warning("%d connections still busy after drain_seconds", busy)
+        for connection in list(self._connections):
+            self._guard(connection, self._drop)
+        self._loop.steps.remove(self._step)
+        return not busy
+
+    def _end_if_idle(self, connection: Connection) -> None:
+        """Of one that is to leave: end it once it has nothing to do; when draining not even something unread."""
+        if connection.closed or connection.has_work() or connection.linger_until:
+            return
+        if self._is_draining:
+            self._read(connection)
+        if connection.closed or connection.has_work() or connection.linger_until or connection.reader.pending_bytes:
+            return
+        if self._is_draining or connection.closing:
+            self._drop(connection)
+            return
+        self._watch(connection, 0)
+        self._connections.discard(connection)
+        connection.leave()
+        self._on_gone(connection.slot, False)
+
+    # -- the clock ----------------------------------------------------------------------------------------------
 
     def _guard(self, connection: Connection, step: Callable[[Connection], None]) -> None:
         """Do something for a connection; a defect ends that connection and nothing else."""
@@ -113,28 +155,11 @@ class Server:
             except Exception:
                 logger.exception("closing it failed as well")
 
-    def _is_finished(self) -> bool:
-        if self._stopping_until is None:
-            return False
-        if not self._connections:
-            return True
-        if monotonic() < self._stopping_until:
-            return False
-        logger.warning("%d connections still busy after drain_seconds", len(self._connections))
-        return True
-
-    def _wait_seconds(self) -> float:
-        if not self._deadlines:
-            return TICK_SECONDS
-        return min(TICK_SECONDS, max(0.0, self._deadlines[0][0] - perf_counter()))
-
-    def _woken(self, events: int) -> None:
-        try:
-            self._wake_out.recv(4096)
-        except BlockingIOError:
-            pass
-        while self._calls:
-            self._calls.popleft()()
+    def _step(self) -> float:
+        self._expire()
+        if monotonic() >= self._next_tick:
+            self._tick()
+        return TICK_SECONDS if not self._deadlines else self._deadlines[0][0] - perf_counter()
 
     def _expire(self) -> None:
         """Answer requests whose deadline is over; those that are finished already ignore it."""
@@ -148,8 +173,7 @@ class Server:
         """Enforce the limits that are a matter of time."""
         now = monotonic()
         self._next_tick = now + TICK_SECONDS
-        if self._stopping_until is None:
-            self._resume_accepting()
+        self.ledger.settle()
         for connection in list(self._connections):
             self._guard(connection, self._check_time)
 
@@ -175,61 +199,11 @@ class Server:
 
     # -- connections --------------------------------------------------------------------------------------------
 
-    def _resume_accepting(self) -> None:
-        if not self._accepting:
-            self._selector.register(self._listener, READ, self._accept)
-            self._accepting = True
-
-    def _pause_accepting(self) -> None:
-        if self._accepting:
-            self._selector.unregister(self._listener)
-            self._accepting = False
-
-    def _accept(self, events: int = READ, at_once: int = ACCEPTS_AT_ONCE) -> None:
-        for _ in range(at_once):
-            if not self._accepting:
-                return  # paused or stopped while this event was on its way
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except ConnectionAbortedError:
-                continue  # gone before it was accepted
-            except OSError as error:
-                # Level-triggered, the listener could report ready without end: look again at the next tick.
-                logger.error("cannot accept: %s", error)
-                self._pause_accepting()
-                return
-            try:
-                self._add(sock)
-            except OSError:
-                sock.close()  # gone before it was looked at
-
-    def _add(self, sock: socket.socket) -> None:
-        refused = len(self._served) >= self._options.max_connections
-        if refused and len(self._connections) >= self._options.max_connections + REFUSED_AT_ONCE:
-            sock.close()
-            return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection = Connection(sock, MessageReader(self._limits), refused)
-        self._watch(connection, READ)
-        self._connections.add(connection)
-        if not refused:
-            self._served.add(connection)
-
     def _watch(self, connection: Connection, events: int) -> None:
         """Ask for ``events`` of the connection's socket; 0 asks for none."""
         if events == connection.events or connection.closed:
             return
-        if not connection.events:
-            self._selector.register(connection.sock, events, partial(self._on_event, connection))
-        elif events:
-            key = self._selector.get_key(connection.sock)
-            self._selector.modify(connection.sock, events, key.data)
-        else:
-            self._selector.unregister(connection.sock)
+        self._loop.watch(connection.sock, events, partial(self._on_event, connection))
         connection.events = events
 
     def _on_event(self, connection: Connection, events: int) -> None:
@@ -239,9 +213,11 @@ class Server:
             self._guard(connection, self._read)
 
     def _read(self, connection: Connection) -> None:
+        connection.mark.touch()
         try:
             data = connection.sock.recv(RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
+            self._settle(connection)
             return
         except OSError:
             data = b""
@@ -264,6 +240,20 @@ class Server:
         self._start_next(connection)
         if connection.is_full(BACKLOG, self._limits.message_bytes):
             self._watch(connection, connection.events & ~READ)
+        self._held_bytes += len(data)
+        if self._held_bytes > self._options.max_held_bytes:
+            self._bound_memory(connection)
+
+    def _bound_memory(self, connection: Connection) -> None:
+        """Refuse what has just arrived, where all connections together really hold too much."""
+        self._held_bytes = sum(one.held_bytes() for one in self._connections)
+        if self._held_bytes > self._options.max_held_bytes and not connection.is_settled():
+            limit = self._options.max_held_bytes
+            self._refuse(connection, ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages"))
+
+    def _settle(self, connection: Connection) -> None:
+        if connection.is_settled():
+            connection.mark.settle()
 
     def _advance(self, connection: Connection) -> None:
         """Go on with a connection after a reply, a write or an error."""
@@ -279,21 +269,24 @@ class Server:
         if reading and not connection.events & READ and connection.message_since:
             connection.message_since = monotonic()
         self._watch(connection, reading | (0 if written else WRITE))
-        if self._stopping_until is not None:
-            self._close_if_idle(connection)
+        if connection.leaving:
+            self._end_if_idle(connection)
 
     def _drop(self, connection: Connection) -> None:
         """Close a connection nobody listens on any more; what it asked for and is still queued is not computed."""
+        if connection not in self._connections:
+            return
         self._watch(connection, 0)
         self._connections.discard(connection)
-        self._served.discard(connection)
         ticket = connection.close()
         if ticket is not None:
             ticket.cancel()
+        self._on_gone(connection.slot, True)
 
     def _refuse(self, connection: Connection, error: ProtocolError) -> None:
         """A stream that cannot be read any further: answer what came before, then the error, then close."""
         connection.message_since = 0.0
+        connection.reader.abandon(error)
         request = connection.reader.request
         if request is None:
             logger.info("closing a connection that sent no request: %s", error)
@@ -305,7 +298,6 @@ class Server:
     def _linger(self, connection: Connection) -> None:
         """Everything is said: a client that is still sending gets the time to read it before the reset."""
         connection.linger_until = monotonic() + LINGER_SECONDS
-        self._served.discard(connection)
         try:
             connection.sock.shutdown(socket.SHUT_WR)
         except OSError:
@@ -321,13 +313,16 @@ class Server:
         if connection.broken is not None and not (connection.busy or connection.backlog or connection.unsent):
             (message, error), connection.broken = connection.broken, None
             connection.closing = True
-            failure = InvalidRequest(str(error))
+            failure: TorchpipeError = InvalidRequest(str(error))
+            if error.kind == Overloaded.code:
+                failure = Overloaded(error.detail, retry_after_ms=1000)
             failure.code = error.kind
-            connection.begin()
+            connection.begin(message)
             self._fail(connection, message, failure)
+        self._settle(connection)
 
     def _dispatch(self, connection: Connection, message: Message) -> None:
-        serial = connection.begin()
+        serial = connection.begin(message)
         connection.closing = connection.closing or connection.refused
         method = self._handler.methods.get(message.name)
         if method is None:
@@ -340,7 +335,9 @@ class Server:
             if connection.refused:
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
             args = self._codec.decode_args(message, method.args)
-            ticket = method.start(args, lambda result: self._answer(connection, head, result))
+            if self.ledger.is_logging:
+                connection.request_id = method.request_id(args)
+            ticket = method.start(args, lambda result: self._finish(connection, head, method, result))
         except BadArgumentsError as error:
             self._answer_exception(connection, message, TApplicationException.PROTOCOL_ERROR, str(error))
             return
@@ -357,15 +354,21 @@ class Server:
             self._deadlines = [entry for entry in self._deadlines if entry[2].is_working_on(entry[3])]
             heapq.heapify(self._deadlines)
 
-    def _answer(self, connection: Connection, message: Message, result: Any) -> None:
-        """Reply with a result struct; called on whichever thread finished the request."""
+    def _finish(self, connection: Connection, message: Message, method: Method, result: Any) -> None:
+        """Called on whichever thread finished the request."""
+        if isinstance(result, BaseException):
+            self._fail(connection, message, result)
+        else:
+            self._answer(connection, message, result, method.outcome(result))
+
+    def _answer(self, connection: Connection, message: Message, result: Any, outcome: str) -> None:
         try:
             reply = self._codec.encode_reply(message, result)
         except Exception as error:
             logger.exception("a result of %s cannot be encoded", message.name)
             self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, describe_error(error))
             return
-        self._reply(connection, b"" if message.type == ONEWAY else reply)
+        self._reply(connection, b"" if message.type == ONEWAY else reply, message.name, outcome)
 
     def _fail(self, connection: Connection, message: Message, error: BaseException) -> None:
         """Reply with an error that the method declares, or with what every client understands."""
@@ -378,38 +381,18 @@ class Server:
             text = f"{type(error).__name__}: {describe_error(error)}"
             self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, text)
             return
-        self._answer(connection, message, result)
+        self._answer(connection, message, result, method.outcome(result))
 
     def _answer_exception(self, connection: Connection, message: Message, kind: int, text: str) -> None:
+        is_unknown = kind == TApplicationException.UNKNOWN_METHOD
         reply = self._codec.encode_exception(message, TApplicationException(kind, text))
-        self._reply(connection, b"" if message.type == ONEWAY else reply)
+        # NOTE: what a client makes up must not become a name among the counters.
+        name, outcome = ("unknown", "unknown_method") if is_unknown else (message.name, _KINDS.get(kind, "internal"))
+        self._reply(connection, b"" if message.type == ONEWAY else reply, name, outcome)
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
-    def _begin_stop(self) -> None:
-        if self._stopping_until is not None:
-            return
-        self._accept(at_once=sys.maxsize)  # connections the system has accepted for us already
-        self._stopping_until = monotonic() + self._options.drain_seconds
-        self._pause_accepting()
-        self._listener.close()
-        for connection in list(self._connections):
-            self._guard(connection, self._close_if_idle)
-
-    def _close_if_idle(self, connection: Connection) -> None:
-        """While stopping: close it once it has nothing to do, not even something that has arrived unread."""
-        if connection.closed or connection.has_work() or connection.linger_until:
-            return
-        self._read(connection)
-        if connection.closed or connection.has_work() or connection.linger_until or connection.reader.pending_bytes:
-            return
-        self._drop(connection)
-
-    def _close_all(self) -> None:
-        self._pause_accepting()
-        self._listener.close()
-        for connection in list(self._connections):
-            self._guard(connection, self._drop)
-        self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
+    def _reply(self, connection: Connection, reply: bytes, name: str, outcome: str) -> None:
+        """From any thread."""
+        spent = connection.send(reply)
+        self.ledger.add(name, outcome, spent, connection.request_id)
+        if connection.leaving or connection.unsent is not None or connection.closing or connection.has_next():
+            self._loop.call(partial(self._guard, connection, self._advance))

@@ -1,0 +1,109 @@
+"""Messages between the supervisor and a worker: JSON objects, one a line, some with a descriptor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torchpipe_server.loop import READ, WRITE, Loop
+
+_RECEIVE_BYTES = 2**18
+_DESCRIPTORS = 64  # at most in one receive
+
+Said = dict[str, Any]
+
+
+class Channel:
+    """One end of a pair of Unix sockets on a loop. ``send`` is for the loop's thread and never blocks.
+
+    ``on_message(message, descriptor)`` owns the descriptor, -1 where there is none; ``on_end()`` is called once, when
+    the other side is gone.
+    """
+
+    def __init__(
+        self, loop: Loop, sock: socket.socket, on_message: Callable[[Said, int], object], on_end: Callable[[], object]
+    ) -> None:
+        self._loop, self._sock = loop, sock
+        self._on_message, self._on_end = on_message, on_end
+        self._received = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, int]] = deque()
+        self._is_closed = False
+        sock.setblocking(False)
+        loop.watch(sock, READ, self._ready)
+
+    def send(self, message: Said, descriptor: int = -1) -> None:
+        """Send a message; the other side gets a copy of ``descriptor``, which the caller may close afterwards."""
+        if self._is_closed:
+            return
+        if descriptor >= 0:
+            message = {**message, "descriptor": True}
+            descriptor = os.dup(descriptor)
+        self._unsent.append((memoryview(json.dumps(message).encode() + b"\n"), descriptor))
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def close(self) -> None:
+        """Without ``on_end``."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.watch(self._sock, 0, self._ready)
+        self._sock.close()
+        for descriptor in [*self._descriptors, *(one for _, one in self._unsent if one >= 0)]:
+            os.close(descriptor)
+
+    def _ready(self, events: int) -> None:
+        if events & WRITE:
+            self._flush()
+        if events & READ and not self._is_closed:
+            self._receive()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            data, descriptor = self._unsent[0]
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
+            try:
+                sent = self._sock.sendmsg([data], extra)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                self._end()
+                return
+            if descriptor >= 0:
+                os.close(descriptor)
+            if sent < len(data):
+                self._unsent[0] = data[sent:], -1
+                continue
+            self._unsent.popleft()
+        if not self._is_closed:
+            self._loop.watch(self._sock, READ | (WRITE if self._unsent else 0), self._ready)
+
+    def _receive(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, descriptors = b"", []
+        self._descriptors.extend(descriptors)
+        if not data:
+            self._end()
+            return
+        self._received += data
+        *lines, rest = self._received.split(b"\n")
+        self._received = bytearray(rest)
+        for line in lines:
+            message = json.loads(line)
+            descriptor = self._descriptors.popleft() if message.pop("descriptor", False) else -1
+            self._on_message(message, descriptor)
+
+    def _end(self) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_end()

@@ -1,0 +1,176 @@
+"""A service of one's own: any Thrift IDL, a class whose methods are coroutines, the pipe behind them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import CancelledError
+from functools import partial
+from importlib import import_module
+from time import perf_counter
+from typing import Any, ClassVar
+
+from torchpipe_py import ConfigError, NoResult, pipe
+from torchpipe_py.errors import nearest
+from torchpipe_server.method import OK, Cancellable, Done, Method
+
+Data = dict[str, Any]
+
+
+class Handler:
+    """Base class for ``--handler package.module:Class``.
+
+    ``service`` is the service that ``thriftpy2.load`` made of the IDL. For each of its methods the class has one of the
+    same name, with the arguments in the IDL's order: ``async def``, or plain where it has nothing to wait for. What it
+    returns is the answer. An exception that the IDL declares reaches the client as it is; any other one as a
+    ``TApplicationException`` with its type and message. Methods run on the I/O thread and on the pipe's threads and
+    must not block; what they may await is ``self.run``.
+    """
+
+    service: ClassVar[Any]
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+
+class Run:
+    """The pipe, to be awaited: ``data = await self.run({"data": image})``."""
+
+    def __init__(self, run: pipe) -> None:
+        self._pipe = run
+
+    def __call__(self, data: Data, timeout: float | None = None) -> Awaited:
+        """The finished dict, the one that was given. Raises what ends the request, and why it has no ``result``."""
+        return Awaited(self._pipe, data, timeout)
+
+
+class Awaited:
+    """One request of a method, which goes on when it is finished."""
+
+    def __init__(self, run: pipe, data: Data, timeout: float | None) -> None:
+        self._pipe, self._data, self._timeout = run, data, timeout
+
+    def __await__(self) -> Generator[Awaited, Data, Data]:
+        return (yield self)
+
+    def start(self, on_done: Callable[[Data, BaseException | None], None]) -> Cancellable:
+        """Start it; ``on_done(data, error)`` is called once, unless this raises."""
+        return self._pipe.dispatch(self._data, on_done, self._timeout)
+
+
+class Call:
+    """A method's coroutine under way, driven by whichever thread finishes what it waits for."""
+
+    def __init__(self, steps: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
+        self.deadline = perf_counter() + seconds if seconds > 0 else None
+        self._steps, self._finish = steps, finish
+        self._ticket: Cancellable | None = None
+        self._cancelled: BaseException | None = None
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """End what it waits for, and so the coroutine, with ``error``."""
+        self._cancelled = error or CancelledError()
+        ticket = self._ticket
+        if ticket is not None:
+            ticket.cancel(self._cancelled)
+
+    def go_on(self, data: Data | None, error: BaseException | None) -> None:
+        """With the request that it waited for; to its end, or to the next one."""
+        try:
+            if data is not None and error is None and "result" not in data:
+                error = data.get("error") or NoResult("the request has no 'result'")
+            awaited = self._steps.send(data) if error is None else self._steps.throw(error)
+        except StopIteration as end:
+            self._finish(end.value, None)
+            return
+        except BaseException as raised:
+            self._finish(None, raised)
+            return
+        if not isinstance(awaited, Awaited):
+            self.go_on(None, TypeError(f"a handler can await self.run(...), not {type(awaited).__name__}"))
+            return
+        try:
+            self._ticket = awaited.start(self.go_on)
+        except BaseException as refused:
+            self.go_on(None, refused)
+            return
+        # NOTE: looked at after the ticket is there, or a cancel between two requests would be lost.
+        cancelled = self._cancelled
+        if cancelled is not None:
+            self._ticket.cancel(cancelled)
+
+
+class CustomHandler:
+    """A user's handler as the server's methods. Raises ``ConfigError`` for a class that does not fit its service."""
+
+    def __init__(self, cls: type, run: pipe, deadline_ms: float = 0.0) -> None:
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        service = getattr(cls, "service", None)
+        names = getattr(service, "thrift_services", None)
+        if names is None:
+            raise ConfigError(f"--handler {name}: 'service' must be a service made by thriftpy2.load(...)")
+        handler = cls(Run(run))
+        self._seconds = deadline_ms / 1000
+        self.methods: Mapping[str, Method] = {one: self._method(handler, service, one, name) for one in names}
+
+    def _method(self, handler: Any, service: Any, name: str, place: str) -> Method:
+        args, result = getattr(service, f"{name}_args"), getattr(service, f"{name}_result")
+        function = getattr(handler, name, None)
+        if not callable(function):
+            own = [one for one in dir(handler) if not one.startswith("_") and one != "run"]
+            raise ConfigError(f"--handler {place}: no method {name!r} of its service; {nearest(name, own)}")
+        order = [spec[1] for _, spec in sorted(args.thrift_spec.items())]
+        try:
+            inspect.signature(function).bind(*order)
+        except TypeError as error:
+            raise ConfigError(f"--handler {place}: {name}({', '.join(order)}): {error}") from None
+        errors = {spec[2]: spec[1] for number, spec in result.thrift_spec.items() if number}
+        start = partial(_start, function, order, result, self._seconds)
+        return Method(args, start, partial(_fail, result, errors), _outcome)
+
+
+def load_handler(reference: str) -> type:
+    """The class of ``package.module:Class``; ``ConfigError`` where there is none."""
+    module_name, _, class_name = reference.partition(":")
+    if not module_name or not class_name:
+        raise ConfigError(f"--handler {reference}: expected package.module:Class")
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"--handler {reference}: {error}") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(f"--handler {reference}: no such class; {nearest(class_name, classes)}")
+    return found
+
+
+def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:
+    def finish(value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            done(error)
+        else:
+            done(result() if value is None else result(success=value))
+
+    value = function(*(getattr(args, name) for name in order))
+    if not inspect.iscoroutine(value):
+        finish(value, None)
+        return None
+    call = Call(value, finish, seconds)
+    call.go_on(None, None)
+    return call
+
+
+def _fail(result: type, errors: dict[type, str], error: BaseException) -> Any:
+    for kind, name in errors.items():
+        if isinstance(error, kind):
+            return result(**{name: error})
+    raise error
+
+
+def _outcome(result: Any) -> str:
+    for number, spec in result.thrift_spec.items():
+        error = getattr(result, spec[1]) if number else None
+        if error is not None:
+            return str(getattr(error, "code", type(error).__name__))
+    return OK

@@ -1,0 +1,62 @@
+"""What came of the requests: counted by method and outcome, timed, and logged if that is wanted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from typing import Any
+
+from torchpipe_py.runner import COUNTS, bucket
+from torchpipe_server.method import OK
+
+logger = logging.getLogger("torchpipe_server.requests")
+
+
+class Ledger:
+    """``add`` is for any thread and costs next to nothing: what it notes is worked through in ``settle``.
+
+    ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written.
+    """
+
+    def __init__(self, logged: str) -> None:
+        self._logged = logged
+        self._noted: deque[tuple[str, str, float, str]] = deque()
+        self._lock = threading.Lock()
+        self._by_method: dict[str, Counter[str]] = {}
+        self._latency = [0] * COUNTS
+        self._seconds = 0.0
+
+    @property
+    def is_logging(self) -> bool:
+        """Whether somebody wants to know the requests' names."""
+        return self._logged != "none"
+
+    def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
+        """A request was answered ``seconds`` after its message was complete."""
+        self._noted.append((method, outcome, seconds, request_id))
+
+    def settle(self) -> None:
+        """Count and log what was noted."""
+        with self._lock:
+            for _ in range(len(self._noted)):
+                self._count(*self._noted.popleft())
+
+    def summary(self) -> dict[str, Any]:
+        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.statistics.BOUNDS_MS``)."""
+        self.settle()
+        return {
+            "by_method": {method: dict(outcomes) for method, outcomes in self._by_method.items()},
+            "latency": {"counts": list(self._latency), "sum_ms": 1000 * self._seconds},
+        }
+
+    def _count(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
+        outcomes = self._by_method.get(method)
+        if outcomes is None:
+            outcomes = self._by_method[method] = Counter()
+        outcomes[outcome] += 1
+        self._latency[bucket(seconds)] += 1
+        self._seconds += seconds
+        if self._logged == "all" or (self._logged == "failed" and outcome != OK):
+            fields = {"request": request_id, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
+            logger.info("%s %s %s %.3f ms", request_id, method, outcome, 1000 * seconds, extra={"fields": fields})

@@ -1,0 +1,79 @@
+"""An event loop for one thread: sockets, functions called from other threads, and steps by the clock."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+LONGEST_WAIT = 0.5
+
+Step = Callable[[], float]
+"""Called in every round; returns the seconds after which it wants to be called again at the latest."""
+
+
+class Loop:
+    """``call`` and ``stop`` are for any thread and for signal handlers, all else is for the thread of ``run``."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._selector = selectors.DefaultSelector()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._is_stopped = False
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._selector.register(self._wake_out, READ, self._woken)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the loop's thread; never, once the loop has ended."""
+        self._calls.append(function)
+        try:
+            self._wake_in.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # full: it wakes anyway; closed: the loop is gone
+
+    def stop(self) -> None:
+        """Let ``run`` return after this round."""
+        self._is_stopped = True
+        self.call(lambda: None)
+
+    def watch(self, source: Any, events: int, handler: Callable[[int], object]) -> None:
+        """Call ``handler(events)`` when ``source`` is ready; replaces what was said of it before, 0 ends it."""
+        is_known = source in self._selector.get_map()
+        if not events:
+            if is_known:
+                self._selector.unregister(source)
+        elif is_known:
+            self._selector.modify(source, events, handler)
+        else:
+            self._selector.register(source, events, handler)
+
+    def run(self) -> None:
+        """Until ``stop``; whatever a handler or a step raises, ends it."""
+        wait = 0.0
+        while not self._is_stopped:
+            for key, events in self._selector.select(wait):
+                key.data(events)
+            wait = LONGEST_WAIT
+            for step in self.steps:
+                wait = min(wait, step())
+            wait = max(0.0, wait)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _woken(self, events: int) -> None:
+        try:
+            self._wake_out.recv(4096)
+        except BlockingIOError:
+            pass
+        while self._calls:
+            self._calls.popleft()()

@@ -1,0 +1,135 @@
+"""The figures as Prometheus metrics; names follow those of Triton where there is one of the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Of a node, as counters: the key of its totals, the metric, what it says.
+_NODE_COUNTERS = (
+    ("requests", "torchpipe_node_requests", "Requests that a node's backend was run on"),
+    ("batches", "torchpipe_node_batches", "Batches that a node has run"),
+    ("failed", "torchpipe_node_failures", "Requests whose backend raised"),
+    ("expired", "torchpipe_node_expired", "Requests whose deadline passed in a node's queue"),
+)
+_NODE_GAUGES = (
+    ("queued", "torchpipe_node_pending", "Requests in a node's queue"),
+    ("instances", "torchpipe_node_instances", "Instances of a node, of all workers"),
+    ("busy", "torchpipe_node_instances_busy", "Instances of a node that are computing"),
+)
+_NODE_TIMES = (
+    ("queue", "torchpipe_node_queue_seconds", "Time of a request from its arrival at a node until it was taken"),
+    ("batch_wait", "torchpipe_node_batch_wait_seconds", "Time of a request from then until its batch was closed"),
+    ("compute", "torchpipe_node_compute_seconds", "Time of a batch in a node's backend"),
+)
+
+
+def render(figures: dict[str, Any]) -> bytes:
+    """What ``/metrics`` answers, of what ``/stats`` does."""
+    registry = CollectorRegistry()
+    registry.register(_Figures(figures))
+    return generate_latest(registry)
+
+
+class _Figures(Collector):
+    def __init__(self, figures: dict[str, Any]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family, once."""
+        yield from _service(self._figures)
+        yield from _nodes(self._figures["nodes"], self._figures["bounds_ms"])
+        yield from _gpus(self._figures["gpus"])
+
+
+def _service(figures: dict[str, Any]) -> Iterator[Metric]:
+    requests, connections = figures["requests"], figures["connections"]
+    answered = CounterMetricFamily(
+        "torchpipe_requests",
+        "Calls answered, by method and outcome: ok or the error's code",
+        labels=("method", "outcome"),
+    )
+    for method, outcomes in requests["by_method"].items():
+        for outcome, count in outcomes.items():
+            answered.add_metric((method, outcome), count)
+    yield answered
+    latency = requests["latency"]
+    duration = HistogramMetricFamily("torchpipe_request_seconds", "Time of a call in the service, answered or refused")
+    duration.add_metric((), *_histogram(latency["counts"], latency["sum_ms"], figures["bounds_ms"]))
+    yield duration
+    yield _gauge("torchpipe_requests_pending", "Requests in flight in the pipelines", requests["inflight"])
+    yield _gauge("torchpipe_connections", "Connections that are open", connections["open"])
+    yield CounterMetricFamily("torchpipe_connections_accepted", "Since the start", value=connections["accepted"])
+    yield CounterMetricFamily("torchpipe_connections_refused", "For want of room", value=connections["refused"])
+    yield CounterMetricFamily("torchpipe_worker_restarts", "Workers started in place of dead ones", figures["restarts"])
+    workers = GaugeMetricFamily("torchpipe_workers", "Worker processes, by state", labels=("state",))
+    states = [worker["state"] for worker in figures["workers"]]
+    for state in sorted({"ready", *states}):
+        workers.add_metric((state,), states.count(state))
+    yield workers
+    memory = GaugeMetricFamily("torchpipe_worker_resident_bytes", "Memory of a worker", labels=("worker",))
+    for worker in figures["workers"]:
+        memory.add_metric((str(worker["index"]),), worker["rss_bytes"])
+    yield memory
+    yield _gauge("torchpipe_ready", "1 where requests are taken", int(figures["ready"]))
+    yield _gauge("torchpipe_uptime_seconds", "Since the start", figures["uptime_s"])
+
+
+def _nodes(nodes: dict[str, Any], bounds_ms: list[float]) -> Iterator[Metric]:
+    for key, name, text in _NODE_COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=("node",))
+        for node, found in nodes.items():
+            counter.add_metric((node,), found[key])
+        yield counter
+    for key, name, text in _NODE_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=("node",))
+        for node, found in nodes.items():
+            gauge.add_metric((node,), found[key])
+        yield gauge
+    for key, name, text in _NODE_TIMES:
+        times = HistogramMetricFamily(name, text, labels=("node",))
+        for node, found in nodes.items():
+            times.add_metric((node,), *_histogram(found["histograms"][key], found[f"{key}_ms"], bounds_ms))
+        yield times
+    sizes = HistogramMetricFamily("torchpipe_node_batch_size", "Requests in a batch", labels=("node",))
+    for node, found in nodes.items():
+        sizes.add_metric((node,), *_sizes(found["batch_sizes"]))
+    yield sizes
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> Iterator[Metric]:
+    for key, name in (("used_bytes", "torchpipe_gpu_memory_used_bytes"), ("total_bytes", "torchpipe_gpu_memory_bytes")):
+        gauge = GaugeMetricFamily(name, "Memory of a GPU, by all processes", labels=("gpu",))
+        for gpu in gpus:
+            gauge.add_metric((str(gpu["index"]),), gpu[key])
+        yield gauge
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _histogram(counts: list[int], sum_ms: float, bounds_ms: list[float]) -> tuple[list[tuple[str, float]], float]:
+    """Cumulated counts by upper bound in seconds, and the sum in seconds."""
+    return _cumulated([bound / 1000 for bound in bounds_ms], counts), sum_ms / 1000
+
+
+def _sizes(batch_sizes: dict[str, int]) -> tuple[list[tuple[str, float]], float]:
+    sizes = [int(size) for size in batch_sizes]
+    total = sum(int(size) * count for size, count in batch_sizes.items())
+    return _cumulated(sizes, [*batch_sizes.values(), 0]), total
+
+
+def _cumulated(bounds: Iterable[float], counts: list[int]) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    running = 0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        running += count
+        found.append(("+Inf" if bound == float("inf") else repr(bound), running))
+    return found

@@ -1,0 +1,119 @@
+"""What a process that may die at any moment is doing with each connection, in memory that outlives it.
+
+The supervisor keeps every client's socket. When a worker dies, this table says which connections it held at the
+boundary between two messages (another worker goes on with those) and which request it was working on (which is answered
+with an error), so that no client waits for an answer that nobody can give any more.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from multiprocessing import reduction
+from struct import Struct
+from typing import Any, NamedTuple
+
+from torchpipe_server.protocol import CALL, ONEWAY, Framing, Message
+
+SLOT_BYTES = 64
+_NAME_BYTES = 56
+_head = Struct(f"<BBi{_NAME_BYTES}s")  # framing and type, length of the name, sequence number, name
+
+_CLEAN, _TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
+_IDLE, _BUSY, _REPLYING = 0, 1, 2  # the request in work
+
+_FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
+_CODES = {framing: index for index, framing in enumerate(_FRAMINGS)}
+
+
+class Found(NamedTuple):
+    """A slot as its dead owner left it.
+
+    request: to be answered, without a body. is_lost: nobody can tell what the client has received, or has yet to send.
+    """
+
+    request: Message | None
+    is_lost: bool
+
+
+class SlotTable:
+    """``count`` slots in a file without a name; a child process that is started with the table shares it."""
+
+    def __init__(self, count: int, fd: int | None = None) -> None:
+        self.count = count
+        self._fd = os.memfd_create("torchpipe-slots") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self._fd, count * SLOT_BYTES)
+        self._view = memoryview(mmap.mmap(self._fd, count * SLOT_BYTES))
+
+    def __reduce__(self) -> Any:
+        return _attach, (self.count, reduction.DupFd(self._fd))
+
+    def close(self) -> None:
+        """Give the descriptor back; what is mapped stays."""
+        os.close(self._fd)
+
+    def mark(self, index: int) -> Mark:
+        """The slot, for the process that holds the connection; wiped."""
+        mark = Mark(self._view, index * SLOT_BYTES)
+        mark.wipe()
+        return mark
+
+    def find(self, index: int) -> Found:
+        """What a dead process was doing there."""
+        base = index * SLOT_BYTES
+        stream, work = self._view[base], self._view[base + 1]
+        if work == _IDLE:
+            return Found(None, stream != _CLEAN)
+        code, size, seqid, name = _head.unpack_from(self._view, base + 2)
+        if work != _BUSY or not 0 < size <= _NAME_BYTES:
+            return Found(None, True)
+        framing, is_oneway = divmod(code, 2)
+        message = Message(name[:size].decode(), ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing], b"", 0, 0)
+        return Found(None if is_oneway else message, stream != _CLEAN)
+
+
+def _attach(count: int, fd: Any) -> SlotTable:
+    return SlotTable(count, fd.detach())
+
+
+class Mark:
+    """One connection's slot, written by the process that serves it.
+
+    The first byte belongs to the I/O thread, the rest to whoever has the request in work. What is said comes before
+    what it is said of: a process may be killed between any two of these calls.
+    """
+
+    __slots__ = ("_base", "_view")
+
+    def __init__(self, view: memoryview, base: int) -> None:
+        self._view, self._base = view, base
+
+    def wipe(self) -> None:
+        """Nothing taken, nothing in work."""
+        self._view[self._base] = _CLEAN
+        self._view[self._base + 1] = _IDLE
+
+    def touch(self) -> None:
+        """Bytes are about to be taken from the socket."""
+        self._view[self._base] = _TOUCHED
+
+    def settle(self) -> None:
+        """All bytes taken belong to requests that have begun."""
+        self._view[self._base] = _CLEAN
+
+    def begin(self, message: Message) -> None:
+        """The request's work begins."""
+        name = message.name.encode()
+        code = 2 * _CODES[message.framing] + (message.type == ONEWAY)
+        size = len(name) if len(name) <= _NAME_BYTES else 0
+        _head.pack_into(self._view, self._base + 2, code, size, message.seqid, name)
+        self._view[self._base + 1] = _BUSY
+
+    def reply(self) -> None:
+        """Its reply is about to be written."""
+        self._view[self._base + 1] = _REPLYING
+
+    def end(self) -> None:
+        """All of the reply has been given to the system."""
+        self._view[self._base + 1] = _IDLE
