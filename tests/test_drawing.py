@@ -52,7 +52,7 @@ def pictures(draw: st.DrawFn) -> Picture:
         ["", "2", "1..8", "SubGraphSkip", "S[DecodeMat,ResizeMat,cvtColorMat,SyncTensor]", *HOSTILE]
     )
     boxes = tuple(
-        Box(name, draw(texts), draw(texts), draw(texts), draw(texts), draw(texts), draw(st.booleans()))
+        Box(name, *(draw(texts) for _ in range(5)), is_root=draw(st.booleans()), live=draw(st.booleans()))
         for name in draw(st.permutations(names))
     )
     arrows = []
@@ -154,6 +154,7 @@ def test_every_text_is_there_and_harmless(picture: Picture) -> None:
         strict=True,
     ):
         shown = squeezed("".join(element.itertext()))
+        assert element.get("data-node") == clean(box.name)
         for text in (box.name, box.alias_of, box.backend, box.instances, box.range, box.filter):
             assert squeezed(clean(text)) in shown
     words = squeezed("".join(root.itertext()))
@@ -283,6 +284,27 @@ def test_sweeps_untangle_two_chains() -> None:
     arrows = tuple(Arrow(*pair, "next") for pair in (("a", "c"), ("b", "d"), ("c", "e"), ("d", "e")))
     place = {placed.box.name: placed.rect.y for placed in lay_out(Picture("", boxes, arrows)).boxes}
     assert (place["a"] < place["b"]) == (place["c"] < place["d"])
+
+
+@given(pictures())
+@settings(deadline=None, max_examples=60)
+def test_live_boxes_have_room_below_their_texts(picture: Picture) -> None:
+    found = []
+    for group in ElementTree.fromstring(svg(picture)).iter("{http://www.w3.org/2000/svg}g"):
+        rects = [element for element in group if element.tag.endswith("}rect")]
+        if [element for element in rects if element.get("class") == "live"]:
+            box, room = place(rects[0]), place(rects[-1])
+            assert box.x < room.x
+            assert room.right < box.right
+            assert room.bottom < box.bottom
+            assert min(room.width, room.height) > 30
+            assert max(float(element.get("y", 0)) for element in group if element.tag.endswith("}text")) < room.y
+            found.append(group.get("data-node"))
+    assert sorted(found) == sorted(clean(box.name) for box in picture.boxes if box.live)
+
+
+def place(rect: ElementTree.Element) -> Rect:
+    return Rect(*(float(rect.get(key, 0)) for key in ("x", "y", "width", "height")))
 
 
 def test_the_legend_has_the_kinds_that_occur() -> None:

@@ -13,17 +13,20 @@ from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.graph import Fold, Graph
 
 
-def depict(pipeline: Pipeline) -> Picture:
-    """Nodes in file order; edges, maps, jumps, and where a node's filter may skip to."""
+def depict(pipeline: Pipeline, live: bool = False) -> Picture:
+    """Nodes in file order; edges, maps, jumps, and where a node's filter may skip to.
+
+    ``live`` keeps room for figures in the boxes of nodes with instances of their own.
+    """
     graph, plans = pipeline.graph, pipeline.plans
     return Picture(
         pipeline.spec.place.source,
-        tuple(_box(plan, graph) for plan in plans.values()),
+        tuple(_box(plan, graph, live) for plan in plans.values()),
         tuple(arrow for name, plan in plans.items() for arrow in _arrows(name, graph, plan)),
     )
 
 
-def _box(plan: NodePlan, graph: Graph) -> Box:
+def _box(plan: NodePlan, graph: Graph, live: bool) -> Box:
     spec = plan.spec
     return Box(
         name=spec.name,
@@ -33,6 +36,7 @@ def _box(plan: NodePlan, graph: Graph) -> Box:
         filter=spec.filter or "",
         alias_of=spec.owner if spec.owner != spec.name else "",
         is_root=spec.name in graph.roots,
+        live=live and spec.owner == spec.name,
     )
 
 

@@ -25,6 +25,8 @@ class Box:
     alias_of: str = ""
     """The physical node of a logical one."""
     is_root: bool = False
+    live: bool = False
+    """Whether to keep room at its foot for figures that a page fills in."""
 
 
 @dataclass(frozen=True)

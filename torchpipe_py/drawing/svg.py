@@ -10,6 +10,7 @@ from torchpipe_py.drawing.picture import Kind, Picture
 from torchpipe_py.drawing.shapes import Label, Layout, PlacedBox, Point, Rect, Route
 from torchpipe_py.drawing.text import (
     CODE_LINE,
+    LIVE_HEIGHT,
     NAME_LINE,
     PAD_X,
     PAD_Y,
@@ -44,6 +45,7 @@ svg.drawing .frame { fill: none; stroke: var(--frame); }
 svg.drawing .box { fill: var(--box); stroke: var(--line); }
 svg.drawing .logical { stroke-dasharray: 5 3; }
 svg.drawing .root { fill: var(--root); }
+svg.drawing .live { fill: none; }
 svg.drawing .end { fill: var(--paper); stroke: var(--skip); stroke-width: 1.5; }
 svg.drawing .end-dot { fill: var(--skip); }
 svg.drawing .badge { fill: var(--badge); }
@@ -62,7 +64,10 @@ svg.drawing path.skip { stroke-dasharray: 1.5 4; stroke-width: 2; stroke-linecap
 
 
 def svg(picture: Picture) -> str:
-    """Well-formed XML, to stand in a page or in a file of its own."""
+    """Well-formed XML, to stand in a page or in a file of its own.
+
+    A box is ``<g data-node="name">``; where it is live, ``<rect class="live">`` in it is the room for figures.
+    """
     layout = lay_out(picture)
     kinds = [kind for kind in KINDS if any(route.arrow.kind == kind for route in layout.routes)]
     legend, below = _legend(kinds, layout)
@@ -149,12 +154,13 @@ def _towards(start: Point, end: Point, distance: float) -> Point:
 def _box(placed: PlacedBox) -> str:
     box, face, rect = placed.box, placed.face, placed.rect
     logical = " logical" if box.alias_of else ""
-    parts = [f"<g><title>{markup(f'{box.name}: {box.backend}')}</title>"]
+    parts = [f'<g data-node="{markup(box.name)}"><title>{markup(f"{box.name}: {box.backend}")}</title>']
     parts.append(f'<rect class="box{logical}" {_place(rect)} rx="7"/>')
     if box.is_root:
         inner = Rect(rect.x, rect.y + 8.0, 3.5, rect.height - 16.0)
         parts.append(f'<rect class="root" {_place(inner)} rx="1.5"/>')
-    x, y = rect.x + PAD_X, rect.y + (rect.height - face.height) / 2 + PAD_Y
+    top = rect.y + (rect.height - face.height) / 2
+    x, y = rect.x + PAD_X, top + PAD_Y
     for lines, kind, step in (
         (face.name, "name", NAME_LINE),
         (face.alias, "soft", SMALL_LINE),
@@ -172,6 +178,10 @@ def _box(placed: PlacedBox) -> str:
         centre, anchor = badge.x + badge.width / 2, ' text-anchor="middle"'
         for row, line in enumerate(face.badge):
             parts.append(_text("on-badge", centre, y + SMALL_LINE * row + 12.0, line, anchor))
+    if box.live:
+        foot = top + face.height - PAD_Y - LIVE_HEIGHT
+        room = Rect(x, foot, rect.width - 2 * PAD_X, LIVE_HEIGHT)
+        parts.append(f'<rect class="live" {_place(room)}/>')
     return "".join([*parts, "</g>"])
 
 

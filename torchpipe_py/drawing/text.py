@@ -14,6 +14,7 @@ NAME_LINE, CODE_LINE, SMALL_LINE = 18.0, 15.0, 16.0
 LINE_COLUMNS, BADGE_COLUMNS = 28, 24
 PAD_X, PAD_Y, BADGE_PAD = 12.0, 9.0, 6.0
 LEAST_WIDTH = 110.0
+LIVE_WIDTH, LIVE_HEIGHT = 156.0, 38.0
 
 # What no XML document may contain, not even escaped.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -88,7 +89,7 @@ class Face:
 
 
 def face(box: Box) -> Face:
-    """Instances and range share the last line with the filter's badge."""
+    """Instances and range share a line with the filter's badge; below it is the room for live figures."""
     name = wrap(box.name)
     alias = wrap(f"= {box.alias_of}") if box.alias_of else ()
     backend = wrap(box.backend)
@@ -103,8 +104,9 @@ def face(box: Box) -> Face:
         facts_width + (12.0 + bare.badge_width if badge else 0.0),
     ]
     height = len(name) * NAME_LINE + len(alias) * SMALL_LINE + len(backend) * CODE_LINE + 4.0
-    height += max(len(facts), len(badge)) * SMALL_LINE + 2 * PAD_Y
-    return Face(name, alias, backend, facts, badge, max(LEAST_WIDTH, max(widths) + 2 * PAD_X), height)
+    height += max(len(facts), len(badge)) * SMALL_LINE + 2 * PAD_Y + (LIVE_HEIGHT if box.live else 0.0)
+    least = LIVE_WIDTH if box.live else LEAST_WIDTH
+    return Face(name, alias, backend, facts, badge, max(least, max(widths) + 2 * PAD_X), height)
 
 
 def _facts(box: Box) -> tuple[str, ...]:
