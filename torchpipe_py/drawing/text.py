@@ -14,7 +14,7 @@ NAME_LINE, CODE_LINE, SMALL_LINE = 18.0, 15.0, 16.0
 LINE_COLUMNS, BADGE_COLUMNS = 28, 24
 PAD_X, PAD_Y, BADGE_PAD = 12.0, 9.0, 6.0
 LEAST_WIDTH = 110.0
-LIVE_WIDTH, LIVE_HEIGHT = 156.0, 38.0
+LIVE_WIDTH, LIVE_HEIGHT = 156.0, 42.0
 
 # What no XML document may contain, not even escaped.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
