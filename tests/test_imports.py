@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "backends.base": "errors keys",
     "roster": "",
     "tracing": "request",
-    "runner": "backends.base errors keys request roster tracing",
+    "histogram": "",
+    "runner": "backends.base errors histogram keys request roster tracing",
     "node": "backends.base batching request roster runner tracing",
     "trip": "backends.base graph keys request",
     "binding": "backends.base backends.basic backends.jump backends.python config errors expression filters registry "
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "engine": "backends.base build errors keys node request routes",
     "statistics": "engine node",
     "pipe": "build engine errors keys request routes statistics tracing",
-    "depict": "backends.python binding build config drawing.picture graph",
+    "depict": "backends.python binding build config drawing.picture drawing.svg graph",
     "loadtest": "",
     "loadtest.errors": "",
     "loadtest.options": "",
@@ -145,7 +146,7 @@ def test_heavy_libraries_are_imported_inside_functions() -> None:
 
 @pytest.mark.parametrize("path", sorted(SERVER.rglob("*.py")), ids=lambda path: path.name)
 def test_the_server_imports_public_names_only(path: Path) -> None:
-    assert imported(path, "torchpipe_py") <= {"", "errors"}
+    assert imported(path, "torchpipe_py") <= {"", "depict", "errors", "histogram"}
 
 
 def test_the_package_never_imports_the_server() -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchpipe_py.backends.python import PythonClass
 from torchpipe_py.binding import BackendPlan
-from torchpipe_py.build import NodePlan, Pipeline
+from torchpipe_py.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.config import MapSource
 from torchpipe_py.drawing.picture import Arrow, Box, Picture
+from torchpipe_py.drawing.svg import svg
 from torchpipe_py.graph import Fold, Graph
+
+
+def live_svg(config: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """The picture of what ``pipe`` takes, with room for figures in each node; ``ConfigError``."""
+    return svg(depict(plan_pipeline(config), live=True))
 
 
 def depict(pipeline: Pipeline, live: bool = False) -> Picture:

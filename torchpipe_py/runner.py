@@ -10,17 +10,11 @@ from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, Data, DeferredBackend, run_padded
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied
+from torchpipe_py.histogram import COUNTS, bucket
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.request import Request
 from torchpipe_py.roster import Sleeper
 from torchpipe_py.tracing import Trace
-
-COUNTS = 28  # up to 2**27 µs, two minutes; the last one is of everything beyond
-
-
-def bucket(seconds: float) -> int:
-    """The place of a time in a list of ``COUNTS`` counters: 0 below 1 µs, ``n`` below 2**n µs."""
-    return min(COUNTS - 1, int(seconds * 1e6).bit_length())
 
 
 class Instance(Sleeper):

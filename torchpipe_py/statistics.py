@@ -8,10 +8,6 @@ from typing import Any
 
 from torchpipe_py.engine import Engine
 from torchpipe_py.node import Node
-from torchpipe_py.runner import COUNTS
-
-BOUNDS_MS = [2**power / 1000 for power in range(COUNTS - 1)]
-"""Upper bounds, exclusive, of a histogram's counters in milliseconds; the last counter has none."""
 
 
 def node_stats(node: Node) -> dict[str, Any]:
@@ -20,9 +16,8 @@ def node_stats(node: Node) -> dict[str, Any]:
     ``queue_ms``, ``batch_wait_ms`` and ``compute_ms`` are totals in milliseconds: over requests from their arrival
     until a leader took them, from then until their batch closed; over batches while the backend ran.
     ``batch_sizes`` counts batches by size, ``failed`` the requests whose backend raised, ``expired`` those whose
-    deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` count the same times
-    by ``BOUNDS_MS``: those of ``queue`` and ``batch_wait`` are of requests (of batches alone, in the second), those of
-    ``compute`` of batches.
+    deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` has the same times:
+    ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, counted as ``torchpipe_py.histogram`` says.
     """
     instances = node.instances
     sizes: Counter[int] = Counter()

@@ -21,8 +21,8 @@ Said = dict[str, Any]
 class Channel:
     """One end of a pair of Unix sockets on a loop. ``send`` is for the loop's thread and never blocks.
 
-    ``on_message(message, descriptor)`` owns the descriptor, -1 where there is none; ``on_end()`` is called once, when
-    the other side is gone.
+    ``on_message(message, descriptor)`` owns the descriptor, -1 where there is none, or there was no room for it;
+    ``on_end()`` is called once, when the other side is gone.
     """
 
     def __init__(
@@ -43,10 +43,12 @@ class Channel:
             return
         if descriptor >= 0:
             message = {**message, "descriptor": True}
-            descriptor = os.dup(descriptor)
-        self._unsent.append((memoryview(json.dumps(message).encode() + b"\n"), descriptor))
-        if len(self._unsent) == 1:
-            self._flush()
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        sent = 0 if self._unsent else self._write(data, descriptor)
+        if sent < len(data) and not self._is_closed:
+            is_left = descriptor >= 0 and not sent  # it goes with the first byte
+            self._unsent.append((data[sent:], os.dup(descriptor) if is_left else -1))
+            self._loop.watch(self._sock, READ | WRITE, self._ready)
 
     def close(self) -> None:
         """Without ``on_end``."""
@@ -55,8 +57,9 @@ class Channel:
         self._is_closed = True
         self._loop.watch(self._sock, 0, self._ready)
         self._sock.close()
-        for descriptor in [*self._descriptors, *(one for _, one in self._unsent if one >= 0)]:
-            os.close(descriptor)
+        for descriptor in [*self._descriptors, *(one for _, one in self._unsent)]:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _ready(self, events: int) -> None:
         if events & WRITE:
@@ -67,31 +70,37 @@ class Channel:
     def _flush(self) -> None:
         while self._unsent:
             data, descriptor = self._unsent[0]
-            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
-            try:
-                sent = self._sock.sendmsg([data], extra)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                self._end()
+            sent = self._write(data, descriptor)
+            if not sent:
                 return
             if descriptor >= 0:
-                os.close(descriptor)
+                os.close(descriptor)  # it went with the first byte
             if sent < len(data):
                 self._unsent[0] = data[sent:], -1
-                continue
-            self._unsent.popleft()
-        if not self._is_closed:
-            self._loop.watch(self._sock, READ | (WRITE if self._unsent else 0), self._ready)
+            else:
+                self._unsent.popleft()
+        self._loop.watch(self._sock, READ, self._ready)
+
+    def _write(self, data: memoryview, descriptor: int) -> int:
+        """How many bytes the system has taken."""
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
+        try:
+            return self._sock.sendmsg([data], extra)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            self._end()
+            return 0
 
     def _receive(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
+            data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            data, descriptors = b"", []
-        self._descriptors.extend(descriptors)
+            data, descriptors, flags = b"", [], 0
+        # NOTE: a receive brings one message's descriptor at most, and ends with it.
+        self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
         if not data:
             self._end()
             return

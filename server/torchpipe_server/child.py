@@ -111,6 +111,14 @@ class Child:
         except ProcessLookupError:
             pass
 
+    def close(self) -> None:
+        """End it now, and forget it."""
+        self.kill()
+        self._channel.close()
+        if self._pidfd >= 0 and not self.is_gone:
+            os.close(self._pidfd)
+        self.state = "gone"
+
     def rss_bytes(self) -> int:
         """Memory that is resident, what it shares with others included."""
         try:

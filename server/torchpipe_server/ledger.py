@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 from typing import Any
 
-from torchpipe_py.runner import COUNTS, bucket
+from torchpipe_py.histogram import COUNTS, bucket
 from torchpipe_server.method import OK
 
 logger = logging.getLogger("torchpipe_server.requests")
@@ -43,7 +43,7 @@ class Ledger:
                 self._count(*self._noted.popleft())
 
     def summary(self) -> dict[str, Any]:
-        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.statistics.BOUNDS_MS``)."""
+        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.histogram``)."""
         self.settle()
         return {
             "by_method": {method: dict(outcomes) for method, outcomes in self._by_method.items()},

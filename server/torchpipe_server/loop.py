@@ -11,15 +11,20 @@ from typing import Any
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 LONGEST_WAIT = 0.5
+AFTER_ERROR = 0.05  # a defect that repeats itself must not keep the processor
 
 Step = Callable[[], float]
 """Called in every round; returns the seconds after which it wants to be called again at the latest."""
 
 
 class Loop:
-    """``call`` and ``stop`` are for any thread and for signal handlers, all else is for the thread of ``run``."""
+    """``call`` and ``stop`` are for any thread and for signal handlers, all else is for the thread of ``run``.
 
-    def __init__(self) -> None:
+    ``on_error(error)`` gets what a handler, a step or a called function raises; without it, that ends ``run``.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], object] | None = None) -> None:
+        self._on_error = on_error
         self.steps: list[Step] = []
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], object]] = deque()
@@ -54,15 +59,24 @@ class Loop:
             self._selector.register(source, events, handler)
 
     def run(self) -> None:
-        """Until ``stop``; whatever a handler or a step raises, ends it."""
+        """Until ``stop``."""
         wait = 0.0
         while not self._is_stopped:
-            for key, events in self._selector.select(wait):
-                key.data(events)
-            wait = LONGEST_WAIT
-            for step in self.steps:
-                wait = min(wait, step())
-            wait = max(0.0, wait)
+            try:
+                wait = self._round(wait)
+            except Exception as error:
+                if self._on_error is None:
+                    raise
+                self._on_error(error)
+                wait = AFTER_ERROR
+
+    def _round(self, wait: float) -> float:
+        for key, events in self._selector.select(wait):
+            key.data(events)
+        wait = LONGEST_WAIT
+        for step in self.steps:
+            wait = min(wait, step())
+        return max(0.0, wait)
 
     def close(self) -> None:
         """Give the descriptors back."""

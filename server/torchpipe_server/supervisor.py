@@ -16,7 +16,7 @@ from time import monotonic, time
 from typing import Any
 
 from torchpipe_py.errors import ConfigError, TorchpipeError, WorkerDied
-from torchpipe_py.statistics import BOUNDS_MS
+from torchpipe_py.histogram import BOUNDS_MS
 from torchpipe_server.acceptor import Acceptor, slots_for
 from torchpipe_server.channel import Said
 from torchpipe_server.child import Child
@@ -65,7 +65,7 @@ class Supervisor:
     def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
         self._options, self._load = options, load
         self._tables = load()
-        self._loop = Loop()
+        self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
         self._slots = SlotTable(slots_for(options.max_connections))
         self._acceptor = Acceptor(self._loop, listener, options.max_connections, self._take)
         self._fallback = Fallback(self._loop, idl)
@@ -120,13 +120,22 @@ class Supervisor:
         self._on_ready = on_ready
         for seat in self._seats:
             self._start(seat)
-        self._loop.run()
-        self._waiting_room.close()
-        for child in self._children():
-            child.kill()
+        try:
+            self._loop.run()
+        finally:
+            self._close_all()
         if self._problem:
             raise ConfigError(self._problem)
         return not self._has_lost
+
+    def _close_all(self) -> None:
+        self._waiting_room.close()
+        for child in self._children():
+            child.close()
+        for slot in list(self._sockets):
+            self._close(slot)
+        self._loop.close()
+        self._slots.close()
 
     def _start(self, seat: Seat) -> None:
         seat.start_at = 0.0
@@ -194,7 +203,12 @@ class Supervisor:
                 self._show_waiting_room(slot)
             return
         child = min(children, key=lambda one: (len(one.slots), one.stats.get("inflight", 0)))
-        child.give(self._sockets[slot], slot, slot in self._refused)
+        try:
+            child.give(self._sockets[slot], slot, slot in self._refused)
+        except OSError as error:
+            logger.error("a connection cannot be handed over: %s", error)
+            child.slots.discard(slot)
+            self._close(slot)
 
     def _close(self, slot: int) -> None:
         sock = self._sockets.pop(slot)

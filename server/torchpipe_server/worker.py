@@ -86,8 +86,7 @@ class Worker:
     def _hear(self, message: Said, descriptor: int) -> None:
         kind = message["type"]
         if kind == "connection":
-            slot = message["slot"]
-            self._server.adopt(socket.socket(fileno=descriptor), slot, self._slots.mark(slot), message["refused"])
+            self._adopt(message, descriptor)
         elif kind == "stats":
             self._channel.send({"type": "stats", "stats": self._stats()})
         elif kind == "shed":
@@ -96,6 +95,14 @@ class Worker:
             self._server.release()
         elif kind == "drain":
             self._server.drain()
+
+    def _adopt(self, message: Said, descriptor: int) -> None:
+        slot = message["slot"]
+        if descriptor < 0:
+            logger.error("no descriptor is left for a connection")
+            self._gone(slot, True)
+            return
+        self._server.adopt(socket.socket(fileno=descriptor), slot, self._slots.mark(slot), message["refused"])
 
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._channel.send({"type": "closed" if is_closed else "released", "slot": slot})
@@ -162,12 +169,10 @@ def _say_failed(sock: socket.socket, error: Exception) -> None:
 
 def _draw(tables: Any) -> str:
     """The graph as SVG, empty where it cannot be drawn."""
-    from torchpipe_py.build import plan_pipeline
-    from torchpipe_py.depict import depict
-    from torchpipe_py.drawing.svg import svg
+    from torchpipe_py.depict import live_svg
 
     try:
-        return svg(depict(plan_pipeline(tables)))
+        return live_svg(tables)
     except Exception:
         logger.exception("the graph cannot be drawn")
         return ""

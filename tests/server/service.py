@@ -16,16 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from fakes import WAIT
 from thrift.protocol.TBinaryProtocol import TBinaryProtocol
 from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
+from torchpipe_server.acceptor import Acceptor, slots_for
 from torchpipe_server.handler import InferenceHandler
 from torchpipe_server.idl import load_idl
+from torchpipe_server.loop import Loop
 from torchpipe_server.options import Options
 from torchpipe_server.server import Server
+from torchpipe_server.slots import SlotTable
 
 from torchpipe_py import pipe
 
@@ -49,29 +53,55 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
 
 
 class LocalServer:
-    """A `Server` on a loopback socket and a thread of this process."""
+    """A `Server` on a loopback socket and a thread of this process: what a worker does, with its own acceptor."""
 
-    def __init__(self, run: Any, listener: Any = None, **options: Any) -> None:
+    def __init__(self, run: Any, listener: Any = None, handler: Any = None, **options: Any) -> None:
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = listener.getsockname()[1]
-        settings = {"host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options}
+        settings = Options(config="test", **{"host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
         self.run = run
-        self.server = Server(listener, InferenceHandler(run, IDL), Options(config="test", **settings))
+        self.loop = Loop()
+        self.slots = SlotTable(slots_for(settings.max_connections))
+        self.acceptor = Acceptor(self.loop, listener, settings.max_connections, self._take)
+        handler = handler or InferenceHandler(run, IDL, settings.deadline_ms)
+        self.server = Server(self.loop, handler, settings, lambda slot, is_closed: self.acceptor.release(slot))
+        self.loop.steps.append(self._step)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
+    def stop(self) -> None:
+        self.loop.call(self._stop)
+
+    def _take(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
+        self.server.adopt(sock, slot, self.slots.mark(slot), is_refused)
+
+    def _stop(self) -> None:
+        self.acceptor.close()
+        self.server.drain()
+
+    def _step(self) -> float:
+        if self.server.is_finished:
+            self.loop.stop()
+        return 0.5
+
     def _serve(self) -> None:
         try:
-            self.server.serve()
+            self.acceptor.start()
+            self.loop.run()
+            self.acceptor.close()
+            self.server.close()
         except BaseException as error:
             self.error = error
+        finally:
+            self.loop.close()
+            self.slots.close()
 
     def __enter__(self) -> LocalServer:
         self.thread.start()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.server.stop()
+        self.stop()
         self.thread.join(WAIT)
         if error is None:
             assert not self.thread.is_alive(), "the server does not stop"
@@ -115,6 +145,13 @@ class Process:
         self.port = int(found[1])
         assert int(found[2]) == self.pid
         return self
+
+    @property
+    def workers(self) -> list[int]:
+        """The processes of the workers, in the order of their starts; the fork server's children."""
+        below = psutil.Process(self.pid).children(recursive=True)
+        parents = {one.pid for one in below if one.ppid() == self.pid}
+        return sorted(one.pid for one in below if one.ppid() in parents)
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

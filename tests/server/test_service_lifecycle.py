@@ -35,6 +35,7 @@ from service import (
 from torchpipe_server import cli
 from torchpipe_server.connection import Connection
 from torchpipe_server.protocol import Limits, MessageReader
+from torchpipe_server.slots import SlotTable
 
 from torchpipe_py import Backend
 
@@ -236,7 +237,7 @@ WRONG_LINES = {
 
 @pytest.mark.parametrize("name", WRONG_LINES)
 def test_a_wrong_command_line_ends_with_a_line_that_says_why(files, name, capfd, monkeypatch):
-    monkeypatch.setattr(cli, "_on_stop_signal", lambda handler: None)
+    monkeypatch.setattr(cli, "_on_signals", lambda handler, *numbers: None)
     args, word = WRONG_LINES[name]
     try:
         code = cli.main([arg.format(files=files) for arg in args])
@@ -271,7 +272,7 @@ def test_connections_the_system_has_accepted_are_served_at_the_stop():
     for sock in socks:
         sock.sendall(pack_call("ping"))
     server = LocalServer(None, listener)
-    server.server.stop()
+    server.stop()
     with server:
         lost = [index for index, sock in enumerate(socks) if not read_all(sock)]
     for sock in socks:
@@ -284,7 +285,7 @@ def test_a_bad_message_unread_at_the_stop_is_answered():
     with connect(listener.getsockname()[1]) as sock:
         sock.sendall(pack_batch(b"x" * 600_000))
         server = LocalServer(None, listener, max_message_bytes=1000)
-        server.server.stop()
+        server.stop()
         with server:
             assert b"too_large" in read_all(sock)
 
@@ -302,7 +303,7 @@ def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(pack_infer(b"x"))
         eventually(lambda: any(one.unsent for one in list(server.server._connections)))
-        server.server.stop()
+        server.stop()
         eventually(lambda: is_refused(server.port))
         assert b"r" * 2**23 in read_all(sock)
         server.thread.join(WAIT)
@@ -328,7 +329,7 @@ def test_a_connection_that_arrives_together_with_the_stop():
     with LocalServer(run) as server, Client(server.port) as client:
         seqid = client.send_batch(b"x")
         assert run.entered.wait(WAIT)
-        server.server.stop()
+        server.stop()
         with connect(server.port):
             run.go.set()
             eventually(lambda: is_refused(server.port))
@@ -338,10 +339,10 @@ def test_a_connection_that_arrives_together_with_the_stop():
 
 def test_stop_before_serve_and_after_it(register: Register):
     server = LocalServer(None)
-    server.server.stop()
+    server.stop()
     with server:
         server.thread.join(WAIT)
-        server.server.stop()
+        server.stop()
     assert is_refused(server.port)
 
 
@@ -349,7 +350,7 @@ def test_stop_during_linger_ends_soon():
     with LocalServer(None) as server, connect(server.port) as sock:
         sock.sendall(b"\0" * 100)
         assert read_all(sock) == b""
-        server.server.stop()
+        server.stop()
         server.thread.join(10)
         assert not server.thread.is_alive()
 
@@ -359,7 +360,7 @@ def test_drain_seconds_end_the_wait(register: Register):
     with serving(register(gate.backend), drain_seconds=0.1) as server, gate, Client(server.port) as client:
         client.send_batch(b"x")
         gate.wait_entered()
-        server.server.stop()
+        server.stop()
         server.thread.join(WAIT)
         assert not server.thread.is_alive()
         assert read_all(client.sock) == b""
@@ -403,7 +404,7 @@ def test_a_connection_has_work_while_its_reply_is_being_written():
     """Else the I/O thread closes it as idle, and the rest of the reply is lost."""
     seen: list[bool] = []
     sock = WatchedSocket(lambda: seen.append(connection.has_work()))
-    connection = Connection(sock, MessageReader(Limits()), refused=False)
+    connection = Connection(sock, MessageReader(Limits()), False, 0, SlotTable(1).mark(0))
     connection.busy = True
     connection.send(b"a reply")
     sock.join()
