@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import in_process
 from benchmarks.common import Report, machine, show, write_json
 from benchmarks.detector import detector
+from benchmarks.mean import mean
 from benchmarks.processes import processes
 from benchmarks.service import service
 
@@ -23,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[float, int], Report | list[Report]]] = {
     "processes": processes,
     "detector": detector,
     "service": service,
+    "mean": mean,
 }
 
 

@@ -125,10 +125,10 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 
 
-def python(*args: str, **kwargs: Any) -> subprocess.Popen[str]:
+def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:
     """This interpreter on ``args`` in a process of its own, with the checkout's packages importable."""
     paths = [str(REPOSITORY), str(REPOSITORY / "server"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    env = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     return subprocess.Popen([sys.executable, *args], env=env, text=True, **kwargs)
 
 

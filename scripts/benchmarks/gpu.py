@@ -413,11 +413,18 @@ def engine_alone(engines: Engines, seconds: float, rounds: int) -> Report:
     return report
 
 
+def _served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
+    from benchmarks.gpu_service import served  # it is made of what is here
+
+    return served(engines, seconds, rounds)
+
+
 BENCHMARKS: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
     "limits": limits,
     "g1g2": in_process,
     "g5": large_images,
     "g6": engine_alone,
+    "g3g4": _served,
 }
 
 

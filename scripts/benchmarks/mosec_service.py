@@ -1,4 +1,7 @@
-"""The same work as a mosec service: JPEG in, label out, over HTTP. Settings come in the environment."""
+"""The same work as a mosec service: JPEG in, label out, over HTTP. Settings come in the environment.
+
+Without ``BENCH_MODEL`` the work is to decode the image and to take the mean of its values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from mosec import Server, Worker
 from torchpipe_py.backends.onnx_graph import normalized_model
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-SIZE = int(os.environ["BENCH_SIZE"])
+MODEL = os.environ.get("BENCH_MODEL", "")
+SIZE = int(os.environ.get("BENCH_SIZE", "0"))
 BATCH = int(os.environ["BENCH_BATCH"])
 WORKERS = int(os.environ["BENCH_WORKERS"])
 
@@ -27,7 +31,7 @@ class Classify(Worker):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        content = normalized_model(os.environ["BENCH_MODEL"], MEAN, STD)
+        content = normalized_model(MODEL, MEAN, STD)
         self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         self.input = self.session.get_inputs()[0].name
 
@@ -47,7 +51,27 @@ class Classify(Worker):
         return results if BATCH > 1 else results[0]
 
 
+class Mean(Worker):
+    """Decode and mean, in ``WORKERS`` processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cv2.setNumThreads(1)
+
+    def deserialize(self, data: bytes) -> bytes:
+        return data
+
+    def forward(self, data: Any) -> Any:
+        results = []
+        for jpeg in data if BATCH > 1 else [data]:
+            image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+            results.append({"label": "mean", "score": sum(cv2.mean(image)[:3]) / 3})
+        return results if BATCH > 1 else results[0]
+
+
 if __name__ == "__main__":
     server = Server()
-    server.append_worker(Classify, num=WORKERS, max_batch_size=BATCH, max_wait_time=int(os.environ["BENCH_WAIT_MS"]))
+    server.append_worker(
+        Classify if MODEL else Mean, num=WORKERS, max_batch_size=BATCH, max_wait_time=int(os.environ["BENCH_WAIT_MS"])
+    )
     server.run()

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 from benchmarks import http_load
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, test_jpeg
+from benchmarks.servers import SCRIPTS, run_clients, serving
 
 SATURATING = 20  # the load tester's usual number of clients; fewer leave the cores idle now and then
 CLIENTS = 10
 SAME_BATCH = 8  # of configs/demo.toml, with its timeout
 SAME_TIMEOUT_MS = 2
-SCRIPTS = REPOSITORY / "scripts"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
         port = stack.enter_context(serving(work.config))
         ours = {count: f"torchpipe-serve, {count} clients" for count in (SATURATING, CLIENTS, 1)}
         for count, name in ours.items():
-            subjects[name] = _thrift(port, jpeg.parent, count, seconds)
+            subjects[name] = partial(run_clients, port, jpeg.parent, count, seconds)
         mosec = _mosec_subjects(stack, work, jpeg, seconds, report)
         loads = interleave({**subjects, **mosec}, rounds)
     limit = next(iter(loads.values()))
@@ -120,47 +120,6 @@ def _bare(work: Work, jpeg: Path, seconds: float, combination: str | None) -> di
     return found
 
 
-@contextmanager
-def serving(config: str) -> Iterator[int]:
-    """``torchpipe-serve`` on ``config`` in a process of its own; the port it listens on."""
-    process = python(
-        "-m", "torchpipe_server", config, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning",
-        stdout=subprocess.PIPE, cwd=REPOSITORY,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"torchpipe-serve did not start on {config}")
-        yield int(line.split(" on ")[1].split(" ")[0].rsplit(":", 1)[1])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-
-
-def _thrift(port: int, images: Path, clients: int, seconds: float) -> Callable[[], Load]:
-    def run() -> Load:
-        total = _calls_for(port, images, clients, seconds)
-        report = _client_qps(port, images, clients, total)
-        return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
-
-    return run
-
-
-def _calls_for(port: int, images: Path, clients: int, seconds: float) -> int:
-    """How many requests take about ``seconds``."""
-    return max(clients, int(seconds * _client_qps(port, images, clients, 20 * clients)["qps"]))
-
-
-def _client_qps(port: int, images: Path, clients: int, total: int) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
-        command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--total_number", str(total), "--no-progress"]
-        subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
-        report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
-    return report
-
-
 def _mosec_subjects(
     stack: ExitStack, work: Work, jpeg: Path, seconds: float, report: Report
 ) -> dict[str, Callable[[], Load]]:
@@ -169,26 +128,23 @@ def _mosec_subjects(
         return {}
     subjects: dict[str, Callable[[], Load]] = {}
     for batch in (1, SAME_BATCH):
-        port = stack.enter_context(_mosec(work, batch))
+        port = stack.enter_context(mosec({"BENCH_MODEL": work.model, "BENCH_SIZE": str(work.size)}, batch))
         for clients in (CLIENTS, 1):
             name = f"mosec, 2 workers, batch {batch}, {clients} clients"
-            subjects[name] = lambda port=port, clients=clients: http_load.run(  # type: ignore[misc]
-                port, jpeg.read_bytes(), clients, seconds
-            )
+            subjects[name] = partial(http_load.run, port, jpeg.read_bytes(), clients, seconds)
     return subjects
 
 
 @contextmanager
-def _mosec(work: Work, batch: int) -> Iterator[int]:
+def mosec(work: Mapping[str, str], batch: int) -> Iterator[int]:
+    """mosec with two workers; ``work`` is what ``mosec_service.py`` is to do. The port it listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = {"BENCH_MODEL": work.model, "BENCH_SIZE": str(work.size), "BENCH_BATCH": str(batch)}
-    settings["BENCH_WAIT_MS"] = str(SAME_TIMEOUT_MS)
-    env = {**os.environ, **settings, "BENCH_WORKERS": "2", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(SCRIPTS / "benchmarks" / "mosec_service.py"), "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--address", "127.0.0.1", "--log-level", "warning"], env=env, stderr=subprocess.DEVNULL
+    settings = {**work, "BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": "2"}
+    command = [str(SCRIPTS / "benchmarks" / "mosec_service.py"), "--port", str(port)]
+    process = python(
+        *command, "--address", "127.0.0.1", "--log-level", "warning", environment=settings, stderr=subprocess.DEVNULL
     )
     try:
         _wait_for(port)

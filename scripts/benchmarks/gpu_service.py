@@ -1,0 +1,105 @@
+"""G3 and G4: the service over Thrift on a GPU, against the classic recipe behind the same contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, test_jpeg
+from benchmarks.gpu import SIDE, Engines, _cores, cpu_pipe, gpu_pipe
+from benchmarks.servers import run_clients, serving, started
+
+WORKERS = (1, 2, 4, 8)
+FEW, MANY = 20, 100
+SETTLE = 400  # calls before anything is measured
+
+
+def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
+    """A report without CUDA MPS and, where the machine has it, one with; both over 1 to 8 workers."""
+    reports = [_sweep(engines, seconds, rounds, "without MPS", {})]
+    with mps() as environment:
+        if environment is None:
+            reports[0].remarks.append("with MPS: not measured, nvidia-cuda-mps-control is not there or does not start")
+        else:
+            reports.append(_sweep(engines, seconds, rounds, "with MPS", environment))
+    best = [load for report in reports for load in report.rows]
+    base = max(row.qps for row in best if row.what.startswith("baseline"))
+    few = [row for row in best if row.what.endswith(f"{FEW} clients") and not row.what.startswith("baseline")]
+    many = [row for row in best if row.what.endswith(f"{MANY} clients")]
+    last = reports[-1]
+    one = max(row.qps for row in few if ", 1 worker" in row.what)
+    last.require(f"G3 one worker, {FEW} clients, QPS against the baseline's", one / base, low=5)
+    last.require(f"G3 best worker count, {FEW} clients", max(row.qps for row in few) / base, low=8)
+    quickest = max(many, key=lambda row: row.qps)
+    last.require(f"G4 QPS at {MANY} clients ({quickest.what})", quickest.qps, low=10_000)
+    last.require("G4 its p99, ms", quickest.p99 or 0.0, high=15)
+    return reports
+
+
+def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment: Mapping[str, str]) -> Report:
+    report = Report(f"G3, G4: over Thrift, client processes on the same {_cores()} cores, {how}")
+    subjects: dict[str, Callable[[], Load]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "image.jpg").write_bytes(test_jpeg())
+        classic = [str(REPOSITORY / "scripts" / "baseline_server.py"), "--port", "0", "--engine", engines.engine(1)]
+        port = stack.enter_context(started([*classic, "--size", str(SIDE)], {}))
+        subjects[f"baseline, {FEW} clients"] = partial(run_clients, port, folder, FEW, seconds)
+        for workers in WORKERS:
+            for name, config in _configs(engines, workers).items():
+                path = folder / f"{name}{workers}.toml".replace(" ", "_")
+                path.write_text(to_toml(config), encoding="utf-8")
+                port = stack.enter_context(serving(str(path), ["--workers", str(workers)], environment))
+                run_clients(port, folder, FEW, 0.5)
+                for clients in (FEW, MANY):
+                    what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}, {clients} clients"
+                    subjects[what] = partial(run_clients, port, folder, clients, seconds)
+        loads = interleave(subjects, rounds)
+    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    return report
+
+
+def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
+    """What each of so many workers runs: together they have a decoding thread for almost every core."""
+    decoders = max(2, (_cores() - 2) // workers)
+    instances = 2 if workers < 4 else 1
+    return {
+        "CPU decode": cpu_pipe(engines, decoders=decoders, most=8, instances=instances),
+        "GPU decode": gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=instances),
+    }
+
+
+def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Scalars of ``global`` first, then a table for each node."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in config.get("global", {}).items()]
+    for name, table in config.items():
+        if name != "global":
+            lines += [f"[{name}]", *(f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def mps() -> Iterator[Mapping[str, str] | None]:
+    """The environment of processes that share the GPU by CUDA MPS, whose daemon runs meanwhile; ``None`` without."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = {**os.environ, **found}
+        if subprocess.run([control, "-d"], env=environment, check=False, capture_output=True).returncode:
+            yield None
+            return
+        try:
+            yield found
+        finally:
+            subprocess.run([control], input="quit\n", env=environment, text=True, check=False, capture_output=True)

@@ -1,0 +1,81 @@
+"""Decode and mean as a service: next to no work behind the network, against mosec and against bare threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from benchmarks import http_load
+from benchmarks.common import Load, Report, Row, interleave, run_threads, test_jpeg
+from benchmarks.servers import run_clients, serving
+from benchmarks.service import CLIENTS, SAME_BATCH, mosec
+
+_BACKEND = '''
+import cv2
+from torchpipe_py import ItemBackend, register_backend
+
+class MeanMat(ItemBackend):
+    """The mean of all values of a Mat."""
+
+    def any_thread(self):
+        return True
+
+    def forward_item(self, item):
+        item["result"] = ("mean", sum(cv2.mean(item["data"])[:3]) / 3)
+
+register_backend(MeanMat, "MeanMat")
+'''
+_TOML = '[mean]\nbackend = "S[DecodeMat,MeanMat]"\ninstance_num = {instances}\n'
+_SERVICES = ((1, 2), (2, 1))  # workers, instances of each
+
+
+def mean(seconds: float, rounds: int) -> Report:
+    """One image each time, 10 clients and one."""
+    jpeg = test_jpeg()
+    report = Report(f"service: decode and mean, {len(jpeg) / 1000:.0f} KB JPEG, client processes, same cores")
+    subjects: dict[str, Callable[[], Load]] = {
+        f"limit: OpenCV in {threads} bare threads": partial(run_threads, partial(_work, jpeg), threads, seconds)
+        for threads in (2, 4)
+    }
+    ours: dict[int, list[str]] = {CLIENTS: [], 1: []}
+    peers: dict[int, list[str]] = {CLIENTS: [], 1: []}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "image.jpg").write_bytes(jpeg)
+        (folder / "mean_backend.py").write_text(_BACKEND, encoding="utf-8")
+        for workers, instances in _SERVICES:
+            config = folder / f"mean{workers}.toml"
+            config.write_text(_TOML.format(instances=instances), encoding="utf-8")
+            options = ["--workers", str(workers), "--import-code", str(folder / "mean_backend.py")]
+            port = stack.enter_context(serving(str(config), options))
+            for clients in ours:
+                name = f"torchpipe-serve, {workers} worker(s), {clients} clients"
+                subjects[name] = partial(run_clients, port, folder, clients, seconds)
+                ours[clients].append(name)
+        for batch in (1, SAME_BATCH) if importlib.util.find_spec("mosec") is not None else ():
+            port = stack.enter_context(mosec({}, batch))
+            for clients in peers:
+                name = f"mosec, 2 workers, batch {batch}, {clients} clients"
+                subjects[name] = partial(http_load.run, port, jpeg, clients, seconds)
+                peers[clients].append(name)
+        loads = interleave(subjects, rounds)
+    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    if not peers[CLIENTS]:
+        report.remarks.append("no mosec: not installed (extra 'bench')")
+        return report
+    best = {clients: max(loads[name].qps for name in names) for clients, names in ours.items()}
+    peer = {clients: max(loads[name].qps for name in names) for clients, names in peers.items()}
+    report.require(f"against mosec's best, {CLIENTS} clients", best[CLIENTS] / peer[CLIENTS], low=2.0)
+    report.remarks.append(f"one client: {best[1] / peer[1]:.2f} of mosec's best")
+    return report
+
+
+def _work(jpeg: bytes) -> None:
+    cv2.mean(cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR))

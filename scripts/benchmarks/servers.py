@@ -1,0 +1,57 @@
+"""Services in processes of their own, and the load tester as a process that measures them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import REPOSITORY, Load, python
+
+SCRIPTS = REPOSITORY / "scripts"
+
+
+@contextmanager
+def serving(config: str, options: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """``torchpipe-serve`` on ``config``; the port it listens on."""
+    command = ["-m", "torchpipe_server", config, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]
+    with started([*command, *options], environment or {}) as port:
+        yield port
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[int]:
+    """This interpreter on ``command``, which prints ``... on HOST:PORT ...`` when it serves; the port."""
+    process = python(*command, stdout=subprocess.PIPE, cwd=REPOSITORY, environment=environment)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(command)} did not start")
+        yield int(line.rsplit(" on ")[-1].split(" ")[0].rsplit(":", 1)[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def run_clients(port: int, images: Path, clients: int, seconds: float) -> Load:
+    """Client processes in a closed loop for about ``seconds``."""
+    few = client_qps(port, images, clients, 20 * clients)
+    report = client_qps(port, images, clients, max(clients, int(seconds * few["qps"])))
+    return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
+
+
+def client_qps(port: int, images: Path, clients: int, total: int) -> dict[str, Any]:
+    """The load tester's report of ``total`` requests."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
+        command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--total_number", str(total), "--no-progress"]
+        subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
+        report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
+    return report
