@@ -6,20 +6,21 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, test_jpeg
+from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
 from benchmarks.gpu import SIDE, Engines, _cores, cpu_pipe, gpu_pipe
 from benchmarks.servers import run_clients, serving, started
 
 WORKERS = (1, 2, 4, 8)
 FEW, MANY = 20, 100
-SETTLE = 400  # calls before anything is measured
 
 
 def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
@@ -45,24 +46,29 @@ def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
 
 
 def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment: Mapping[str, str]) -> Report:
+    """One service after the other, each beside the baseline: idle ones would still hold memory and contexts."""
     report = Report(f"G3, G4: over Thrift, client processes on the same {_cores()} cores, {how}")
-    subjects: dict[str, Callable[[], Load]] = {}
+    classic = [str(REPOSITORY / "scripts" / "baseline_server.py"), "--port", "0", "--engine", engines.engine(1)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "image.jpg").write_bytes(test_jpeg())
-        classic = [str(REPOSITORY / "scripts" / "baseline_server.py"), "--port", "0", "--engine", engines.engine(1)]
-        port = stack.enter_context(started([*classic, "--size", str(SIDE)], {}))
-        subjects[f"baseline, {FEW} clients"] = partial(run_clients, port, folder, FEW, seconds)
+        base = stack.enter_context(started([*classic, "--size", str(SIDE)], {}))
+        found: dict[str, list[Load]] = {}
         for workers in WORKERS:
             for name, config in _configs(engines, workers).items():
                 path = folder / f"{name}{workers}.toml".replace(" ", "_")
                 path.write_text(to_toml(config), encoding="utf-8")
-                port = stack.enter_context(serving(str(path), ["--workers", str(workers)], environment))
-                run_clients(port, folder, FEW, 0.5)
-                for clients in (FEW, MANY):
-                    what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}, {clients} clients"
-                    subjects[what] = partial(run_clients, port, folder, clients, seconds)
-        loads = interleave(subjects, rounds)
+                what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}"
+                subjects = {f"baseline, {FEW} clients": partial(run_clients, base, folder, FEW, seconds)}
+                began = monotonic()
+                with serving(str(path), ["--workers", str(workers)], environment) as port:
+                    print(f"{what}: ready after {monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+                    for clients in (FEW, MANY):
+                        subjects[f"{what}, {clients} clients"] = partial(run_clients, port, folder, clients, seconds)
+                    for one, load in interleave(subjects, rounds).items():
+                        found.setdefault(one, []).append(load)
+                        print(f"{one}: {load}", file=sys.stderr, flush=True)
+    loads = {name: median_load(values) for name, values in found.items()}
     report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
     return report
 

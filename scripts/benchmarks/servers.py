@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,14 @@ def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[
 
 def run_clients(port: int, images: Path, clients: int, seconds: float) -> Load:
     """Client processes in a closed loop for about ``seconds``."""
-    few = client_qps(port, images, clients, 20 * clients)
-    report = client_qps(port, images, clients, max(clients, int(seconds * few["qps"])))
+    report = client_qps(port, images, clients, max(clients, int(seconds * _rate(port, images, clients))))
     return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
+
+
+@lru_cache
+def _rate(port: int, images: Path, clients: int) -> float:
+    """About how many requests the service answers in a second."""
+    return float(client_qps(port, images, clients, 20 * clients)["qps"])
 
 
 def client_qps(port: int, images: Path, clients: int, total: int) -> dict[str, Any]:
