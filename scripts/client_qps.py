@@ -1,10 +1,19 @@
 #!/usr/bin/env python3
-"""Load tester of the inference service: closed loop, one process per client.
+"""Load tester of the inference service: closed or open loop, one process per client.
 
     python scripts/client_qps.py --img_dir DIR --port 8888 --request_client 20 --request_batch 1 --total_number 10000
+    python scripts/client_qps.py --img_dir DIR --rate 200 --arrivals poisson --duration 30 --slo-p99 50 --html run.html
+    python scripts/client_qps.py --img_dir DIR --slo-p99 50 --search
+    python scripts/client_qps.py --img_dir DIR --sweep clients=1,2,5,10,20
+    python scripts/client_qps.py compare A.json B.json
 
-Exit status: 0 every image has a result; 2 some have not (or the arguments are wrong); 1 it could not run;
-130 interrupted.
+In a closed loop a client sends its next call when the last one is answered. In an open loop calls are due at times that
+do not depend on the answers, and latency counts from then: a server that stalls is charged for all calls that would
+have been sent meanwhile, not only for those that were (coordinated omission). Latency from the actual send is reported
+beside it.
+
+Exit status: 0 every image has a result, the run is stable and the SLO met; 1 it could not run; 2 some images have no
+result, or an open loop was unstable (or the arguments are wrong); 3 the SLO was missed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,96 +22,68 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from loadtest.arrivals import ClosedLoop
-from loadtest.connection import Endpoint, probe
-from loadtest.coordinator import Coordinator
-from loadtest.cost import cpu_fields, cpu_rows, tester_cost
-from loadtest.server import find_server, is_local
-from loadtest.wire import encode_body, load_idl
+from loadtest.campaigns import run_search, run_sweep
+from loadtest.compare import compare_main
+from loadtest.options import parse_arguments
+from loadtest.page import page
+from loadtest.runs import Runner
+from loadtest.spreadsheet import write_csv
+from loadtest.sweeps import parse_sweep
+from loadtest.tables import run_table, runs_table, search_line
+from loadtest.verdict import EXIT_CANNOT_RUN, EXIT_INTERRUPTED, verdict
 
-from torchpipe_py.loadtest.cpu import CpuMeter, CpuUse
 from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.images import load_images
-from torchpipe_py.loadtest.ledger import Outcome
-from torchpipe_py.loadtest.options import add_options, at_least
-from torchpipe_py.loadtest.plans import make_plans
-from torchpipe_py.loadtest.progress import progress_bar
-from torchpipe_py.loadtest.report import check_output, describe_run, format_table, make_report, print_report, write_json
+from torchpipe_py.loadtest.report import check_output, print_report, write_json
 
-EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED_REQUESTS, EXIT_INTERRUPTED = 0, 1, 2, 130
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 seconds")
-    return seconds
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; wrong ones end the process with status 2."""
-    parser = argparse.ArgumentParser(prog="client_qps.py", description="Load tester of the inference service.")
-    add_options(parser, clients="client processes")
-    option = parser.add_argument
-    option("--host", default="127.0.0.1")
-    option("--port", type=at_least(1, 65535), default=8888)
-    option("--transport", choices=("buffered", "framed"), default="buffered")
-    option("--timeout", type=_seconds, default=10.0, help="seconds for a call, and for a connection")
-    option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
-    return parser.parse_args(arguments)
-
-
-def _measure(coordinator: Coordinator, options: argparse.Namespace, server: list[int]) -> tuple[Outcome, CpuUse]:
-    """The run proper."""
-    try:
-        coordinator.wait_ready()
-        meter = CpuMeter(server, coordinator.pids)
-        with progress_bar(options.total_number, options.progress) as progress:
-            meter.start()
-            outcome = coordinator.run(progress)
-            return outcome, meter.stop()
-    finally:
-        coordinator.stop()
+_DESCRIPTION = "Load tester of the inference service. `client_qps.py compare A.json B.json` compares two reports."
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the load and returns the report; `CannotRunError` when that is not possible."""
-    check_output(options.json)
-    idl = load_idl()
-    endpoint = Endpoint(options.host, options.port, options.transport == "framed", options.timeout)
-    images = load_images(options.img_dir, options.labels_from_names)
-    payload = replace(images, bodies=[encode_body(idl, body) for body in images.bodies])
-    probe(idl, endpoint)
-    server = find_server(options.host, options.port, options.server_pid)
-    about = describe_run(vars(options), payload, ["thriftpy2"])
-    about |= {"host_is_local": is_local(options.host), "server_pids": server}
-    count = len(payload.bodies)
-    plans = make_plans(options.request_client, options.request_batch, options.total_number, count, options.warmup)
-    outcome, use = _measure(Coordinator(plans, endpoint, idl, payload, ClosedLoop), options, server)
-    cost = tester_cost(outcome, use)
-    return make_report(outcome, about, cpu_fields(cost, use), cost.limits, options.labels_from_names)
+    """Runs the load and returns the report, of one run or of several; `CannotRunError` when that is not possible."""
+    for flag in ("json", "csv", "html"):
+        check_output(getattr(options, flag), f"--{flag}")
+    sweep = None if options.sweep is None else parse_sweep(options.sweep)
+    runner = Runner(options)
+    if sweep is not None:
+        return run_sweep(runner.run, options, sweep, _announce)
+    return run_search(runner.run, options, _announce) if options.search else runner.run(options)
 
 
-def _table(report: dict[str, Any]) -> str:
-    settings = report["settings"]
-    server = f"{settings['host']}:{settings['port']} ({settings['transport']})"
-    return format_table(report, [("server", server)], cpu_rows(report))
+def _announce(name: str, report: dict[str, Any]) -> None:
+    latency = report["latency_ms"]
+    p99 = "no result" if latency is None else f"p99 {latency['p99']:.2f} ms"
+    print(f"{name}: {report['qps']:.1f} images/s, {p99}, {verdict(report)}", file=sys.stderr)
 
 
-def _exit_status(report: dict[str, Any]) -> int:
-    if report["interrupted"]:
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED_REQUESTS if report["errors"] else EXIT_OK
+def _print_runs(report: dict[str, Any]) -> None:
+    """The table of several runs, and what made some of them worthless."""
+    print(runs_table(report["runs"]))
+    if "search" in report:
+        print(search_line(report["search"]))
+    for one in report["runs"]:
+        for warning in [*one["warnings"], *one.get("unstable_because", ())]:
+            print(f"{one['point']}: {warning}", file=sys.stderr)
+
+
+def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json is not None:
+        write_json(report, options.json)
+    if options.csv is not None:
+        write_csv(report.get("runs", [report]), options.csv)
+    if options.html is not None:
+        options.html.write_text(page(report), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does
     try:
+        if arguments[:1] == ["compare"]:
+            return compare_main(arguments[1:])
+        options = parse_arguments(arguments, _DESCRIPTION)
         report = run(options)
     except CannotRunError as error:
         print(f"client_qps.py: {error}", file=sys.stderr)
@@ -110,10 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("client_qps.py: interrupted before there was anything to report", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print_report(report, _table(report))
-    if options.json is not None:
-        write_json(report, options.json)
-    return _exit_status(report)
+    if "runs" in report:
+        _print_runs(report)
+    else:
+        print_report(report, run_table(report))
+    _write(report, options)
+    status: int = report["exit_status"]
+    return status
 
 
 if __name__ == "__main__":

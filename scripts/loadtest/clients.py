@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing.connection import Connection as Channel
 from types import ModuleType
 from typing import Any
@@ -14,9 +13,10 @@ from torchpipe_py.loadtest.images import Payload
 from torchpipe_py.loadtest.ledger import NO_REPLY, Ledger
 from torchpipe_py.loadtest.plans import Plan, Rotation
 
-from .arrivals import Arrivals
+from .arrivals import Arrivals, Turn
 from .connection import Endpoint, connect_patiently
 from .gate import Gate
+from .loads import Load
 from .wire import CallTemplate, answers_of, error_name
 
 READY = "ready"
@@ -59,32 +59,41 @@ class Client:
             if self._gate.is_stopping:
                 return
 
-    def work(self, arrivals: Arrivals) -> None:
-        """The plan's share, or as much of it as comes before the gate says stop."""
-        left = self._plan.share
+    def work(self, arrivals: Arrivals) -> int:
+        """The plan's share, or as much of it as comes before the gate or the arrivals say stop.
+
+        Returns how many images it gave up because it could reach the server no more.
+        """
+        left, free, given_up = self._plan.share, 0, 0
         while left and not self._gate.is_stopping:
+            turn = arrivals.wait_turn()
+            if turn is None:
+                break
+            if arrivals.is_open:
+                self._ledger.delay(turn.sent - turn.due, turn.sent - max(turn.due, free))
             count = min(self._plan.batch, left)
             left -= count
-            if not self._one_call(count, arrivals) and not self._recover():
-                self.errors["unsent"] += left
+            if not self._one_call(count, turn) and not self._recover():
+                given_up = left
                 break
+            free = time.perf_counter_ns()
         self._connection.close()
+        return given_up
 
-    def _one_call(self, count: int, arrivals: Arrivals) -> bool:
+    def _one_call(self, count: int, turn: Turn) -> bool:
         """Whether the call was answered, be it with an error."""
-        started = arrivals.wait_turn()
         try:
             answers, labels = self._exchange(count)
         except Exception as error:  # whatever a server does to a connection is a finding, by type
             ended = time.perf_counter_ns()
             self.errors[error_name(error)] += count
             self._ledger.count(count, 0, 0, 0)
-            self._ledger.record(ended - started, ended, NO_REPLY)
+            self._ledger.record(ended - turn.due, ended, NO_REPLY)
             return False
         ended = time.perf_counter_ns()
         ok, correct = self._judge(answers, labels)
         self._ledger.count(count, count, ok, correct)
-        self._ledger.record(ended - started, ended, ok)
+        self._ledger.record(ended - turn.due, ended, ok)
         self._broken_in_a_row = 0
         return True
 
@@ -129,12 +138,12 @@ class Client:
 
 def client_main(
     plan: Plan,
+    load: Load,
     endpoint: Endpoint,
     idl: ModuleType,
     payload: Payload,
     ledger: Ledger,
     gate: Gate,
-    arrivals: Callable[[], Arrivals],
     channel: Channel,
 ) -> None:
     """A client process: sends `READY`, or the reason why it is not; then, its work done, its errors."""
@@ -153,7 +162,9 @@ def client_main(
         return
     if gate.wait():
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
-        client.work(arrivals())
+        given_up = client.work(load.arrivals(plan.index, gate.start, lambda: gate.is_stopping))
         ledger.close(time.process_time_ns() - cpu, time.perf_counter_ns() - wall)
         if not gate.is_orphaned:
+            if unsent := load.unsent(given_up):
+                client.errors["unsent"] += unsent
             channel.send(dict(client.errors))

@@ -19,10 +19,10 @@ from torchpipe_py.loadtest.images import Payload
 from torchpipe_py.loadtest.ledger import Ledger, Outcome
 from torchpipe_py.loadtest.plans import Plan
 
-from .arrivals import Arrivals
 from .clients import READY, client_main
 from .connection import Endpoint
 from .gate import Gate
+from .loads import Load
 
 _LOOK_S = 0.25
 _GRACE_S = 1.0
@@ -38,37 +38,32 @@ class ClientRun:
     channel: Channel
     errors: dict[str, int] | None = None
 
-    def final_errors(self, interrupted: bool) -> Counter[str]:
+    def final_errors(self, interrupted: bool, load: Load) -> Counter[str]:
         """Errors in images, by type. A process that ended without a word owes all that has no result."""
         if self.errors is not None:
             return Counter(self.errors)
         if interrupted:
             return Counter({"interrupted": self.ledger.sent - self.ledger.images_ok})
-        return Counter({"ClientProcessDied": self.plan.share - self.ledger.images_ok})
+        sent = self.ledger.sent
+        owed = sent - self.ledger.images_ok + load.unsent(self.plan.share - sent)
+        return Counter({"ClientProcessDied": max(1, owed)})
 
 
 class Coordinator:
     """Owns the client processes of one run. Make it before any thread exists: it forks."""
 
-    def __init__(
-        self,
-        plans: list[Plan],
-        endpoint: Endpoint,
-        idl: ModuleType,
-        payload: Payload,
-        arrivals: Callable[[], Arrivals],
-    ) -> None:
+    def __init__(self, load: Load, endpoint: Endpoint, idl: ModuleType, payload: Payload) -> None:
+        self._load = load
         self._gate = Gate()
-        self._arguments = (endpoint, idl, payload)
-        self._arrivals = arrivals
+        self._arguments = (load, endpoint, idl, payload)
         self._context = multiprocessing.get_context("fork")
         gc.freeze()  # what exists now stays shared: no collection in a client touches it
-        self._clients = [self._fork(plan) for plan in plans]
+        self._clients = [self._fork(plan) for plan in load.plans]
 
     def _fork(self, plan: Plan) -> ClientRun:
         ledger = Ledger(plan.calls)
         ours, theirs = self._context.Pipe(duplex=False)
-        arguments = (plan, *self._arguments, ledger, self._gate, self._arrivals, theirs)
+        arguments = (plan, *self._arguments, ledger, self._gate, theirs)
         process = self._context.Process(target=client_main, args=arguments, daemon=True)
         process.start()
         theirs.close()  # NOTE: before the next fork, or its death would not end the channel
@@ -93,16 +88,17 @@ class Coordinator:
 
         KeyboardInterrupt ends the run early: what was done until then is the outcome.
         """
-        outcome = Outcome(time.perf_counter_ns(), [client.ledger for client in self._clients])
+        start = time.perf_counter_ns() + self._load.head_start
+        outcome = Outcome(start, [client.ledger for client in self._clients])
         try:  # NOTE: before the gate opens, for an interrupt from then on must find someone to report the part done
-            self._gate.open()
+            self._gate.open(start)
             self._watch(progress)
         except KeyboardInterrupt:
             outcome.interrupted = True
             self.stop()
         for client in self._clients:
             client.errors = _receive(client.channel)
-            outcome.errors += client.final_errors(outcome.interrupted)
+            outcome.errors += client.final_errors(outcome.interrupted, self._load)
         return outcome
 
     def _watch(self, progress: Callable[[int], None]) -> None:
@@ -123,6 +119,7 @@ class Coordinator:
             client.process.terminate()
         for client in self._clients:
             client.process.join()
+        self._gate.close()
 
 
 def _receive(channel: Channel) -> Any:

@@ -17,7 +17,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._state = shared_words(1)
+        self._state = shared_words(2)
         self._parent = os.getpid()
         self._read_end, self._write_end = os.pipe()
 
@@ -31,6 +31,11 @@ class Gate:
         """In a client: whether its parent is no more."""
         return os.getppid() != self._parent
 
+    @property
+    def start(self) -> int:
+        """In a client: when the run begins, in ns of `perf_counter_ns`, which is one clock for all processes."""
+        return self._state[1]
+
     def wait(self) -> bool:
         """In a client: blocks until the gate is opened; whether there is work to do."""
         os.read(self._read_end, 1)
@@ -40,8 +45,9 @@ class Gate:
         """In a client, right after the fork: gives up its copy of the parent's end."""
         os.close(self._write_end)
 
-    def open(self) -> None:
-        """In the parent: every client starts."""
+    def open(self, start: int) -> None:
+        """In the parent: every client goes to work; the run begins at `start`, in ns of `perf_counter_ns`."""
+        self._state[1] = start
         self._state[0] = GOING
         self._wake()
 
@@ -49,6 +55,12 @@ class Gate:
         """In the parent: every client ends, at the latest after the call it is in. May be called again."""
         self._state[0] = STOPPING
         self._wake()
+
+    def close(self) -> None:
+        """In the parent, once no client is left. May be called again."""
+        end, self._read_end = self._read_end, -1
+        if end >= 0:
+            os.close(end)
 
     def _wake(self) -> None:
         end, self._write_end = self._write_end, -1  # NOTE: before the close: an interrupt must not close it twice

@@ -22,14 +22,23 @@ def shared_words(count: int) -> memoryview:
 class Ledger:
     """One client's counters, and a record of each of its calls. The client writes, the parent reads.
 
-    Records are three columns of ``calls`` words: ``latency`` in ns, ``end`` in ns of ``perf_counter_ns``, ``ok`` the
-    images that have a result, or ``NO_REPLY``. A record counts once ``calls_done`` says so.
+    Records are columns of ``calls`` words: ``latency`` in ns, ``end`` in ns of ``perf_counter_ns``, ``ok`` the images
+    that have a result, or ``NO_REPLY``; and, for calls that had a time to be sent at, by how many ns they were sent
+    ``late``, and ``lag``, the part of it in which the client waited for no reply. A record counts once ``calls_done``
+    says so.
     """
 
     def __init__(self, calls: int) -> None:
-        words = shared_words(_COUNTERS + 3 * calls)
+        words = shared_words(_COUNTERS + 5 * calls)
         self._counters = words[:_COUNTERS]
-        self.latency, self.end, self.ok = (words[_COUNTERS + n * calls :][:calls] for n in range(3))
+        columns = (words[_COUNTERS + n * calls :][:calls] for n in range(5))
+        self.latency, self.end, self.ok, self.late, self.lag = columns
+
+    def delay(self, late: int, lag: int) -> None:
+        """How late the call was sent whose record is the next one."""
+        done = self._counters[0]
+        self.late[done] = late
+        self.lag[done] = lag
 
     def record(self, latency: int, end: int, ok: int) -> None:
         """One call has ended."""

@@ -24,10 +24,10 @@ Rows = list[tuple[str, str]]
 """Names and values of the table."""
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, flag: str = "--json") -> None:
     """Refuses a report file that could not be written, before the run rather than after it."""
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise CannotRunError(f"--json {path}: cannot be written")
+        raise CannotRunError(f"{flag} {path}: cannot be written")
 
 
 def write_json(report: dict[str, Any], path: Path) -> None:
@@ -106,21 +106,29 @@ def _throughput(numbers: Tally) -> dict[str, Any]:
     }
 
 
-def format_table(report: dict[str, Any], subject: Rows, cpu: Rows) -> str:
-    """The report for a person: aligned names and values, from what was tested to what it cost."""
-    rows = [*subject, *_load_rows(report), *_latency_rows(report), *_error_rows(report), *cpu]
+def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "closed loop") -> str:
+    """The report for a person: aligned names and values, from what was tested to what it cost.
+
+    ``loop`` says when the clients call.
+    """
+    rows = [*subject, *_load_rows(report, loop), *_latency_rows(report), *_error_rows(report), *cpu]
     if report["other_cpu_percent"] is not None:
         rows.append(("other processes", format_cpu(report["other_cpu_percent"])))
     rows += [("per second", _series(report["images_ok_per_second"]))]
     rows += [("WARNING", warning) for warning in report["warnings"]]
     rows += [("run", _verdict(report))]
+    return align(rows)
+
+
+def align(rows: Rows) -> str:
+    """A line for each name and value."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _load_rows(report: dict[str, Any]) -> Rows:
+def _load_rows(report: dict[str, Any], loop: str) -> Rows:
     settings, machine = report["settings"], report["machine"]
-    load = f"{settings['request_client']} clients, closed loop, {settings['request_batch']} image(s) per call"
+    load = f"{settings['request_client']} clients, {loop}, {settings['request_batch']} image(s) per call"
     sent = f"{report['images_sent']} sent, {report['images_answered']} answered, {report['images_ok']} with a result"
     rows = [
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
@@ -136,8 +144,9 @@ def _load_rows(report: dict[str, Any]) -> Rows:
 
 
 def _latency_rows(report: dict[str, Any]) -> Rows:
-    titles = {"latency_ms": "latency", "latency_failed_ms": "latency of failed calls"}
-    return [(title, _latency(report[key])) for key, title in titles.items() if report[key] or key == "latency_ms"]
+    titles = {"latency_ms": "latency", "latency_actual_ms": "latency from send"}
+    titles["latency_failed_ms"] = "latency of failed calls"
+    return [(title, _latency(report[key])) for key, title in titles.items() if report.get(key) or key == "latency_ms"]
 
 
 def _latency(summary: dict[str, float] | None) -> str:

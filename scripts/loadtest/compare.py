@@ -1,0 +1,158 @@
+"""`client_qps.py compare A.json B.json`: two reports side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.statistics import percentile
+
+from .verdict import EXIT_FAILED, EXIT_OK
+
+RESAMPLES = 2000
+LEAST_SECONDS = 5  # whole ones, of each run: from fewer there is nothing to resample
+CONFIDENCE = 95
+
+_FIGURES = {"QPS": "qps", "goodput": "goodput", "calls/s": "calls_per_s"}
+_LATENCIES = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99.9": "p99_9", "max": "max"}
+_IRRELEVANT = {"json", "csv", "html", "progress", "img_dir", "host", "port", "server_pid", "slo_p99", "sweep", "search"}
+
+_HOW = f"""\
+The interval of the QPS ratio is a percentile bootstrap of {CONFIDENCE} %: the images with a result in each whole second
+of a run are drawn {RESAMPLES} times with replacement, for both runs, and the ratios of their means sorted. It knows how
+much a run varies from second to second, not how much from one run to the next; repeat runs to learn that."""
+
+
+def compare_main(arguments: Sequence[str]) -> int:
+    """The subcommand; 0, or 2 when B is worse than A by more than `--max-regression` allows."""
+    parser = argparse.ArgumentParser(
+        prog="client_qps.py compare",
+        description="Two reports of --json side by side; ratios are B/A.",
+        epilog="exit status: 0; 1 a report cannot be read; 2 B is worse by more than --max-regression allows",
+    )
+    parser.add_argument("a", type=Path, metavar="A.json")
+    parser.add_argument("b", type=Path, metavar="B.json")
+    worse = "percent by which B's QPS and goodput may be lower than A's, and its p99 higher"
+    parser.add_argument("--max-regression", type=_percent, metavar="PCT", help=worse)
+    options = parser.parse_args(arguments)
+    reports = read_report(options.a), read_report(options.b)
+    print(comparison(*reports))
+    if options.max_regression is None:
+        return EXIT_OK
+    found = regressions(*reports, options.max_regression)
+    for line in found:
+        print(f"REGRESSION: {line}")
+    return EXIT_FAILED if found else EXIT_OK
+
+
+def _percent(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 percent or more")
+    return number
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report of one run; `CannotRunError` when the file has none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CannotRunError(f"compare {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CannotRunError(f"compare {path}: not a JSON file: {error}") from error
+    if isinstance(report, dict) and "runs" in report:
+        raise CannotRunError(f"compare {path}: the report of a {report.get('kind')}; one of a single run is needed")
+    if not isinstance(report, dict) or not {"qps", "goodput", "latency_ms", "settings", "machine"} <= set(report):
+        raise CannotRunError(f"compare {path}: not a report of this load tester")
+    return report
+
+
+def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """The table, and what to know before one believes it."""
+    rows = [("", "A", "B", "B/A")]
+    rows += [_row(title, a[name], b[name]) for title, name in _FIGURES.items()]
+    for title, name in _LATENCIES.items():
+        rows.append(_row(f"{title} ms", *((one["latency_ms"] or {}).get(name) for one in (a, b))))
+    rows.append(("errors", str(a["images_failed"]), str(b["images_failed"]), ""))
+    kinds = sorted({*a["errors"], *b["errors"]})
+    rows += [(f"  {kind}", *(str(one["errors"].get(kind, 0)) for one in (a, b)), "") for kind in kinds]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{row[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
+    lines += ["", _interval_line(a, b), *differences(a, b)]
+    for name, one in (("A", a), ("B", b)):
+        lines += [f"{name}: {warning}" for warning in _doubts(one)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(title: str, a: float | None, b: float | None) -> tuple[str, str, str, str]:
+    shown = ["n/a" if value is None else f"{value:.2f}" for value in (a, b)]
+    return title, shown[0], shown[1], f"{b / a:.3f}" if a and b is not None else "n/a"
+
+
+def _interval_line(a: dict[str, Any], b: dict[str, Any]) -> str:
+    interval = ratio_interval(whole_seconds(a), whole_seconds(b))
+    if interval is None:
+        return f"QPS ratio: no interval, for both runs must have {LEAST_SECONDS} whole seconds"
+    low, high = interval
+    meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
+    return f"QPS ratio: {CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
+
+
+def whole_seconds(report: dict[str, Any]) -> list[int]:
+    """Images with a result in each second, without the first one, in which clients set off, and the last, cut off."""
+    series: list[int] = report["images_ok_per_second"]
+    return series[1:-1]
+
+
+def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[float, float] | None:
+    """Pure: a percentile bootstrap of mean(b) / mean(a); None for too few values, or where `a` is nothing."""
+    if min(len(a), len(b)) < LEAST_SECONDS or not any(a):
+        return None
+    draw = random.Random(seed).choices
+    ratios = []
+    for _ in range(RESAMPLES):
+        mean_a, mean_b = (sum(draw(values, k=len(values))) / len(values) for values in (a, b))
+        ratios.append(mean_b / mean_a if mean_a else float("inf"))
+    ratios.sort()
+    tail = (100 - CONFIDENCE) / 2
+    return percentile(ratios, tail), percentile(ratios, 100 - tail)
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Settings, images and machines that are not the same, one a line."""
+    lines = []
+    for what in ("settings", "machine", "versions"):
+        before, after = a[what], b[what]
+        lines += _differences(what, before, after, sorted({*before, *after} - _IRRELEVANT))
+    return lines + _differences("images", a, b, ("image_files", "image_bytes_mean"))
+
+
+def _differences(what: str, a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> list[str]:
+    different = (name for name in names if a.get(name) != b.get(name))
+    return [f"DIFFERENT {what}: {name} is {a.get(name)} in A, {b.get(name)} in B" for name in different]
+
+
+def _doubts(report: dict[str, Any]) -> list[str]:
+    doubts = list(report["warnings"])
+    if not report["valid"]:
+        doubts.append("the run is not valid")
+    return doubts + [f"unstable: {reason}" for reason in report.get("unstable_because", ())]
+
+
+def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:
+    """What is worse in B by more than `percent`: throughput lower, p99 higher, or gone altogether."""
+    found = []
+    for title in ("QPS", "goodput"):
+        before, after = a[_FIGURES[title]], b[_FIGURES[title]]
+        if after < before * (1 - percent / 100):
+            found.append(f"{title} {before:.2f} to {after:.2f}, {1 - after / before:.1%} lower")
+    before, after = ((one["latency_ms"] or {}).get("p99") for one in (a, b))
+    if before is not None and (after is None or after > before * (1 + percent / 100)):
+        change = "no result" if after is None else f"{after:.2f} ms, {after / before - 1:.1%} higher"
+        found.append(f"p99 {before:.2f} ms to {change}")
+    return found

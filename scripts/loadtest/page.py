@@ -1,0 +1,197 @@
+"""The report as one self-contained HTML file: no script, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from .plots import run_plots, runs_plots
+from .tables import HEADS, describe_arrivals, run_cells, search_line
+from .verdict import verdict
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #d6dbe1; --paper: #fff; --card: #f5f7f9;
+  --blue: #2468b4; --orange: #d9730d; --green: #2e8540; --purple: #7b4bb3; --red: #c5303a; --teal: #12858a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e8ed; --soft: #9aa6b4; --line: #39424d; --paper: #14181d; --card: #1c2229;
+    --blue: #6aa9ec; --orange: #f0a04b; --green: #6cc07c; --purple: #b794e6; --red: #f0767e; --teal: #56c4c8; }
+}
+body { margin: 2rem auto; padding: 0 1.5rem; max-width: 84rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin-bottom: .3rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.about { color: var(--soft); margin: 0 0 1rem; }
+.badge { display: inline-block; padding: .15rem .7rem; border-radius: 1rem; color: #fff; font-weight: 600; }
+.good { background: #2e7d3c; } .bad { background: #b3261e; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .7rem; margin: 1.2rem 0; }
+.tile { background: var(--card); border-radius: .5rem; padding: .6rem .9rem; }
+.tile b { display: block; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: .85rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; }
+figure { margin: 0; padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
+figcaption { font-weight: 600; margin: 0 0 .2rem .2rem; } figure svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg text.number { font-size: 11px; }
+svg .grid { stroke: var(--line); stroke-width: 1; } svg .axis, svg .tick { stroke: var(--soft); stroke-width: 1; }
+svg polyline { stroke-width: 2; stroke-linejoin: round; } svg .key { stroke-width: 3; }
+svg .rule { stroke-width: 1.5; stroke-dasharray: 6 4; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line);
+  font-variant-numeric: tabular-nums; }
+th { font-weight: 600; } .runs td:not(:first-child):not(:last-child), .runs th:not(:first-child):not(:last-child) {
+  text-align: right; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 0 2.5rem; }
+.notes li { overflow-wrap: anywhere; } code { font: .85rem ui-monospace, Menlo, Consolas, monospace;
+  overflow-wrap: anywhere; }
+summary { cursor: pointer; margin-top: 1.2rem; font-weight: 600; }
+"""
+
+_LATENCY_NAMES = {
+    "mean": "mean",
+    "p50": "p50",
+    "p90": "p90",
+    "p99": "p99",
+    "p99_9": "p99.9",
+    "max": "max",
+    "min": "min",
+}
+
+
+def page(report: dict[str, Any]) -> str:
+    """The whole file, of one run or of several; everything that a server or a user named is escaped."""
+    title = f"Load test of {_server(report)}"
+    body = "\n".join(_several(report) if "runs" in report else _single(report))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _server(report: dict[str, Any]) -> str:
+    settings = (report["runs"][0] if "runs" in report else report)["settings"]
+    return f"{settings['host']}:{settings['port']}"
+
+
+def _single(report: dict[str, Any]) -> list[str]:
+    return [_about(report), *_run(report), *_circumstances(report)]
+
+
+def _several(report: dict[str, Any]) -> list[str]:
+    runs = report["runs"]
+    parts = [_about(runs[0])]
+    if "search" in report:
+        found = report["search"]["best_rate"] is not None
+        parts.append(
+            f'<p><span class="badge {"good" if found else "bad"}">{escape(search_line(report["search"]))}</span></p>'
+        )
+    parts.append(f"<h2>Runs ({len(runs)})</h2>")
+    parts.append(_table(HEADS, (run_cells(one) for one in runs), "runs"))
+    parts.append(_plots(runs_plots(runs)))
+    for one in runs:
+        summary = f"{one['point']}: {verdict(one)}"
+        parts.append(f"<details><summary>{escape(summary)}</summary>")
+        parts += [*_run(one), "</details>"]
+    return parts + _circumstances(runs[0])
+
+
+def _about(report: dict[str, Any]) -> str:
+    settings = report["settings"]
+    load = f"{settings['request_client']} clients, {describe_arrivals(settings)}, {settings['request_batch']} image(s) per call"
+    if "point" in report:  # what differs from run to run is in the table
+        load = f"{settings['arrivals']}, {settings['request_batch']} image(s) per call"
+    return f'<p class="about">{escape(load)} · {escape(report["started_at"][:19].replace("T", " "))} UTC</p>'
+
+
+def _run(report: dict[str, Any]) -> list[str]:
+    state = "good" if report["exit_status"] == 0 and report["valid"] else "bad"
+    parts = [f'<p><span class="badge {state}">{escape(verdict(report))}</span></p>', _tiles(report)]
+    notes = [*report["warnings"], *report.get("unstable_because", ())]
+    if notes:
+        parts.append('<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>")
+    parts += [_plots(run_plots(report)), '<div class="pair">', _latency_table(report), _error_table(report), "</div>"]
+    return parts
+
+
+def _tiles(report: dict[str, Any]) -> str:
+    latency = report["latency_ms"] or {}
+    figures = [("images/s answered", f"{report['qps']:.1f}"), ("images/s with a result", f"{report['goodput']:.1f}")]
+    if "offered_rate" in report:
+        figures.append(("images/s offered", f"{report['offered_rate']:.1f}"))
+    names = ("p50", "p99", "p99_9")
+    figures += [(f"{_LATENCY_NAMES[name]} latency", f"{latency[name]:.2f} ms") for name in names if name in latency]
+    figures.append(("images failed", str(report["images_failed"])))
+    if "late_sends" in report:
+        figures.append(("late sends", f"{report['late_sends']['share']:.1%}"))
+    tiles = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in figures)
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _plots(plots: Sequence[str]) -> str:
+    return '<div class="plots">\n' + "\n".join(plots) + "\n</div>"
+
+
+def _latency_table(report: dict[str, Any]) -> str:
+    titles = {
+        "latency_ms": "latency" if "stable" not in report else "from when due",
+        "latency_actual_ms": "from the send",
+        "latency_failed_ms": "failed calls",
+    }
+    columns = {title: report[key] for key, title in titles.items() if report.get(key)}
+    if not columns:
+        return "<div><h2>Latency</h2><p>No call was answered.</p></div>"
+    rows = [(shown, *(f"{one[name]:.2f}" for one in columns.values())) for name, shown in _LATENCY_NAMES.items()]
+    rows.append(("calls", *(str(one["count"]) for one in columns.values())))
+    return f"<div><h2>Latency in ms</h2>{_table(('', *columns), rows)}</div>"
+
+
+def _error_table(report: dict[str, Any]) -> str:
+    if not report["errors"]:
+        return "<div><h2>Errors</h2><p>None.</p></div>"
+    rows = [(kind, str(images)) for kind, images in report["errors"].items()]
+    return f"<div><h2>Errors</h2>{_table(('kind', 'images'), rows)}</div>"
+
+
+def _circumstances(report: dict[str, Any]) -> list[str]:
+    """Settings, machine and command; what costs CPU time."""
+    machine = {**report["machine"], **{f"{name} version": version for name, version in report["versions"].items()}}
+    if "point" not in report:
+        machine |= _costs(report)
+    command = escape(shlex.join(report["command"]))
+    return [
+        '<div class="pair">',
+        f"<div><h2>Machine</h2>{_table(('', ''), _pairs(machine))}</div>",
+        f"<div><h2>Settings</h2>{_table(('', ''), _pairs(_settings(report)))}</div>",
+        f"</div>\n<h2>Command</h2><p><code>{command}</code></p>",
+    ]
+
+
+def _settings(report: dict[str, Any]) -> dict[str, Any]:
+    files = f"{report['image_files']}, {report['image_bytes_mean'] / 1000:.1f} kB each in the mean"
+    return {**{name: value for name, value in report["settings"].items() if value is not None}, "images": files}
+
+
+def _costs(report: dict[str, Any]) -> dict[str, Any]:
+    titles = {
+        "server CPU": "server_cpu_percent",
+        "tester CPU": "tester_cpu_percent",
+        "busiest client": "tester_busiest_client_percent",
+        "other processes": "other_cpu_percent",
+    }
+    costs = {title: f"{report[key]:.0f} % of a core" for title, key in titles.items() if report[key] is not None}
+    for gpu in report["gpus"] or ():
+        use, memory = gpu["utilization_mean"], gpu["memory_used_max_mib"]
+        shown = [f"{use:.0f} % busy" if use is not None else "", f"{memory:.0f} MiB" if memory is not None else ""]
+        costs[f"GPU {gpu['index']}"] = ", ".join([gpu["name"], *filter(None, shown)])
+    return costs
+
+
+def _pairs(values: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    return ((name, str(value)) for name, value in values.items())
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    head = "<tr>" + "".join(f"<th>{escape(text)}</th>" for text in heads) + "</tr>" if any(heads) else ""
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table class="{kind}">{head}\n{body}</table></div>'
