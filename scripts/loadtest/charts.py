@@ -93,6 +93,8 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "number") -> s
 
 def _draw(mark: Mark, x: Axis, y: Axis) -> Iterator[str]:
     if isinstance(mark, Rule):
+        if y.place(mark.at) > 1:
+            return
         at = _y(y, mark.at)
         place = f'x1="{_LEFT}" y1="{at:.1f}" x2="{WIDTH - _RIGHT}" y2="{at:.1f}"'
         yield f'<line class="rule" {place} stroke="var(--{mark.color})"/>'
@@ -122,7 +124,7 @@ def _draw_line(mark: Line, x: Axis, y: Axis) -> Iterator[str]:
                 yield f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3.2" fill="var(--{mark.color})"/>'
     for point, label in zip(mark.points, mark.labels, strict=False):
         if point is not None:
-            yield _text(_x(x, point[0]), _y(y, point[1]) - 8, label, "middle")
+            yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end")
 
 
 def _pieces(points: Sequence[Point | None]) -> Iterator[list[Point]]:

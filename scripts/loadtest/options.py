@@ -55,9 +55,7 @@ def _add_arrival_options(parser: argparse.ArgumentParser) -> None:
         "--request_batch B these are R/B calls per second. Rescales a --replay",
     )
     option("--arrivals", choices=ARRIVALS, help="default: closed; with --rate constant, with --replay replay")
-    option(
-        "--replay", type=Path, metavar="FILE", help="send times in seconds since the start, one a line"
-    )
+    option("--replay", type=Path, metavar="FILE", help="send times in seconds since the start, one a line")
     option("--replay_column", metavar="NAME", help="--replay is a CSV file, and this its column of times")
     option("--seed", type=int, default=0, help="of Poisson arrivals; default %(default)s")
     option(
@@ -72,9 +70,7 @@ def _add_series_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("judgement and several runs").add_argument
     limit = "99 %% of the calls must be answered within MS, from when they were due"
     option("--slo-p99", dest="slo_p99", type=_above_zero("ms"), metavar="MS", help=limit)
-    option(
-        "--search", action="store_true", help="find the highest rate with --slo-p99 met, stable, no errors"
-    )
+    option("--search", action="store_true", help="find the highest rate with --slo-p99 met, stable, no errors")
     option(
         "--sweep",
         metavar="WHAT=VALUES",

@@ -23,12 +23,13 @@ body { margin: 2rem auto; padding: 0 1.5rem; max-width: 84rem; background: var(-
 h1 { font-size: 1.5rem; margin-bottom: .3rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .about { color: var(--soft); margin: 0 0 1rem; }
 .badge { display: inline-block; padding: .15rem .7rem; border-radius: 1rem; color: #fff; font-weight: 600; }
-.good { background: #2e7d3c; } .bad { background: #b3261e; }
+.good { background: #2e7d3c; }
+.doubtful { background: #9a5b00; } .bad { background: #b3261e; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .7rem; margin: 1.2rem 0; }
 .tile { background: var(--card); border-radius: .5rem; padding: .6rem .9rem; }
-.tile b { display: block; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { display: block; white-space: nowrap; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: .85rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; }
+.plots { margin-top: 1.2rem; display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; }
 figure { margin: 0; padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
 figcaption { font-weight: 600; margin: 0 0 .2rem .2rem; } figure svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg text.number { font-size: 11px; }
@@ -46,15 +47,7 @@ th { font-weight: 600; } .runs td:not(:first-child):not(:last-child), .runs th:n
 summary { cursor: pointer; margin-top: 1.2rem; font-weight: 600; }
 """
 
-_LATENCY_NAMES = {
-    "mean": "mean",
-    "p50": "p50",
-    "p90": "p90",
-    "p99": "p99",
-    "p99_9": "p99.9",
-    "max": "max",
-    "min": "min",
-}
+_LATENCY_NAMES = {name: name.replace("_", ".") for name in ("mean", "p50", "p90", "p99", "p99_9", "max", "min")}
 
 
 def page(report: dict[str, Any]) -> str:
@@ -80,12 +73,11 @@ def _single(report: dict[str, Any]) -> list[str]:
 
 def _several(report: dict[str, Any]) -> list[str]:
     runs = report["runs"]
-    parts = [_about(runs[0])]
+    parts = [_about(runs[-1])]
     if "search" in report:
-        found = report["search"]["best_rate"] is not None
-        parts.append(
-            f'<p><span class="badge {"good" if found else "bad"}">{escape(search_line(report["search"]))}</span></p>'
-        )
+        search = report["search"]
+        state = "bad" if search["best_rate"] is None else "good" if search["valid"] else "doubtful"
+        parts.append(_badge(search_line(search), state))
     parts.append(f"<h2>Runs ({len(runs)})</h2>")
     parts.append(_table(HEADS, (run_cells(one) for one in runs), "runs"))
     parts.append(_plots(runs_plots(runs)))
@@ -93,25 +85,30 @@ def _several(report: dict[str, Any]) -> list[str]:
         summary = f"{one['point']}: {verdict(one)}"
         parts.append(f"<details><summary>{escape(summary)}</summary>")
         parts += [*_run(one), "</details>"]
-    return parts + _circumstances(runs[0])
+    return parts + _circumstances(runs[-1])
 
 
 def _about(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    load = f"{settings['request_client']} clients, {describe_arrivals(settings)}, {settings['request_batch']} image(s) per call"
+    load = f"{settings['request_client']} clients, {describe_arrivals(settings)}"
     if "point" in report:  # what differs from run to run is in the table
-        load = f"{settings['arrivals']}, {settings['request_batch']} image(s) per call"
+        load = "closed loop" if settings["arrivals"] == "closed" else f"{settings['arrivals']} arrivals"
+    load += f", {settings['request_batch']} image(s) per call"
     return f'<p class="about">{escape(load)} · {escape(report["started_at"][:19].replace("T", " "))} UTC</p>'
 
 
 def _run(report: dict[str, Any]) -> list[str]:
-    state = "good" if report["exit_status"] == 0 and report["valid"] else "bad"
-    parts = [f'<p><span class="badge {state}">{escape(verdict(report))}</span></p>', _tiles(report)]
+    state = "bad" if report["exit_status"] else "good" if report["valid"] else "doubtful"
+    parts = [_badge(verdict(report), state), _tiles(report)]
     notes = [*report["warnings"], *report.get("unstable_because", ())]
     if notes:
         parts.append('<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>")
     parts += [_plots(run_plots(report)), '<div class="pair">', _latency_table(report), _error_table(report), "</div>"]
     return parts
+
+
+def _badge(text: str, state: str) -> str:
+    return f'<p><span class="badge {state}">{escape(text)}</span></p>'
 
 
 def _tiles(report: dict[str, Any]) -> str:
@@ -169,7 +166,9 @@ def _circumstances(report: dict[str, Any]) -> list[str]:
 
 def _settings(report: dict[str, Any]) -> dict[str, Any]:
     files = f"{report['image_files']}, {report['image_bytes_mean'] / 1000:.1f} kB each in the mean"
-    return {**{name: value for name, value in report["settings"].items() if value is not None}, "images": files}
+    varying = {"request_client", "rate"} if "point" in report else set()
+    shown = {name: value for name, value in report["settings"].items() if value is not None and name not in varying}
+    return {**shown, "images": files}
 
 
 def _costs(report: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .axes import linear_axis, log_axis, percentile_axis, span_axis, value_axis
+from .axes import Axis, linear_axis, log_axis, percentile_axis, span_axis, value_axis
 from .charts import Bars, Line, Mark, Point, Rule, chart
 
 _COLORS = ("blue", "orange", "green", "purple", "red", "teal")
 _MOST_CURVES = len(_COLORS)
+_NEAR = 3.0  # times the greatest value: a rule further up would flatten the plot
 
 
 def run_plots(report: dict[str, Any]) -> list[str]:
@@ -37,10 +38,14 @@ def _percentiles(report: dict[str, Any]) -> str | None:
 
 
 def _percentile_chart(title: str, marks: Sequence[Mark], longest: Sequence[Point]) -> str:
+    return chart(title, percentile_axis("percentile", longest[-1][0]), _ms_axis(marks), marks)
+
+
+def _ms_axis(marks: Sequence[Mark]) -> Axis:
+    """High enough for all lines, and for rules that are not far above them: those are left to the legend."""
     values = [point[1] for mark in marks if isinstance(mark, Line) for point in mark.points if point is not None]
-    values += [mark.at for mark in marks if isinstance(mark, Rule)]
-    x = percentile_axis("percentile", longest[-1][0])
-    return chart(title, x, value_axis("ms", values), marks)
+    near = [mark.at for mark in marks if isinstance(mark, Rule) and mark.at <= _NEAR * max(values)]
+    return value_axis("ms", values + near)
 
 
 def _slo(report: dict[str, Any]) -> list[Mark]:
@@ -78,8 +83,7 @@ def _throughput(report: dict[str, Any]) -> str | None:
 
 def _latency_series(report: dict[str, Any]) -> str | None:
     rows = report["per_second"]
-    values = [row[name] for row in rows for name in ("p50_ms", "p99_ms") if row[name] is not None]
-    if len(rows) < 2 or not values:
+    if len(rows) < 2 or all(row["p50_ms"] is None for row in rows):
         return None
     dots = len(rows) <= 60
     marks: list[Mark] = [
@@ -87,8 +91,7 @@ def _latency_series(report: dict[str, Any]) -> str | None:
         Line("p99", _by_second(report, "p99_ms"), "orange", dots=dots),
         *_slo(report),
     ]
-    values += [mark.at for mark in marks if isinstance(mark, Rule)]
-    return chart("Latency by the second in which calls were due", _seconds(rows), value_axis("ms", values), marks)
+    return chart("Latency by the second in which calls were due", _seconds(rows), _ms_axis(marks), marks)
 
 
 def _seconds(rows: Sequence[dict[str, Any]]) -> Any:
@@ -111,14 +114,14 @@ def _latency_by_throughput(reports: Sequence[dict[str, Any]]) -> str | None:
         return None
     for name, color in (("p50", "blue"), ("p99", "orange")):
         points = [(one[x_name], one["latency_ms"][name]) for one in chosen]
-        labels = [] if paced or name == "p50" else [one["point"] for one in chosen]
-        marks.append(Line(name, points, color, dots=True, labels=labels))
+        labelled = name == "p99" and not paced
+        labels = [str(one["settings"]["request_client"]) for one in chosen] if labelled else []
+        title = f"{name}, at so many clients" if labelled else name
+        marks.append(Line(title, points, color, dots=True, labels=labels))
     marks += _slo(chosen[0])
-    values = [point[1] for mark in marks if isinstance(mark, Line) for point in mark.points if point is not None]
-    values += [mark.at for mark in marks if isinstance(mark, Rule)]
     label = "images per second, offered" if paced else "images per second with a result"
-    x = linear_axis(label, [one[x_name] for one in chosen])
-    return chart("Latency by throughput", x, value_axis("ms", values), marks)
+    x = linear_axis(label, [one[x_name] for one in chosen], from_zero=False)
+    return chart("Latency by throughput", x, _ms_axis(marks), marks)
 
 
 def _curves(reports: Sequence[dict[str, Any]]) -> str | None:

@@ -29,7 +29,7 @@ def read_replay(path: Path, column: str | None) -> list[float]:
         raise CannotRunError(f"--replay {path}: no time in it; one send time in seconds per line is needed")
     if times[0] > _LATEST_FIRST_S:
         raise CannotRunError(
-            f"--replay {path}: the first time is {times[0]:g} s; times count from the start of the run"
+            f"--replay {path}: the first time is {times[0]:.0f} s; times count from the start of the run"
         )
     return times
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from torchpipe_py.loadtest.cpu import psutil
 from torchpipe_py.loadtest.errors import CannotRunError
@@ -39,5 +40,29 @@ def _listeners(port: int) -> list[int]:
         sockets = psutil.net_connections(kind="tcp")
     except psutil.Error:
         return []
-    found = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid}
-    return sorted(found)
+    found = {s.pid for s in sockets if _listens(s, port) and s.pid}
+    return sorted(found | {pid for one in found for pid in _siblings(one, port)})
+
+
+def _listens(sock: Any, port: int) -> bool:
+    assert psutil is not None
+    return bool(sock.status == psutil.CONN_LISTEN and sock.laddr.port == port)
+
+
+def _siblings(pid: int, port: int) -> list[int]:
+    """Processes with the same parent that listen too: of workers that inherited one socket, psutil names but one."""
+    assert psutil is not None
+    try:
+        parent = psutil.Process(pid).parent()
+        family = [] if parent is None else parent.children()
+    except psutil.Error:
+        return []
+    return [one.pid for one in family if _shares(one, port)]
+
+
+def _shares(process: Any, port: int) -> bool:
+    assert psutil is not None
+    try:
+        return any(_listens(sock, port) for sock in process.net_connections(kind="tcp"))
+    except (psutil.Error, OSError):
+        return False

@@ -49,7 +49,7 @@ class Stability:
 
 
 def judge_stability(latencies: Sequence[int], offered: float, answered: int, window: float, unsent: int) -> Stability:
-    """`latencies` are corrected ones in ns, in the order in which calls were due; `window` in s, from start to last reply.
+    """`latencies` are corrected ones in ns, in the order in which calls were due; `window` in s, up to the last reply.
 
     The achieved rate is `answered` images by `window`. A run at its limit answers what it was offered only if it is
     given time: a queue that grows makes the window longer than the schedule.
