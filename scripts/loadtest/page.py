@@ -27,9 +27,11 @@ h1 { font-size: 1.5rem; margin-bottom: .3rem; overflow-wrap: anywhere; } h2 { fo
 .doubtful { background: #9a5b00; } .bad { background: #b3261e; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .7rem; margin: 1.2rem 0; }
 .tile { background: var(--card); border-radius: .5rem; padding: .6rem .9rem; }
-.tile b { display: block; white-space: nowrap; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { display: block; white-space: nowrap; font-size: 1.2rem; font-weight: 600;
+  font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: .85rem; }
-.plots { margin-top: 1.2rem; display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem;
+  margin-top: 1.2rem; }
 figure { margin: 0; padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
 figcaption { font-weight: 600; margin: 0 0 .2rem .2rem; } figure svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg text.number { font-size: 11px; }

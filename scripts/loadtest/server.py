@@ -63,6 +63,7 @@ def _siblings(pid: int, port: int) -> list[int]:
 def _shares(process: Any, port: int) -> bool:
     assert psutil is not None
     try:
-        return any(_listens(sock, port) for sock in process.net_connections(kind="tcp"))
+        ask = getattr(process, "net_connections", None) or process.connections  # psutil before 6
+        return any(_listens(sock, port) for sock in ask(kind="tcp"))
     except (psutil.Error, OSError):
         return False
