@@ -16,6 +16,7 @@ from torchpipe_py.loadtest.plans import Plan, Rotation
 from .arrivals import Arrivals, Turn
 from .connection import Endpoint, connect_patiently
 from .gate import Gate
+from .lateness import LagMeter
 from .loads import Load
 from .wire import CallTemplate, answers_of, error_name
 
@@ -64,19 +65,20 @@ class Client:
 
         Returns how many images it gave up because it could reach the server no more.
         """
-        left, free, given_up = self._plan.share, 0, 0
+        left, given_up = self._plan.share, 0
+        lag = LagMeter()
         while left and not self._gate.is_stopping:
             turn = arrivals.wait_turn()
             if turn is None:
                 break
             if arrivals.is_open:
-                self._ledger.delay(turn.sent - turn.due, turn.sent - max(turn.due, free))
+                self._ledger.delay(*lag.sent(turn))
             count = min(self._plan.batch, left)
             left -= count
             if not self._one_call(count, turn) and not self._recover():
                 given_up = left
                 break
-            free = time.perf_counter_ns()
+            lag.free(time.perf_counter_ns())
         self._connection.close()
         return given_up
 

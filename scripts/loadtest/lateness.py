@@ -1,10 +1,11 @@
-"""Pure: which calls of an open loop were sent late, and who is to blame."""
+"""Which calls of an open loop were sent late, and who is to blame."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from .arrivals import Turn
 from .records import Records
 
 LATE_MS = 1.0  # a send counts as late from here on; a sleeping process is some 0.1 ms late on a machine with time
@@ -15,10 +16,32 @@ _NS_PER_MS = 1e6
 _CLIENTS_TO_SPARE = 1.5
 
 
+class LagMeter:
+    """In a client: tells how much of a late send is its own fault, be it that of an earlier call that still lasts."""
+
+    def __init__(self) -> None:
+        self._free = 0
+        self._lag = 0
+
+    def sent(self, turn: Turn) -> tuple[int, int]:
+        """How late a send was, and by how much a client that always gets CPU at once would have been earlier; in ns.
+
+        The delay after the time when the client was free and the call due is added to what is left of earlier ones: a
+        client cannot be further behind the ideal one than it is behind its schedule.
+        """
+        late = turn.sent - turn.due
+        self._lag = min(late, self._lag + turn.sent - max(turn.due, self._free))
+        return late, self._lag
+
+    def free(self, now: int) -> None:
+        """The client is done with a call; `now` in ns of `perf_counter_ns`."""
+        self._free = now
+
+
 @dataclass(frozen=True)
 class Lateness:
-    """How many of `calls` were sent late: `by_tester` while the client had nothing else to do, `by_waiting` because the
-    reply to its previous call had not come; `worst_ms` is the latest one.
+    """How many of `calls` were sent late: `by_tester` where most of the delay was the client's own, `by_waiting` where
+    the replies to its earlier calls had not come; `worst_ms` is the latest one.
     """
 
     calls: int
@@ -71,7 +94,6 @@ class Lateness:
 def judge_lateness(records: Records) -> Lateness:
     """Counts them."""
     limit = LATE_MS * _NS_PER_MS
-    by_tester = sum(lag > limit for lag in records.lag)
     late = sum(ns > limit for ns in records.late)
-    by_waiting = late - by_tester  # a lag is never longer than the lateness that it is a part of
-    return Lateness(len(records.late), by_tester, by_waiting, max(records.late, default=0) / _NS_PER_MS)
+    by_tester = sum(ns > limit and 2 * lag > ns for ns, lag in zip(records.late, records.lag, strict=True))
+    return Lateness(len(records.late), by_tester, late - by_tester, max(records.late, default=0) / _NS_PER_MS)

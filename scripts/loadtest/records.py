@@ -16,7 +16,7 @@ class Records:
     """Columns of equal length. `due` and `end` are in ns since the start of the run.
 
     `latency` runs from when a call was due, `actual` from when it was sent; in a closed loop that is one. `late` is
-    the time between the two, `lag` the part of it in which the client waited for no reply; all in ns. `size` is
+    the time between the two, `lag` the part of it that is the tester's own fault; all in ns. `size` is
     in images, and `ok` are those with a result, or `NO_REPLY`.
     """
 

@@ -24,8 +24,7 @@ class Ledger:
 
     Records are columns of ``calls`` words: ``latency`` in ns, ``end`` in ns of ``perf_counter_ns``, ``ok`` the images
     that have a result, or ``NO_REPLY``; and, for calls that had a time to be sent at, by how many ns they were sent
-    ``late``, and ``lag``, the part of it in which the client waited for no reply. A record counts once ``calls_done``
-    says so.
+    ``late``, and ``lag``, the part of it that is the client's own fault. A record counts once ``calls_done`` says so.
     """
 
     def __init__(self, calls: int) -> None:
