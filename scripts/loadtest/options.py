@@ -110,13 +110,13 @@ def _contradictions(options: argparse.Namespace) -> list[tuple[bool, str]]:
     sweeps_rates = options.sweep is not None and options.sweep.startswith("rate=")
     several = options.search or sweeps_rates
     return [
-        (paced and arrivals == "closed", "--rate: a closed loop has no rate; --arrivals constant or poisson"),
-        (arrivals in ("constant", "poisson") and not (paced or several), f"--arrivals {arrivals}: needs a --rate"),
-        (arrivals == "replay" and options.replay is None, "--arrivals replay: needs a --replay FILE"),
         (
             options.replay is not None and arrivals not in (None, "replay"),
             f"--replay: does not go with --arrivals {arrivals}",
         ),
+        (paced and arrivals == "closed", "--rate: a closed loop has no rate; --arrivals constant or poisson"),
+        (arrivals in ("constant", "poisson") and not (paced or several), f"--arrivals {arrivals}: needs a --rate"),
+        (arrivals == "replay" and options.replay is None, "--arrivals replay: needs a --replay FILE"),
         (options.replay_column is not None and options.replay is None, "--replay_column: needs a --replay FILE"),
         (
             options.total_number is not None and options.duration is not None,

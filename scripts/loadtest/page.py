@@ -139,7 +139,7 @@ def _latency_table(report: dict[str, Any]) -> str:
     }
     columns = {title: report[key] for key, title in titles.items() if report.get(key)}
     if not columns:
-        return "<div><h2>Latency</h2><p>No call was answered.</p></div>"
+        return "<div><h2>Latency</h2><p>No call has ended.</p></div>"
     rows = [(shown, *(f"{one[name]:.2f}" for one in columns.values())) for name, shown in _LATENCY_NAMES.items()]
     rows.append(("calls", *(str(one["count"]) for one in columns.values())))
     return f"<div><h2>Latency in ms</h2>{_table(('', *columns), rows)}</div>"

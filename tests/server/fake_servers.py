@@ -64,6 +64,7 @@ class ToyServer(socketserver.ThreadingTCPServer):
         self.freeze_at = freeze_at  # at this call, it answers nobody for a second
         self.whole = threading.Lock()
         self.is_paused = False
+        self.delay_s = 0.0  # of each single answer
         self.on_stall = on_stall or (lambda: None)
         self.ended = threading.Event()
         self.uuids: list[str] = []
@@ -111,6 +112,7 @@ class ToyConnection(socketserver.BaseRequestHandler):
     def infer_batch(self, params: Any) -> Any:
         self.server.uuids.append(params.uuid)
         self.server.call_sizes.append(1)
+        self.server.ended.wait(self.server.delay_s)
         with self.server.whole:
             if len(self.server.call_sizes) == self.server.freeze_at:
                 self.server.freeze_at = None
