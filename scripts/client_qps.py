@@ -61,7 +61,9 @@ def _print_runs(report: dict[str, Any]) -> None:
     """The table of several runs, and what made some of them worthless."""
     print(runs_table(report["runs"]))
     if "search" in report:
-        print(search_line(report["search"]))
+        print(search_line(report))
+    elif report["stopped"] is not None:
+        print(f"the sweep is not complete: {report['stopped']}")
     for one in report["runs"]:
         for warning in [*one["warnings"], *one.get("unstable_because", ())]:
             print(f"{one['point']}: {warning}", file=sys.stderr)

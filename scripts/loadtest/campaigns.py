@@ -10,7 +10,7 @@ from torchpipe_py.loadtest.errors import CannotRunError
 
 from .search import TOLERANCE, Found, search_rate
 from .sweeps import Sweep
-from .verdict import EXIT_INTERRUPTED, EXIT_OK, EXIT_SLO_MISSED, worst
+from .verdict import EXIT_CANNOT_RUN, EXIT_INTERRUPTED, EXIT_OK, EXIT_SLO_MISSED, worst
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
 """Runs what the options say and returns the report."""
@@ -19,8 +19,37 @@ Announce = Callable[[str, dict[str, Any]], None]
 """Is told of each run that has ended: its name and its report."""
 
 
-class _Interrupted(Exception):
-    """Someone ended the run that was under way, and so all of them."""
+class Stopped(Exception):
+    """Nothing more is run: someone ended the run that was under way, or a later one could not start."""
+
+    def __init__(self, why: str, status: int) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Log:
+    """The reports of the runs that are done. What ends a run early ends them all, but does not take those away."""
+
+    def __init__(self, run: Run, announce: Announce) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self._run, self._announce = run, announce
+
+    def run(self, name: str, options: argparse.Namespace) -> dict[str, Any]:
+        """One more run. Raises `Stopped`; and what the first run raises, for there is nothing to report then."""
+        try:
+            report = self._run(options)
+        except (KeyboardInterrupt, CannotRunError) as error:
+            if not self.runs:
+                raise
+            by_hand = isinstance(error, KeyboardInterrupt)
+            why, status = ("interrupted", EXIT_INTERRUPTED) if by_hand else (str(error), EXIT_CANNOT_RUN)
+            raise Stopped(f"{why} before {name}", status) from error
+        report["point"] = name
+        self.runs.append(report)
+        self._announce(name, report)
+        if report["interrupted"]:
+            raise Stopped(f"interrupted at {name}", EXIT_INTERRUPTED)
+        return report
 
 
 def changed(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -29,33 +58,31 @@ def changed(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
 
 
 def run_sweep(run: Run, options: argparse.Namespace, sweep: Sweep, announce: Announce) -> dict[str, Any]:
-    """A run for each point; an interrupt ends the sweep with what is done."""
-    runs: list[dict[str, Any]] = []
-    for value in sweep.values:
-        report = run(changed(options, **{sweep.option: value}))
-        report["point"] = f"{sweep.name} {value:g}"
-        runs.append(report)
-        announce(report["point"], report)
-        if report["interrupted"]:
-            break
+    """A run for each point; one that is interrupted, or cannot start, ends the sweep with what is done."""
+    log, stopped = Log(run, announce), None
+    try:
+        for value in sweep.values:
+            log.run(f"{sweep.name} {value:g}", changed(options, **{sweep.option: value}))
+    except Stopped as error:
+        stopped = error
     return {
         "kind": "sweep",
         "sweep": {"name": sweep.name, "values": sweep.values},
-        "runs": runs,
-        "exit_status": worst(report["exit_status"] for report in runs),
+        "runs": log.runs,
+        "stopped": None if stopped is None else str(stopped),
+        "exit_status": worst(report["exit_status"] for report in log.runs) if stopped is None else stopped.status,
     }
 
 
 class Probing:
-    """Runs the probes of a search and keeps their reports."""
+    """The probes of a search."""
 
-    def __init__(self, run: Run, options: argparse.Namespace, announce: Announce) -> None:
-        self.runs: list[dict[str, Any]] = []
-        self._run, self._options, self._announce = run, options, announce
+    def __init__(self, log: Log, options: argparse.Namespace) -> None:
+        self._log, self._options = log, options
 
     def closed_loop(self) -> float:
         """The throughput in images per second without a rate, to look around."""
-        report = self._do("closed loop", arrivals="closed", rate=None, slo_p99=None)
+        report = self._log.run("closed loop", changed(self._options, arrivals="closed", rate=None, slo_p99=None))
         if not report["images_ok"]:
             raise CannotRunError(f"--search: no image has a result in a closed loop: {report['errors']}")
         goodput: float = report["goodput"]
@@ -63,28 +90,19 @@ class Probing:
 
     def holds(self, rate: float) -> bool:
         """Whether a run at `rate` meets the SLO, stable and without an error."""
-        report = self._do(f"rate {rate:.4g}", rate=rate)
+        report = self._log.run(f"rate {rate:.4g}", changed(self._options, rate=rate))
         return report["exit_status"] == EXIT_OK
-
-    def _do(self, name: str, **changes: Any) -> dict[str, Any]:
-        report = self._run(changed(self._options, **changes))
-        report["point"] = name
-        self.runs.append(report)
-        self._announce(name, report)
-        if report["interrupted"]:
-            raise _Interrupted
-        return report
 
 
 def run_search(run: Run, options: argparse.Namespace, announce: Announce) -> dict[str, Any]:
-    """The highest rate that holds the SLO; an interrupt ends the search without a result."""
-    probing = Probing(run, options, announce)
-    found, interrupted = Found(), False
+    """The highest rate that holds the SLO; a search that is stopped has no result, but its runs."""
+    log, found, stopped = Log(run, announce), Found(), None
+    probing = Probing(log, options)
     try:
         found = search_rate(probing.holds, probing.closed_loop())
-    except _Interrupted:
-        interrupted = True
-    status = EXIT_INTERRUPTED if interrupted else EXIT_SLO_MISSED if found.best is None else EXIT_OK
+    except Stopped as error:
+        stopped = error
+    status = EXIT_SLO_MISSED if found.best is None else EXIT_OK
     return {
         "kind": "search",
         "search": {
@@ -93,9 +111,9 @@ def run_search(run: Run, options: argparse.Namespace, announce: Announce) -> dic
             "best_rate": found.best,
             "lowest_rate_that_failed": found.too_much,
             "tolerance": TOLERANCE,
-            "valid": all(report["valid"] for report in probing.runs),
-            "interrupted": interrupted,
+            "valid": all(report["valid"] for report in log.runs),
         },
-        "runs": probing.runs,
-        "exit_status": status,
+        "runs": log.runs,
+        "stopped": None if stopped is None else str(stopped),
+        "exit_status": status if stopped is None else stopped.status,
     }

@@ -97,10 +97,10 @@ def _row(title: str, a: float | None, b: float | None) -> tuple[str, str, str, s
 def _interval_line(a: dict[str, Any], b: dict[str, Any]) -> str:
     interval = ratio_interval(whole_seconds(a), whole_seconds(b))
     if interval is None:
-        return f"QPS ratio: no interval, for both runs must have {LEAST_SECONDS} whole seconds"
+        return f"QPS ratio B/A: no interval, for both runs must have {LEAST_SECONDS} whole seconds"
     low, high = interval
     meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
-    return f"QPS ratio: {CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
+    return f"QPS ratio B/A: {CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
 
 
 def whole_seconds(report: dict[str, Any]) -> list[int]:

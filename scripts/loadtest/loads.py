@@ -14,7 +14,8 @@ from .replay import read_replay
 from .schedules import Times, constant_times, cut, deal, poisson_times, rate_of, rescale
 
 DEFAULT_TOTAL = 10_000
-HEAD_START_NS = 100_000_000  # from the opening of the gate to the start: all clients are awake by then
+HEAD_START_NS = 100_000_000  # from the opening of the gate to the start, for all clients to be awake by then
+HEAD_START_EACH_NS = 1_000_000  # and for each of them
 
 _CLOSED_CALLS_PER_S = 50_000  # more than one client can do: room for a closed loop whose length is given in seconds
 _SHORTEST_PATIENCE_S = 1.0
@@ -40,7 +41,7 @@ class Load:
     @property
     def head_start(self) -> int:
         """In ns."""
-        return HEAD_START_NS if self.is_open else 0
+        return HEAD_START_NS + HEAD_START_EACH_NS * len(self.plans) if self.is_open else 0
 
     @property
     def total(self) -> int | None:

@@ -17,7 +17,8 @@ DEFAULT_PROBE_S = 10.0
 _STATUSES = """\
 exit status: 0 every image has a result, the run was stable and the SLO, if there is one, was met; 1 it could not run;
 2 some images have no result, or an open loop was unstable (or the arguments are wrong); 3 the SLO was missed, or
---search found no rate that meets it; 130 interrupted. A sweep has the status of its worst run: 2 before 3 before 0."""
+--search found no rate that meets it; 130 interrupted. A sweep has the status of its worst run, 2 before 3 before 0;
+that of what stopped it, if something did."""
 
 
 def parse_arguments(arguments: Sequence[str], description: str) -> argparse.Namespace:

@@ -79,7 +79,9 @@ def _several(report: dict[str, Any]) -> list[str]:
     if "search" in report:
         search = report["search"]
         state = "bad" if search["best_rate"] is None else "good" if search["valid"] else "doubtful"
-        parts.append(_badge(search_line(search), state))
+        parts.append(_badge(search_line(report), state))
+    elif report["stopped"] is not None:
+        parts.append(_badge(report["stopped"], "bad"))
     parts.append(f"<h2>Runs ({len(runs)})</h2>")
     parts.append(_table(HEADS, (run_cells(one) for one in runs), "runs"))
     parts.append(_plots(runs_plots(runs)))

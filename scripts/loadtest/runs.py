@@ -85,7 +85,7 @@ def _report(
 def _open_fields(records: Records, report: dict[str, Any], lateness: Lateness, load: Load) -> dict[str, Any]:
     """The report's part about an open loop; `latency_ms` is from when calls were due, for it is so in the ledgers."""
     assert load.total is not None
-    unsent = max(0, load.total - report["images_sent"])
+    unsent = 0 if report["interrupted"] else _unsent(load.total, report)
     offered = load.offered_rate or report["qps"]  # of a single call there is no rate
     stability = judge_stability(records.good("latency"), offered, report["images_answered"], report["window_s"], unsent)
     mean = sum(records.actual) / len(records.actual) / 1e6 if records.actual else 0.0
@@ -100,6 +100,12 @@ def _open_fields(records: Records, report: dict[str, Any], lateness: Lateness, l
         "latency_halves_ms": [stability.first_ms, stability.second_ms],
         "warnings": report["warnings"] + lateness.warnings(len(load.plans), report["calls_per_s"], mean),
     }
+
+
+def _unsent(total: int, report: dict[str, Any]) -> int:
+    """Images that were left out because the run was too late for them; what broken clients owe is among the errors."""
+    owed = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
+    return max(0, total - report["images_sent"] - owed)
 
 
 def _plot_fields(records: Records, load: Load) -> dict[str, Any]:

@@ -84,11 +84,12 @@ def run_cells(report: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def search_line(search: dict[str, Any]) -> str:
+def search_line(report: dict[str, Any]) -> str:
     """What a search found."""
+    search = report["search"]
     limit = f"p99 within {search['slo_p99_ms']:g} ms, {search['arrivals']} arrivals"
-    if search["interrupted"]:
-        return f"INTERRUPTED: no result ({limit})"
+    if report["stopped"] is not None:
+        return f"no result ({limit}): {report['stopped']}"
     if search["best_rate"] is None:
         return f"no rate holds ({limit}); the lowest tried: {search['lowest_rate_that_failed']:.4g} images/s"
     failed = search["lowest_rate_that_failed"]

@@ -378,6 +378,23 @@ def test_sweep_ends_at_an_interrupt() -> None:
     sweep = sweeps.parse_sweep("rate=10,20,30")
     report = run_sweep(FakeRunner(interrupted_at=2), options(), sweep, lambda *_: None)
     assert (report["exit_status"], len(report["runs"])) == (verdict.EXIT_INTERRUPTED, 2)
+    assert report["stopped"] == "interrupted at rate 20"
+
+
+@pytest.mark.parametrize(("error", "status"), [(CannotRunError("gone"), 1), (KeyboardInterrupt(), 130)])
+def test_runs_that_are_done_survive_one_that_cannot_start(error: BaseException, status: int) -> None:
+    runner = FakeRunner()
+
+    def run(settings: argparse.Namespace) -> dict[str, Any]:
+        if len(runner.seen) == 2:
+            raise error
+        return runner(settings)
+
+    report = run_sweep(run, options(), sweeps.parse_sweep("rate=10,20,30"), lambda *_: None)
+    assert (report["exit_status"], len(report["runs"])) == (status, 2)
+    assert "before rate 30" in report["stopped"]
+    with pytest.raises(type(error)):
+        run_search(run, options(rate=None, slo_p99=60.0), lambda *_: None)  # of it there is nothing yet
 
 
 def test_exit_status() -> None:
