@@ -8,11 +8,11 @@ from html import escape
 
 from .axes import Axis
 
-WIDTH, HEIGHT = 620, 310
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 22, 34, 48
+WIDTH, HEIGHT = 620, 290
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 22, 16, 48
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
-_LETTER = 6.6  # pixels, about
-_LEAST_GAP = 30  # pixels between the ends of two labels below an axis
+_LETTER = 6.6  # pixels that a letter takes, about
+_LEAST_GAP = 6  # pixels between two labels below an axis
 
 Point = tuple[float, float]
 
@@ -52,10 +52,10 @@ Mark = Line | Bars | Rule
 
 def chart(title: str, x: Axis, y: Axis, marks: Sequence[Mark]) -> str:
     """One plot with its title as a figure; nothing of it needs a script."""
-    parts = [*_grid(x, y), *(part for mark in marks for part in _draw(mark, x, y)), *_legend(marks)]
+    parts = [*_grid(x, y), *(part for mark in marks for part in _draw(mark, x, y))]
     text = "\n".join(parts)
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}"'
-    return f"<figure><figcaption>{escape(title)}</figcaption>\n<svg {size}>\n{text}\n</svg></figure>"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{_legend(marks)}\n<svg {size}>\n{text}\n</svg></figure>"
 
 
 def _x(axis: Axis, value: float) -> float:
@@ -79,7 +79,7 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
         half = len(text) * _LETTER / 2
         if at - half >= free_from:  # NOTE: a label that would touch the one before it is left out, its tick is not
             yield _text(min(at, WIDTH - half), bottom + 18, text, "middle")
-            free_from = at + half + _LEAST_GAP / 5
+            free_from = at + half + _LEAST_GAP
     yield f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>'
     yield _text(_LEFT + _PLOT_WIDTH / 2, HEIGHT - 10, x.label, "middle", "label")
     middle = _TOP + _PLOT_HEIGHT / 2
@@ -124,7 +124,7 @@ def _draw_line(mark: Line, x: Axis, y: Axis) -> Iterator[str]:
                 yield f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3.2" fill="var(--{mark.color})"/>'
     for point, label in zip(mark.points, mark.labels, strict=False):
         if point is not None:
-            yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end")
+            yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end", "point")
 
 
 def _pieces(points: Sequence[Point | None]) -> Iterator[list[Point]]:
@@ -137,11 +137,11 @@ def _pieces(points: Sequence[Point | None]) -> Iterator[list[Point]]:
             piece = []
 
 
-def _legend(marks: Sequence[Mark]) -> Iterator[str]:
-    at = float(_LEFT)
+def _legend(marks: Sequence[Mark]) -> str:
+    """Outside the drawing, where the page breaks the line if there is no room."""
+    keys = []
     for mark in marks:
-        dash = ' stroke-dasharray="6 4"' if isinstance(mark, Rule) or (isinstance(mark, Line) and mark.dashed) else ""
-        place = f'x1="{at:.1f}" y1="16" x2="{at + 20:.1f}" y2="16"'
-        yield f'<line class="key" {place} stroke="var(--{mark.color})"{dash}/>'
-        yield _text(at + 26, 20, mark.name, "start", "label")
-        at += 26 + len(mark.name) * _LETTER + 22
+        dashed = isinstance(mark, Rule) or (isinstance(mark, Line) and mark.dashed)
+        style = f"border-top: 3px {'dashed' if dashed else 'solid'} var(--{mark.color})"
+        keys.append(f'<li><i style="{style}"></i>{escape(mark.name)}</li>')
+    return f'<ul class="keys">{"".join(keys)}</ul>'

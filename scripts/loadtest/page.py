@@ -36,7 +36,11 @@ figure { margin: 0; padding: .8rem .8rem .3rem; border: 1px solid var(--line); b
 figcaption { font-weight: 600; margin: 0 0 .2rem .2rem; } figure svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg text.number { font-size: 11px; }
 svg .grid { stroke: var(--line); stroke-width: 1; } svg .axis, svg .tick { stroke: var(--soft); stroke-width: 1; }
-svg polyline { stroke-width: 2; stroke-linejoin: round; } svg .key { stroke-width: 3; }
+svg .point { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
+.keys { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0 0 .3rem .2rem; padding: 0; list-style: none;
+  color: var(--soft); font-size: .85rem; }
+.keys i { display: inline-block; width: 1.4rem; margin-right: .5rem; vertical-align: middle; }
+svg polyline { stroke-width: 2; stroke-linejoin: round; }
 svg .rule { stroke-width: 1.5; stroke-dasharray: 6 4; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line);

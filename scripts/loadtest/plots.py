@@ -109,7 +109,7 @@ def _latency_by_throughput(reports: Sequence[dict[str, Any]]) -> str | None:
     marks: list[Mark] = []
     paced = [one for one in reports if one.get("offered_rate") is not None]
     x_name = "offered_rate" if paced else "goodput"
-    chosen = sorted(paced or reports, key=lambda one: one[x_name])
+    chosen = sorted(paced or reports, key=lambda one: one[x_name] if paced else one["settings"]["request_client"])
     if len(chosen) < 2:
         return None
     for name, color in (("p50", "blue"), ("p99", "orange")):
