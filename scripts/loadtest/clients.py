@@ -78,7 +78,8 @@ class Client:
             if not self._one_call(count, turn) and not self._recover():
                 given_up = left
                 break
-            lag.free(time.perf_counter_ns())
+            if arrivals.is_open:
+                lag.free(time.perf_counter_ns())
         self._connection.close()
         return given_up
 
