@@ -107,6 +107,9 @@ class FakeStream:
 
     cuda_stream = 0
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None: ...
 
 
@@ -122,7 +125,7 @@ class FakeGuard:
     def active(self) -> Iterator[None]:
         yield
 
-    def synchronize(self) -> None: ...
+    def synchronize(self, batch: int = 1) -> None: ...
 
     def run(self, forward: Callable[[list[Any]], None], items: list[Any]) -> None:
         forward(items)

@@ -74,9 +74,9 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
 
 
 def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
-    """What each of so many workers runs: together they have a decoding thread for almost every core."""
-    decoders = max(2, (_cores() - 2) // workers)
-    instances = 2 if workers < 4 else 1
+    """What each of so many workers runs: together decoding threads for three quarters of the cores, 8 in a process."""
+    decoders = max(2, min(8, 3 * _cores() // 4 // workers))
+    instances = 2 if workers == 1 else 1
     return {
         "CPU decode": cpu_pipe(engines, decoders=decoders, most=8, instances=instances),
         "GPU decode": gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=instances),

@@ -7,11 +7,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter, sleep
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
 from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+
+SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
+SHORTEST_NAP = 0.0003
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
 
@@ -68,6 +72,34 @@ def _new_stream(device: Any) -> Any:
 _streams = _StreamPool()
 
 
+class Patience:
+    """How an instance waits for its stream: it naps for as long as a batch of that size took at least, then it spins.
+
+    To spin is quick (on an H200, sleeping until the GPU's interrupt took 300 µs longer, as long as a model itself) but
+    keeps a core; where several processes share a GPU, batches take many times as long, and so would all their cores.
+    """
+
+    def __init__(self, sleep: Callable[[float], object] = sleep, clock: Callable[[], float] = perf_counter) -> None:
+        self._sleep, self._clock = sleep, clock
+        self._usual: dict[int, float] = {}  # seconds by batch size
+
+    def wait(self, stream: Any, batch: int) -> None:
+        """Until ``stream`` has nothing to do."""
+        # NOTE: to ask does not give up the GIL, to wait does; in a busy process that costs more than the question.
+        if stream.query():
+            return
+        began, usual = self._clock(), self._usual.get(batch, 0.0)
+        nap = usual - SPIN_SECONDS
+        if nap >= SHORTEST_NAP:
+            self._sleep(nap)
+            if stream.query():
+                self._usual[batch] = 0.9 * usual  # overslept: how long it took, nobody knows
+                return
+        stream.synchronize()
+        waited = self._clock() - began
+        self._usual[batch] = min(waited, 1.05 * usual) if usual else waited
+
+
 # How many guards are being set up around the one that is made now; a thread belongs to one instance.
 _nesting = threading.local()
 
@@ -88,6 +120,7 @@ class StreamGuard:
         self._default = torch.cuda.default_stream(self.device)
         self._is_outermost = not getattr(_nesting, "depth", 0)
         self._hands_over = config.reaches_caller
+        self._patience = Patience()
         self.stream: Any = torch.cuda.current_stream(self.device)
         self._is_borrowed = bool(self.stream == self._default)
         if self._is_borrowed:
@@ -104,12 +137,9 @@ class StreamGuard:
         finally:
             _nesting.depth -= 1
 
-    def synchronize(self) -> None:
-        """Wait until the stream's work is done, without the GIL.
-
-        It spins: on an H200, sleeping until the GPU's interrupt took 300 µs longer, as long as the model itself.
-        """
-        self.stream.synchronize()
+    def synchronize(self, batch: int = 1) -> None:
+        """Wait until the stream's work is done, the work of so many items, without the GIL."""
+        self._patience.wait(self.stream, batch)
 
     def run(self, forward: Callable[[list[Data]], None], items: list[Data]) -> None:
         """``forward(items)`` on the stream, and wait."""
@@ -123,7 +153,7 @@ class StreamGuard:
         try:
             forward(items)
         finally:
-            self.synchronize()
+            self.synchronize(len(items))
         del held
         if self._hands_over:
             for item in items:

@@ -94,7 +94,7 @@ class GraphedNetwork:
 
         Both are overwritten by the next run.
         """
-        if self._is_staged:
+        if self._is_staged and not self._stream.query():
             self._stream.synchronize()  # the last batch may still be on its way out of pinned memory
         stagings = [staged.gather([row[index] for row in rows]) for index, staged in enumerate(self._inputs)]
         self._is_staged = any(stagings)
@@ -256,13 +256,13 @@ class CudaModel(GuardedBackend, ModelBackend):
         if self._finish is None:
             self.write_results(items, [output[:count].clone() for output in outputs])
             return
-        self._guard_synchronize()
+        self._guard_synchronize(count)
         post: Any = self._postprocess
         self.spread(items, post.on_host([output[:count] for output in outputs]))
 
-    def _guard_synchronize(self) -> None:
+    def _guard_synchronize(self, batch: int = 1) -> None:
         assert self._guard is not None  # a CudaModel needs CUDA
-        self._guard.synchronize()
+        self._guard.synchronize(batch)
 
     def _network(self, shapes: Shapes) -> GraphedNetwork:
         network = self._networks.get(shapes)

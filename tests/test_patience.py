@@ -1,0 +1,90 @@
+"""How an instance waits for its stream: by a clock and a stream that are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchpipe_py.backends.cuda import SHORTEST_NAP, SPIN_SECONDS, Patience
+
+SLOW = 4 * (SPIN_SECONDS + SHORTEST_NAP)
+
+
+class Gpu:
+    """A clock, and a stream on it: work takes a while; naps may last longer than they should."""
+
+    def __init__(self) -> None:
+        self.now, self.done_at, self.late = 0.0, 0.0, 0.0
+        self.naps: list[float] = []
+        self.spins = 0
+        self.patience = Patience(self.sleep, lambda: self.now)
+
+    def query(self) -> bool:
+        return self.now >= self.done_at
+
+    def synchronize(self) -> None:
+        self.spins += 1
+        self.now = max(self.now, self.done_at)
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds + self.late
+
+    def work(self, seconds: float, batch: int = 1) -> float:
+        """A batch of that length; how long it was waited for."""
+        began = self.now
+        self.done_at = began + seconds
+        self.patience.wait(self, batch)
+        assert self.query()
+        return self.now - began
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+def test_an_idle_stream_is_not_waited_for(gpu):
+    assert gpu.work(0.0) == 0.0
+    assert (gpu.naps, gpu.spins) == ([], 0)
+
+
+def test_short_work_is_spun_for(gpu):
+    for _ in range(5):
+        assert gpu.work(SPIN_SECONDS) == pytest.approx(SPIN_SECONDS)
+    assert (gpu.naps, gpu.spins) == ([], 5)
+
+
+def test_long_work_is_slept_through_but_for_its_end(gpu):
+    waits = [gpu.work(SLOW) for _ in range(5)]
+    assert waits == pytest.approx([SLOW] * 5)
+    assert gpu.naps == pytest.approx([SLOW - SPIN_SECONDS] * 4)
+
+
+def test_each_batch_size_has_its_time(gpu):
+    gpu.work(SLOW, batch=8)
+    gpu.work(SPIN_SECONDS, batch=1)
+    gpu.work(SLOW, batch=8)
+    gpu.work(SPIN_SECONDS, batch=1)
+    assert gpu.naps == pytest.approx([SLOW - SPIN_SECONDS])
+
+
+def test_work_that_becomes_quick_is_slept_through_ever_shorter(gpu):
+    gpu.work(10 * SLOW)
+    waits = [gpu.work(SLOW) for _ in range(60)]
+    assert waits[-1] == pytest.approx(SLOW)
+    assert max(waits[40:]) == pytest.approx(SLOW)
+
+
+def test_work_that_becomes_slow_is_learned_bit_by_bit(gpu):
+    gpu.work(SLOW)
+    waits = [gpu.work(3 * SLOW) for _ in range(40)]
+    assert waits == pytest.approx([3 * SLOW] * 40)
+    assert gpu.naps[-1] == pytest.approx(3 * SLOW - SPIN_SECONDS)
+
+
+def test_a_machine_that_oversleeps_stops_sleeping(gpu):
+    gpu.late = 2 * SPIN_SECONDS
+    waits = [gpu.work(SLOW) for _ in range(200)]
+    assert max(waits) <= SLOW + gpu.late
+    late = [wait for wait in waits[100:] if wait > SLOW * 1.01]
+    assert len(late) < 50
