@@ -260,6 +260,27 @@ def test_one_session_for_all_instances(classifier: str, monkeypatch: pytest.Monk
     assert len(made) == 1
 
 
+def test_the_session_has_run_its_smallest_and_largest_batch_before_the_first_request(monkeypatch):
+    sizes: list[int] = []
+    made = onnxruntime.InferenceSession
+
+    class Watched:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._session = made(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._session, name)
+
+        def run(self, names: Any, feed: Any) -> Any:
+            sizes.append(len(next(iter(feed.values()))))
+            return self._session.run(names, feed)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Watched)
+    model = str(Path(__file__).parents[1] / "configs" / "demo" / "model.onnx")
+    with pipe({"backend": "OnnxTensor", "model": model, "max": 8, "instance_num": 3}):
+        assert sizes == [1, 8]
+
+
 def test_the_model_file_is_not_changed(classifier: str) -> None:
     before = Path(classifier).read_bytes()
     with pipe({"backend": "OnnxTensor", "model": classifier, "mean": 1, "std": 2}):

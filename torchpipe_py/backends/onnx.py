@@ -56,6 +56,7 @@ class OnnxTensor(ModelBackend):
         self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
         self._check_batch()
         self.check_labels(self._session.get_outputs()[0].shape)
+        self.config.shared.get((self._session, "warm"), self._warm_up)
 
     def forward(self, items: list[Data]) -> None:
         groups: dict[Hashable, list[tuple[Data, list[np.ndarray]]]] = {}
@@ -98,6 +99,21 @@ class OnnxTensor(ModelBackend):
         if missing:
             logger.warning("%s: %s cannot be started here, the model runs without it", self.model, missing[0])
         return session
+
+    def _warm_up(self) -> None:
+        """Run zeros through the model, where it says of what shape: first runs allocate, and on a GPU choose kernels.
+
+        There each batch size is a shape of its own; on the CPU the smallest and the largest tell all there is.
+        """
+        if any(None in given.dims[1:] for given in self._inputs):
+            return
+        on_device = any(name in _ON_DEVICE for name in self._session.get_providers())
+        sizes = range(self.min(), self.max() + 1) if on_device else sorted({self.min(), self.max()})
+        try:
+            for size in sizes:
+                self._session.run(None, {given.name: given.zeros(size) for given in self._inputs})
+        except Exception as error:  # zeros need not be a meaningful input
+            logger.warning("%s: not warmed up: %s", self.model, error)
 
     def _source(self) -> Any:
         """The path, or with ``mean`` or ``std`` the bytes of the model that has them inside."""
@@ -145,6 +161,10 @@ class _Input:
     def array(self, value: Any) -> np.ndarray:
         """A value, 1×… or without its first dimension, as an array 1×… that fits this input."""
         return as_array(value, self.dims, self.name)
+
+    def zeros(self, size: int) -> np.ndarray:
+        """A batch of that size, where all dimensions behind the first are known."""
+        return np.zeros((size, *(dim or 0 for dim in self.dims[1:])), self._dtype)
 
     def stack(self, arrays: list[np.ndarray]) -> np.ndarray:
         """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""
