@@ -53,12 +53,10 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     for option in fields(Options):
         if option.default is not MISSING:
             kind = type(option.default)
-            choices = ", ".join(option.metadata["choices"])
-            text = " ".join(part for part in (option.metadata["doc"], choices) if part)
             # Underscores work as well: the load tester's flags have them.
             parser.add_argument(
                 _flag(option.name), f"--{option.name}", type=kind, default=option.default, metavar="X",
-                help=f"{text} (default: {option.default})",
+                help=f"{_meaning(option.metadata)} (default: {option.default})",
             )  # fmt: skip
     options = Options(**vars(parser.parse_args(argv)))
     for option in fields(Options):
@@ -69,6 +67,21 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     if not all(part.strip().isdigit() for part in options.devices.split(",") if options.devices):
         parser.error(f"--devices: expected numbers separated by commas, as 0,1, got {options.devices!r}")
     return options
+
+
+def markdown_table() -> list[str]:
+    """The rows that ``server/README.md`` shows: flag, default, meaning."""
+    rows = []
+    for option in fields(Options):
+        if option.default is not MISSING:
+            default = f"`{option.default}`" if option.default != "" else ""
+            rows.append(f"| `{_flag(option.name)}` | {default} | {_meaning(option.metadata)} |")
+    return rows
+
+
+def _meaning(metadata: Any) -> str:
+    choices = ", ".join(metadata["choices"])
+    return " ".join(part for part in (metadata["doc"], choices) if part)
 
 
 def _flag(name: str) -> str:
