@@ -620,3 +620,20 @@ def test_the_whole_way_of_a_picture(jpeg: bytes) -> None:
 def test_the_same_in_a_pipe_and_without() -> None:
     result = run("SyncTensor[ResizeTensor]", to_tensor(picture(20, 30)), resize_h=40, resize_w=60)["result"]
     assert torch.equal(result, direct("ResizeTensor", to_tensor(picture(20, 30)), resize_h=40, resize_w=60)["result"])
+
+
+@pytest.mark.parametrize("interpolation", list(FLAGS))
+def test_images_resized_together_have_the_bits_of_each_alone(interpolation: str) -> None:
+    """Sizes and dtypes mixed, two of a kind and single ones; results are memory of their own."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(30, 41), (17, 9), (30, 41), (24, 24), (30, 41), (17, 9)]
+    images = [torch.randint(0, 256, (1, 3, *shape), generator=generator, dtype=torch.uint8) for shape in shapes]
+    images.append(images[0].float())
+    with made("ResizeTensor", resize_h=24, resize_w=24, interpolation=interpolation) as backend:
+        items = [{"data": image} for image in images]
+        backend.forward(items)
+        for item, image in zip(items, images, strict=True):
+            backend.forward([alone := {"data": image}])
+            assert torch.equal(item["result"], alone["result"])
+            item["result"].zero_()
+            assert image.any()
