@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from urllib.request import urlopen
 
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
 from benchmarks.gpu import SIDE, Engines, _cores, cpu_pipe, gpu_pipe
-from benchmarks.servers import run_clients, serving, started
+from benchmarks.servers import client_report, load_in, run_clients, serving, started
+from torchpipe_py.loadtest.nodes import node_figures
 
-WORKERS = (1, 2, 4, 8)
+WORKERS = (4, 8, 2, 1)
 FEW, MANY = 20, 100
 
 
@@ -54,23 +57,55 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
         (folder / "image.jpg").write_bytes(test_jpeg())
         base = stack.enter_context(started([*classic, "--size", str(SIDE)], {}))
         found: dict[str, list[Load]] = {}
+        notes: dict[str, str] = {}
         for workers in WORKERS:
             for name, config in _configs(engines, workers).items():
                 path = folder / f"{name}{workers}.toml".replace(" ", "_")
                 path.write_text(to_toml(config), encoding="utf-8")
                 what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}"
                 subjects = {f"baseline, {FEW} clients": partial(run_clients, base, folder, FEW, seconds)}
-                began = monotonic()
-                with serving(str(path), ["--workers", str(workers)], environment) as port:
+                http, began = _free_port(), monotonic()
+                options = ["--workers", str(workers), "--http-port", str(http)]
+                with serving(str(path), options, environment) as port:
                     print(f"{what}: ready after {monotonic() - began:.1f} s", file=sys.stderr, flush=True)
                     for clients in (FEW, MANY):
-                        subjects[f"{what}, {clients} clients"] = partial(run_clients, port, folder, clients, seconds)
+                        one = f"{what}, {clients} clients"
+                        subjects[one] = partial(_observed, notes, one, http, port, folder, clients, seconds)
                     for one, load in interleave(subjects, rounds).items():
                         found.setdefault(one, []).append(load)
-                        print(f"{one}: {load}", file=sys.stderr, flush=True)
+                        print(f"{one}: {load} {notes.get(one, '')}", file=sys.stderr, flush=True)
     loads = {name: median_load(values) for name, values in found.items()}
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.rows = [Row(name, load.qps, load.p50, load.p99, notes.get(name, "")) for name, load in loads.items()]
     return report
+
+
+def _observed(
+    notes: dict[str, str], name: str, http: int, port: int, folder: Path, clients: int, seconds: float
+) -> Load:
+    """A run, and a note of what the nodes and the machine did meanwhile."""
+    before = _stats(http)
+    report = client_report(port, folder, clients, seconds)
+    after = _stats(http)
+    parts = [f"machine {100 * (report['machine_busy'] or 0):.0f}% busy"]
+    for node, figures in node_figures(before, after, after["time"] - before["time"]).items():
+        batch = f" in {figures['mean_batch']:.1f}s" if figures["mean_batch"] > 1 else ""
+        times = "+".join(f"{figures[key]:.1f}" for key in ("queue_ms", "batch_wait_ms", "compute_ms"))
+        parts.append(f"{node}{batch} {times} ms")
+    notes[name] = ", ".join(parts)
+    return load_in(report)
+
+
+def _stats(http: int) -> dict[str, Any]:
+    with urlopen(f"http://127.0.0.1:{http}/stats", timeout=10) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:

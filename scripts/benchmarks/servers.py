@@ -43,7 +43,16 @@ def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[
 
 def run_clients(port: int, images: Path, clients: int, seconds: float) -> Load:
     """Client processes in a closed loop for about ``seconds``."""
-    report = client_qps(port, images, clients, max(clients, int(seconds * _rate(port, images, clients))))
+    return load_in(client_report(port, images, clients, seconds))
+
+
+def client_report(port: int, images: Path, clients: int, seconds: float) -> dict[str, Any]:
+    """The load tester's report of that."""
+    return client_qps(port, images, clients, max(clients, int(seconds * _rate(port, images, clients))))
+
+
+def load_in(report: Mapping[str, Any]) -> Load:
+    """The figures of a report."""
     return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
 
 
