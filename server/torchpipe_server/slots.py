@@ -59,6 +59,10 @@ class SlotTable:
         mark.wipe()
         return mark
 
+    def wipe(self, index: int) -> None:
+        """Forget what the last owner was doing: the next may die before it has seen the connection."""
+        Mark(self._view, index * SLOT_BYTES).wipe()
+
     def find(self, index: int) -> Found:
         """What a dead process was doing there."""
         base = index * SLOT_BYTES

@@ -203,6 +203,7 @@ class Supervisor:
                 self._show_waiting_room(slot)
             return
         child = min(children, key=lambda one: (len(one.slots), one.stats.get("inflight", 0)))
+        self._slots.wipe(slot)
         try:
             child.give(self._sockets[slot], slot, slot in self._refused)
         except OSError as error:
