@@ -48,7 +48,7 @@ class Child:
         self.answered: bool | None = None  # whether it ended with every request answered, once it has
         self.stats: dict[str, Any] = {}
         self.graph = ""
-        self.unheard = 0  # questions since it last said anything
+        self.unheard = 0  # beats since it last said anything
         self.started_at = monotonic()
         self.ready_at = 0.0
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
@@ -83,7 +83,6 @@ class Child:
 
     def ask_stats(self) -> None:
         """It answers with a message of that type."""
-        self.unheard += 1
         self._channel.send({"type": "stats"})
 
     def shed(self, count: int) -> None:

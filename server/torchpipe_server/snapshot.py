@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchpipe_py.histogram import COUNTS
+
 Figures = dict[str, Any]
 
 _TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
@@ -41,7 +43,7 @@ def add_requests(*parts: Figures) -> Figures:
                 counted[outcome] = counted.get(outcome, 0) + count
     latencies = [part["latency"] for part in parts]
     latency = {
-        "counts": add_lists(one["counts"] for one in latencies),
+        "counts": add_lists([[0] * COUNTS, *(one["counts"] for one in latencies)]),
         "sum_ms": sum(one["sum_ms"] for one in latencies),
     }
     return {"by_method": by_method, "latency": latency}

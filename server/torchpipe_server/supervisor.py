@@ -174,12 +174,13 @@ class Supervisor:
         """Once a second: ask for figures, and end workers that do not answer any more."""
         self._next_beat = monotonic() + HEARTBEAT_SECONDS
         for child in self._children():
-            # NOTE: questions are counted, not seconds: a machine that slept must not find all its workers hanging.
+            # NOTE: beats are counted, not seconds: a machine that slept must not find all its workers hanging.
             if self._options.hang_seconds and child.unheard * HEARTBEAT_SECONDS > self._options.hang_seconds:
                 logger.error("worker %d (pid %d) does not answer: killing it", child.index, child.pid)
                 child.unheard = 0
                 child.kill()
             elif child.state in ("ready", "draining"):
+                child.unheard += 1
                 child.ask_stats()
 
     def _children(self) -> list[Child]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
-from service import IDL, Client, Process, eventually
+from fakes import WAIT, in_threads
+from service import IDL, Client, Process, connect, eventually
 
 BACKENDS = '''
 import os, pathlib, subprocess, time
@@ -18,6 +22,11 @@ HERE = pathlib.Path(__file__).parent
 @register_backend
 class Steered(Backend):
     """The data comes back as label; `block` waits for ever, `keep` leaves a process that holds all descriptors."""
+
+    def setup(self):
+        if "BLOCK_SETUP" in os.environ and self.config.instance == 0:
+            (HERE / "in-setup").touch()
+            time.sleep(60)
 
     def forward(self, items):
         for item in items:
@@ -39,8 +48,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def serve(folder: Path, *args: str) -> Process:
-    return Process("--import-code", str(folder / "steered.py"), *args, config=str(folder / "steered.toml"))
+def serve(folder: Path, *args: str, **env: str) -> Process:
+    return Process("--import-code", str(folder / "steered.py"), *args, config=str(folder / "steered.toml"), env=env)
 
 
 def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(folder):
@@ -59,3 +68,46 @@ def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(fol
         os.kill(second, signal.SIGKILL)
         client.ping()
         client.ping()
+
+
+def test_questions_over_http_do_not_make_a_silent_worker_a_hanging_one(folder):
+    with serve(folder, "--http-port", "0", "--hang-seconds", "10") as process:
+        process.wait_started()
+        address = process.process.stdout.readline().split()[0]
+        (worker,) = process.workers
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            in_threads(40, lambda index: urllib.request.urlopen(address + "live", timeout=WAIT).read())
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        with Client(process.port) as client:
+            client.ping()
+        assert process.workers == [worker]
+
+
+def test_the_figures_are_told_before_any_worker_has_told_its_own(folder):
+    """A probe of a service whose model takes minutes to load."""
+    with serve(folder, "--http-port", "0", BLOCK_SETUP="1") as process:
+        eventually((folder / "in-setup").exists)
+        (port,) = http_ports(process)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=WAIT) as answer:
+            figures = json.load(answer)
+        assert (figures["state"], figures["workers"][0]["state"]) == ("starting", "starting")
+        assert sum(figures["requests"]["latency"]["counts"]) == 0
+        process.signal()
+        assert process.wait() == 0
+
+
+def http_ports(process: Process) -> list[int]:
+    """The second port it listens on, before it has said so."""
+    listening = [one.laddr.port for one in psutil.Process(process.pid).net_connections() if one.status == "LISTEN"]
+    return [port for port in listening if is_http(port)]
+
+
+def is_http(port: int) -> bool:
+    with connect(port, 1.0) as sock:
+        sock.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        try:
+            return sock.recv(4) == b"HTTP"
+        except TimeoutError:
+            return False
