@@ -50,6 +50,18 @@ class Channel:
             self._unsent.append((data[sent:], os.dup(descriptor) if is_left else -1))
             self._loop.watch(self._sock, READ | WRITE, self._ready)
 
+    def finish(self, seconds: float) -> None:
+        """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
+        if not self._is_closed:
+            self._sock.settimeout(seconds)
+            self._flush()
+
+    def hear_out(self) -> None:
+        """The other side's process has ended: what it has said is all there is, whoever else holds its socket."""
+        while not self._is_closed:
+            if not self._receive():
+                self._end()
+
     def close(self) -> None:
         """Without ``on_end``."""
         if self._is_closed:
@@ -92,18 +104,19 @@ class Channel:
             self._end()
             return 0
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Whether there was anything."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             data, descriptors, flags = b"", [], 0
         # NOTE: a receive brings one message's descriptor at most, and ends with it.
         self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
         if not data:
             self._end()
-            return
+            return True
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
@@ -111,6 +124,7 @@ class Channel:
             message = json.loads(line)
             descriptor = self._descriptors.popleft() if message.pop("descriptor", False) else -1
             self._on_message(message, descriptor)
+        return True
 
     def _end(self) -> None:
         if not self._is_closed:

@@ -65,6 +65,9 @@ class Child:
         except ProcessLookupError:
             self._pidfd = -1  # dead already; the channel's end tells
         self._channel = Channel(loop, ours, self._hear, self._channel_ended)
+        if self._pidfd >= 0:
+            # NOTE: a process that it has started may hold the channel open beyond its end.
+            loop.watch(self._pidfd, READ, self._process_ended)
 
     @property
     def is_ready(self) -> bool:
@@ -115,6 +118,7 @@ class Child:
         self.kill()
         self._channel.close()
         if self._pidfd >= 0 and not self.is_gone:
+            self._loop.watch(self._pidfd, 0, self._process_ended)
             os.close(self._pidfd)
         self.state = "gone"
 
@@ -155,8 +159,11 @@ class Child:
             self._loop.call(self._exited)
             return
         self._gone_at = monotonic() + KILLED_SECONDS
-        self._loop.watch(self._pidfd, READ, lambda events: self._exited())
         self._loop.steps.append(self._step)
+
+    def _process_ended(self, events: int) -> None:
+        self._channel.hear_out()
+        self._exited()
 
     def _step(self) -> float:
         left = self._gone_at - monotonic()
@@ -169,7 +176,7 @@ class Child:
             return
         self.state = "gone"
         if self._pidfd >= 0:
-            self._loop.watch(self._pidfd, 0, lambda events: None)
+            self._loop.watch(self._pidfd, 0, self._process_ended)
             os.close(self._pidfd)
         if self._step in self._loop.steps:
             self._loop.call(partial(self._loop.steps.remove, self._step))

@@ -143,7 +143,7 @@ class Supervisor:
             seat.child = Child(
                 self._loop, seat.index, self._options, self._tables, self._slots, self._hear, self._child_ended
             )
-        except OSError as error:
+        except (OSError, EOFError) as error:  # the latter where the process that workers are forked from has died
             logger.error("worker %d cannot be started: %s", seat.index, error)
             self._postpone(seat)
 

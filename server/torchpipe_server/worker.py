@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchpipe_server")
 
 SWITCH_SECONDS = 0.0005
-CLOSE_SECONDS = 2.0  # for a backend to return once every request is answered or given up
+# For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
+CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Worker:
         answered = self._server.close()
         self._channel.send({"type": "stats", "stats": self._stats()})
         self._channel.send({"type": "end", "answered": answered})
+        self._channel.finish(CLOSE_SECONDS)
         return answered
 
     def _hear(self, message: Said, descriptor: int) -> None:

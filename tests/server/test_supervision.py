@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from fakes import WAIT, in_threads
 from service import IDL, Client, Process, connect, eventually
+from torchpipe_server.channel import Channel
+from torchpipe_server.loop import Loop
 
 BACKENDS = '''
 import os, pathlib, subprocess, time
@@ -111,3 +115,52 @@ def is_http(port: int) -> bool:
             return sock.recv(4) == b"HTTP"
         except TimeoutError:
             return False
+
+
+def test_a_worker_whose_child_holds_its_descriptors_is_replaced(folder):
+    """The channel stays open then: the process's own end tells."""
+    with serve(folder) as process, Client(process.wait_started().port) as client:
+        client.infer_batch(b"keep")
+        kept, (worker,) = int((folder / "kept").read_text()), process.workers
+        try:
+            os.kill(worker, signal.SIGKILL)
+            client.ping()
+            assert process.workers != [worker]
+        finally:
+            os.kill(kept, signal.SIGKILL)
+
+
+def test_the_process_that_workers_are_forked_from_dies(folder):
+    with serve(folder) as process, Client(process.wait_started().port) as client:
+        (worker,) = process.workers
+        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: is_served(client), "no worker comes back")
+        process.signal()
+        assert process.wait() == 0, process.stderr
+
+
+def is_served(client: Client) -> bool:
+    try:
+        return client.infer_batch(b"x") == ("x", 1.0)
+    except IDL.InferenceError as error:
+        if error.code != "unavailable":
+            raise
+        return False
+
+
+def test_the_last_words_are_heard_though_the_channel_was_full():
+    """A worker that ends has no loop any more which would send them later."""
+    ours, theirs = socket.socketpair()
+    loop = Loop()
+    channel = Channel(loop, ours, lambda message, descriptor: None, lambda: None)
+    for number in range(5000):
+        channel.send({"number": number})
+    heard: list[bytes] = []
+    with theirs, ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(lambda: heard.extend(theirs.makefile("rb")))
+        channel.finish(WAIT)
+        channel.close()
+        reader.result(WAIT)
+    loop.close()
+    assert len(heard) == 5000
