@@ -1,0 +1,158 @@
+"""A service in processes of its own, seen from outside: signals, ``/stats``, ``/proc``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+DEMO = "configs/demo.toml"
+WAIT = 30.0
+MEBIBYTE = 2**20
+
+
+def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
+    """Whether it comes true in that time."""
+    until = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Service:
+    """``torchpipe-serve`` with a backend of ``chaos_backends`` (``node`` says how), or a configuration of the project's.
+
+    ``fault`` is one of ``faults``. Leaving the ``with`` block ends every process there is still.
+    """
+
+    def __init__(self, *args: str, config: str = "", fault: str = "", **node: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
+        self.config = Path(ROOT / config) if config else Path(self._folder.name) / "chaos.toml"
+        if not config:
+            self.write(**node)
+        program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
+        flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
+        backends = ["--import-code", str(HERE / "chaos_backends.py")]
+        self._began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, *program, str(self.config), *flags, *backends, *args],
+            cwd=ROOT,
+            env={**os.environ, "CHAOS_FAULT": fault},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+        self.port = self._http = 0
+        self._stderr: list[str] = []
+        self._reader = threading.Thread(target=lambda: self._stderr.extend(self.process.stderr or ()), daemon=True)
+        self._reader.start()
+        self._seen: set[psutil.Process] = set()
+
+    def write(self, backend: str = "ChaosEcho", **node: Any) -> None:
+        """Write the configuration."""
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in {"backend": backend, **node}.items())
+        self.config.write_text("[node]\n" + text)
+
+    def ready(self) -> Service:
+        assert self.process.stdout is not None
+        ports = []
+        for _ in range(2):
+            line = self.process.stdout.readline()
+            found = re.search(r":(\d+)[ /]", line)
+            if found is None:
+                raise RuntimeError(f"it does not start: {line!r} {self.stderr}")
+            ports.append(int(found[1]))
+        self.port, self._http = ports
+        self.processes()
+        return self
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = WAIT) -> int | None:
+        """The exit code, ``None`` if it has not ended by then."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stats(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http}/stats", timeout=WAIT) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    @property
+    def inflight(self) -> int:
+        return int(self.stats()["requests"]["inflight"])
+
+    @property
+    def open_connections(self) -> int:
+        return int(self.stats()["connections"]["open"])
+
+    @property
+    def workers(self) -> list[int]:
+        """Of those that are ready."""
+        return [one["pid"] for one in self.stats()["workers"] if one["state"] == "ready"]
+
+    def processes(self) -> list[psutil.Process]:
+        """The supervisor's and all below it."""
+        try:
+            supervisor = psutil.Process(self.pid)
+            found = [supervisor, *supervisor.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+        self._seen.update(found)
+        return found
+
+    def alive(self) -> list[psutil.Process]:
+        """Of those that were ever seen."""
+        return [one for one in self._seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+    def memory(self) -> int:
+        """Bytes that are resident, of the supervisor and the workers."""
+        return sum(psutil.Process(pid).memory_info().rss for pid in (self.pid, *self.workers))
+
+    def descriptors(self) -> int:
+        return sum(psutil.Process(pid).num_fds() for pid in (self.pid, *self.workers))
+
+    def threads(self) -> int:
+        # The page's threads, one for each question, come and go.
+        return sum(psutil.Process(pid).num_threads() for pid in self.workers)
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self._stderr)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.processes()
+        for one in sorted(self.alive(), key=lambda process: process.pid):
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.process.wait(WAIT)
+        self._reader.join(WAIT)
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        self._folder.cleanup()
