@@ -375,7 +375,7 @@ def hanging(hang_seconds: float = 1.0, patience: float = 8.0) -> Report:
         return Report("hang", {"back_s": round(back, 2), **tally.figures()}, problems)
 
 
-def cannot_start(backend: str = "ChaosRaise", within: float = 15.0, word: str = "") -> Report:
+def cannot_start(backend: str = "ChaosRaise", within: float = 60.0, word: str = "") -> Report:
     """The service ends, and says why."""
     with Service(backend=backend) as it:
         began = time.monotonic()
@@ -390,7 +390,7 @@ def cannot_start(backend: str = "ChaosRaise", within: float = 15.0, word: str = 
     return Report("cannot start", {"backend": backend, "exit": code, "seconds": round(spent, 1)}, problems)
 
 
-def crash_loop(within: float = 20.0, at: float = 0.3, fault: str = "") -> Report:
+def crash_loop(within: float = 60.0, at: float = 0.3, fault: str = "") -> Report:
     """A worker that is ready, and dies a moment later, each time."""
     with Service(backend="ChaosCrash", at=at, fault=fault) as it:
         it.ready()

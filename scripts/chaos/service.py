@@ -36,7 +36,7 @@ def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
 
 
 class Service:
-    """``torchpipe-serve`` with a backend of ``chaos_backends`` (``node`` says how), or a configuration of the project's.
+    """``torchpipe-serve`` with a backend of ``chaos_backends`` (``node`` says how), or a ``config`` of the project's.
 
     ``fault`` is one of ``faults``. Leaving the ``with`` block ends every process there is still.
     """
