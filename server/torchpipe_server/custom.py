@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
@@ -10,15 +14,24 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, ClassVar
 
-from torchpipe_py import ConfigError, NoResult, pipe
+from torchpipe_py import ConfigError, NoResult, TorchpipeError, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_server.method import OK, Cancellable, Done, Method
+
+logger = logging.getLogger("torchpipe_server")
 
 Data = dict[str, Any]
 
 
 class Handler:
-    """Base class for ``--handler package.module:Class``.
+    """Base class for ``--handler package.module:Class``::
+
+        class Photos(Handler):
+            service = thriftpy2.load("photos.thrift", "photos_thrift").Photos
+
+            async def classify(self, image):
+                label, score = (await self.run({"data": image}))["result"]
+                return label
 
     ``service`` is the service that ``thriftpy2.load`` made of the IDL. For each of its methods the class has one of the
     same name, with the arguments in the IDL's order: ``async def``, or plain where it has nothing to wait for. What it
@@ -64,40 +77,54 @@ class Call:
     def __init__(self, steps: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
         self._steps, self._finish = steps, finish
+        self._lock = threading.Lock()
+        self._number = 0  # of the request that it waits for
         self._ticket: Cancellable | None = None
         self._cancelled: BaseException | None = None
 
     def cancel(self, error: BaseException | None = None) -> None:
         """End what it waits for, and so the coroutine, with ``error``."""
-        self._cancelled = error or CancelledError()
-        ticket = self._ticket
+        with self._lock:
+            cancelled = self._cancelled = error or CancelledError()
+            ticket = self._ticket
         if ticket is not None:
-            ticket.cancel(self._cancelled)
+            ticket.cancel(cancelled)
 
     def go_on(self, data: Data | None, error: BaseException | None) -> None:
         """With the request that it waited for; to its end, or to the next one."""
-        try:
-            if data is not None and error is None and "result" not in data:
-                error = data.get("error") or NoResult("the request has no 'result'")
-            awaited = self._steps.send(data) if error is None else self._steps.throw(error)
-        except StopIteration as end:
-            self._finish(end.value, None)
-            return
-        except BaseException as raised:
-            self._finish(None, raised)
-            return
+        if data is not None and error is None and "result" not in data:
+            error = _reason(data)
+        while True:
+            try:
+                awaited = self._steps.send(data) if error is None else self._steps.throw(error)
+            except StopIteration as end:
+                self._finish(end.value, None)
+                return
+            except BaseException as raised:
+                self._finish(None, raised)
+                return
+            data, error = None, self._start(awaited)
+            if error is None:
+                return
+
+    def _start(self, awaited: Any) -> BaseException | None:
+        """Start what it waits for; why that cannot be."""
         if not isinstance(awaited, Awaited):
-            self.go_on(None, TypeError(f"a handler can await self.run(...), not {type(awaited).__name__}"))
-            return
+            return TypeError(f"a handler can await self.run(...), not {type(awaited).__name__}")
+        self._number = number = self._number + 1
         try:
-            self._ticket = awaited.start(self.go_on)
+            ticket = awaited.start(self.go_on)
         except BaseException as refused:
-            self.go_on(None, refused)
-            return
-        # NOTE: looked at after the ticket is there, or a cancel between two requests would be lost.
-        cancelled = self._cancelled
+            return refused
+        # NOTE: the request may be finished already, and another thread be at the next one, whose ticket is to stay.
+        # Looked at after the ticket is there, or a cancel between two requests would be lost.
+        with self._lock:
+            if self._number == number:
+                self._ticket = ticket
+            cancelled = self._cancelled
         if cancelled is not None:
-            self._ticket.cancel(cancelled)
+            ticket.cancel(cancelled)
+        return None
 
 
 class CustomHandler:
@@ -134,6 +161,8 @@ def load_handler(reference: str) -> type:
     module_name, _, class_name = reference.partition(":")
     if not module_name or not class_name:
         raise ConfigError(f"--handler {reference}: expected package.module:Class")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script has its own folder there, not the working directory
     try:
         module = import_module(module_name)
     except ImportError as error:
@@ -147,10 +176,11 @@ def load_handler(reference: str) -> type:
 
 def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:
     def finish(value: Any, error: BaseException | None) -> None:
-        if error is not None:
-            done(error)
-        else:
-            done(result() if value is None else result(success=value))
+        try:
+            answer = error if error is not None else _answer(result, value)
+        except Exception as wrong:
+            answer = wrong
+        done(answer)
 
     value = function(*(getattr(args, name) for name in order))
     if not inspect.iscoroutine(value):
@@ -161,11 +191,32 @@ def _start(function: Any, order: list[str], result: type, seconds: float, args: 
     return call
 
 
+def _answer(result: type, value: Any) -> Any:
+    """What the method returned as its result struct."""
+    name = result.__name__.removesuffix("_result")
+    is_void = all(spec[1] != "success" for spec in result.thrift_spec.values())  # type: ignore[attr-defined]
+    if is_void and value is not None:
+        raise TypeError(f"{name} returned a {type(value).__name__}; in the IDL it is void")
+    if not is_void and value is None:
+        raise TypeError(f"{name} returned None; in the IDL it has a result")
+    return result() if is_void else result(success=value)
+
+
 def _fail(result: type, errors: dict[type, str], error: BaseException) -> Any:
     for kind, name in errors.items():
         if isinstance(error, kind):
             return result(**{name: error})
+    if not isinstance(error, (TorchpipeError, CancelledError)):
+        logger.error("a request failed", exc_info=error)
     raise error
+
+
+def _reason(data: Data) -> BaseException:
+    """Why a finished request has no result; backends write what they like under ``error``."""
+    error = data.get("error")
+    if isinstance(error, BaseException):
+        return error
+    return NoResult("the request has no 'result'" if error is None else str(error))
 
 
 def _outcome(result: Any) -> str:
