@@ -89,5 +89,9 @@ class Loop:
             self._wake_out.recv(4096)
         except BlockingIOError:
             pass
-        while self._calls:
-            self._calls.popleft()()
+        try:
+            while self._calls:
+                self._calls.popleft()()
+        except Exception:
+            self.call(lambda: None)  # those behind it have been woken for
+            raise

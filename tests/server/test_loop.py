@@ -1,0 +1,176 @@
+"""The event loop on its own: handlers, calls of other threads, steps, errors."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fakes import WAIT
+from torchpipe_server.loop import LONGEST_WAIT, READ, WRITE, Loop
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+def run_until_stopped(loop: Loop) -> None:
+    guard = threading.Timer(WAIT, loop.stop)
+    guard.daemon = True
+    guard.start()
+    loop.run()
+    assert guard.is_alive(), "nothing has stopped it"
+    guard.cancel()
+
+
+def test_a_handler_is_called_with_what_is_ready(loop, pair):
+    seen: list[int] = []
+
+    def ready(events: int) -> None:
+        seen.append(events)
+        if events & READ:
+            pair[0].recv(10)
+            loop.stop()
+        else:
+            pair[1].send(b"x")
+            loop.watch(pair[0], READ, ready)
+
+    loop.watch(pair[0], READ | WRITE, ready)
+    run_until_stopped(loop)
+    assert seen == [WRITE, READ]
+
+
+def test_the_last_handler_counts_and_none_after_the_end(loop, pair):
+    wrong: list[int] = []
+    loop.watch(pair[0], READ, wrong.append)
+    loop.watch(pair[0], READ, lambda events: loop.stop())
+    loop.watch(pair[1], READ, wrong.append)
+    loop.watch(pair[1], 0, wrong.append)
+    loop.watch(pair[1], 0, wrong.append)  # a second end is none
+    pair[0].send(b"x")
+    pair[1].send(b"x")
+    run_until_stopped(loop)
+    assert wrong == []
+
+
+def test_calls_come_in_order_from_any_thread(loop):
+    seen: list[int] = []
+
+    def call_all() -> None:
+        for index in range(5000):  # far more than the wake-up socket holds
+            loop.call(lambda index=index: seen.append(index))
+        loop.stop()
+
+    thread = threading.Thread(target=call_all)
+    thread.start()
+    run_until_stopped(loop)
+    thread.join(WAIT)
+    assert seen == list(range(5000))
+
+
+def test_a_call_may_call(loop):
+    loop.call(lambda: loop.call(lambda: loop.call(loop.stop)))
+    run_until_stopped(loop)
+
+
+def test_stop_before_run(loop):
+    loop.stop()
+    run_until_stopped(loop)
+
+
+def test_calls_after_the_end_do_nothing():
+    loop = Loop()
+    loop.close()
+    loop.call(lambda: pytest.fail("called"))
+    loop.stop()
+
+
+def test_a_call_wakes_a_waiting_loop_at_once(loop):
+    waiting = threading.Event()
+    waits: list[float] = []
+
+    def step() -> float:
+        waiting.set()
+        return 1e9
+
+    loop.steps.append(step)
+
+    def wake() -> None:
+        assert waiting.wait(WAIT)
+        began = time.monotonic()
+        loop.call(lambda: (waits.append(time.monotonic() - began), loop.stop()))
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    run_until_stopped(loop)
+    thread.join(WAIT)
+    assert waits[0] < LONGEST_WAIT
+
+
+def test_the_shortest_wait_of_all_steps_counts(loop):
+    times: list[float] = []
+
+    def often() -> float:
+        times.append(time.monotonic())
+        if len(times) == 20:
+            loop.stop()
+        return 0.001
+
+    loop.steps += [lambda: 5.0, often, lambda: -3.0 if len(times) > 10 else 1.0]
+    run_until_stopped(loop)
+    assert times[-1] - times[0] < 19 * LONGEST_WAIT / 2
+
+
+def test_an_error_ends_run_where_nobody_takes_it(loop):
+    def fail() -> None:
+        raise KeyError("a defect")
+
+    loop.call(fail)
+    with pytest.raises(KeyError):
+        loop.run()
+
+
+def fail_in_a_handler(loop: Loop, sock: socket.socket, fail: Callable[..., Any]) -> None:
+    loop.watch(sock, WRITE, fail)
+
+
+def fail_in_a_step(loop: Loop, sock: socket.socket, fail: Callable[..., Any]) -> None:
+    loop.steps.append(fail)
+
+
+def fail_in_a_call(loop: Loop, sock: socket.socket, fail: Callable[..., Any]) -> None:
+    loop.call(fail)
+    loop.call(fail)
+    loop.call(fail)
+
+
+@pytest.mark.parametrize("where", [fail_in_a_handler, fail_in_a_step, fail_in_a_call])
+def test_errors_are_told_and_it_goes_on(pair, where):
+    told: list[Exception] = []
+
+    def hear(error: Exception) -> None:
+        told.append(error)
+        if len(told) == 3:
+            loop.stop()
+
+    def fail(*_: Any) -> float:
+        raise KeyError("a defect")
+
+    loop = Loop(hear)
+    where(loop, pair[0], fail)
+    run_until_stopped(loop)
+    loop.close()
+    assert [repr(error) for error in told] == ["KeyError('a defect')"] * 3
