@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
@@ -96,7 +97,7 @@ class InferenceHandler:
             outputs: dict[str, Any] = {}
             for key in keys:
                 outputs.update(to_values(self._idl, key, _output(data, key)))
-        except Exception as failure:
+        except BaseException as failure:
             return result_type(error=self._to_error(failure))
         return result_type(success=self._idl.InferResponse(uuid=uuid, outputs=outputs))
 
@@ -106,7 +107,7 @@ class InferenceHandler:
             if error is not None:
                 raise error
             label, score = to_label_and_score(_output(data, "result"))
-        except Exception as failure:
+        except BaseException as failure:
             return None, self._to_error(failure)
         return self._idl.InferenceResult(label=label, score=score), None
 
@@ -127,7 +128,7 @@ class InferenceHandler:
             return None
         wait = 1000 * self._pipe.expected_wait()
         if wait > limit:
-            raise Overloaded(f"a request has to wait {wait:.0f} ms now, its deadline is {limit:g} ms", round(wait))
+            raise Overloaded(f"a request has to wait {wait:.0f} ms now, its deadline is {limit:g} ms", math.ceil(wait))
         return limit / 1000
 
 

@@ -12,6 +12,8 @@ from torchpipe_server.method import OK
 
 logger = logging.getLogger("torchpipe_server.requests")
 
+_NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
+
 
 class Ledger:
     """``add`` is for any thread and costs next to nothing: what it notes is worked through in ``settle``.
@@ -58,5 +60,7 @@ class Ledger:
         self._latency[bucket(seconds)] += 1
         self._seconds += seconds
         if self._logged == "all" or (self._logged == "failed" and outcome != OK):
-            fields = {"request": request_id, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
-            logger.info("%s %s %s %.3f ms", request_id, method, outcome, 1000 * seconds, extra={"fields": fields})
+            name = request_id[:_NAME_CHARACTERS]
+            fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
+            said = name if name.isprintable() else repr(name)  # a client must not end the line and write one of its own
+            logger.info("%s %s %s %.3f ms", said, method, outcome, 1000 * seconds, extra={"fields": fields})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -99,7 +100,7 @@ def _nodes(nodes: dict[str, Any], bounds_ms: list[float]) -> Iterator[Metric]:
         yield times
     sizes = HistogramMetricFamily("torchpipe_node_batch_size", "Requests in a batch", labels=("node",))
     for node, found in nodes.items():
-        sizes.add_metric((node,), *_sizes(found["batch_sizes"]))
+        sizes.add_metric((node,), *_sizes(found["batch_sizes"], found["max"]))
     yield sizes
 
 
@@ -120,10 +121,14 @@ def _histogram(counts: list[int], sum_ms: float, bounds_ms: list[float]) -> tupl
     return _cumulated([bound / 1000 for bound in bounds_ms], counts), sum_ms / 1000
 
 
-def _sizes(batch_sizes: dict[str, int]) -> tuple[list[tuple[str, float]], float]:
-    sizes = [int(size) for size in batch_sizes]
-    total = sum(int(size) * count for size, count in batch_sizes.items())
-    return _cumulated(sizes, [*batch_sizes.values(), 0]), total
+def _sizes(batch_sizes: dict[str, int], most: int) -> tuple[list[tuple[str, float]], float]:
+    """By powers of two, and always the same: of a bound that appears later, nobody knows what it was before."""
+    counted = {int(size): count for size, count in batch_sizes.items()}
+    bounds = [2**power for power in range((max([most, *counted]) - 1).bit_length() + 1)]
+    counts = [0] * (len(bounds) + 1)
+    for size, count in counted.items():
+        counts[bisect_left(bounds, size)] += count
+    return _cumulated(bounds, counts), sum(size * count for size, count in counted.items())
 
 
 def _cumulated(bounds: Iterable[float], counts: list[int]) -> list[tuple[str, float]]:

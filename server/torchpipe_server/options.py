@@ -55,9 +55,12 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
             kind = type(option.default)
             # Underscores work as well: the load tester's flags have them.
             parser.add_argument(
-                _flag(option.name), f"--{option.name}", type=kind, default=option.default, metavar="X",
-                help=f"{_meaning(option.metadata)} (default: {option.default})",
-            )  # fmt: skip
+                *dict.fromkeys((_flag(option.name), f"--{option.name}")),
+                type=kind,
+                default=option.default,
+                metavar="X",
+                help=_help(option),
+            )
     options = Options(**vars(parser.parse_args(argv)))
     for option in fields(Options):
         if option.default is not MISSING:
@@ -82,6 +85,11 @@ def markdown_table() -> list[str]:
 def _meaning(metadata: Any) -> str:
     choices = ", ".join(metadata["choices"])
     return " ".join(part for part in (metadata["doc"], choices) if part)
+
+
+def _help(option: Any) -> str:
+    meaning = _meaning(option.metadata)
+    return meaning if option.default == "" else f"{meaning} (default: {option.default})"
 
 
 def _flag(name: str) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any, NamedTuple, Protocol
 
 from torchpipe_py.errors import nearest
 from torchpipe_server.metrics import CONTENT_TYPE, render
+
+logger = logging.getLogger("torchpipe_server")
 
 ANSWER_SECONDS = 3.0
 REQUEST_SECONDS = 10.0  # for a client to send its request, and to take the answer
@@ -45,7 +49,7 @@ class StatusServer:
             "/": lambda: _file("index.html", "text/html"),
             "/page.js": lambda: _file("page.js", "text/javascript"),
             "/page.css": lambda: _file("page.css", "text/css"),
-            "/graph.svg": lambda: Answer(200, "image/svg+xml", service.graph.encode()),
+            "/graph.svg": self._graph,
             "/live": self._live,
             "/ready": self._ready,
             "/stats": self._stats,
@@ -79,6 +83,10 @@ class StatusServer:
     def _ready(self) -> Answer:
         return _text(200, "ready") if self._service.is_ready else _text(503, "not ready")
 
+    def _graph(self) -> Answer:
+        drawing = self._service.graph
+        return Answer(200, "image/svg+xml", drawing.encode()) if drawing else _text(503, "no worker has drawn it yet")
+
     def _stats(self) -> Answer:
         return self._told(lambda figures: Answer(200, "application/json", json.dumps(figures).encode()))
 
@@ -104,6 +112,11 @@ class _HttpServer(ThreadingHTTPServer):
         self.answer = answer
         super().__init__(address, _Request)
 
+    def server_bind(self) -> None:
+        """As the library's, but for the host's name: asking for that can take seconds, and nobody needs it."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the service."""
 
@@ -112,11 +125,16 @@ class _Request(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "torchpipe"
     timeout = REQUEST_SECONDS
+    disable_nagle_algorithm = True
     server: _HttpServer
 
     def do_GET(self) -> None:
         """One request."""
-        status, kind, body = self.server.answer(self.path)
+        try:
+            status, kind, body = self.server.answer(self.path)
+        except Exception:
+            logger.exception("%s cannot be answered", self.path[:80])
+            status, kind, body = _text(500, "a defect; the log says which")
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -1,0 +1,155 @@
+"""What clients are told while no worker is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import thriftpy2
+import thriftpy2.rpc
+from fakes import WAIT
+from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, pack_call, read_all
+from thrift.Thrift import TApplicationException
+from torchpipe_server.fallback import ANSWER_SECONDS, Fallback
+from torchpipe_server.loop import Loop
+from torchpipe_server.protocol import CALL, Framing, Limits, Message, MessageReader
+
+from torchpipe_py.errors import WorkerDied
+
+INFER = IDL.InferRequest(uuid="x", inputs={})
+CALLS = {
+    "infer_batch": {"params": IDL.InferenceParams(uuid="x", data=b"x")},
+    "infer_many": {"params": [IDL.InferenceParams(uuid="x", data=b"x")]},
+    "infer": {"request": INFER},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    made = LocalServer(None, handler=object())
+    made.server._handler = Fallback(made.loop, IDL)
+    with made:
+        yield made
+
+
+@pytest.mark.parametrize(("framed", "compact"), FRAMINGS)
+def test_each_method_has_its_declared_error(server, framed, compact):
+    with Client(server.port, framed, compact) as client:
+        for method, args in CALLS.items():
+            error = client.error_of(method, **args)
+            assert (error.code, error.retry_after_ms) == ("unavailable", 500)
+            assert error.message
+
+
+@pytest.mark.parametrize("method", ["ping", "no_such_method"])
+def test_what_declares_none_gets_an_application_exception_and_keeps_its_connection(server, method):
+    with Client(server.port) as client:
+        for _ in range(2):
+            with pytest.raises(TApplicationException, match="Unavailable: no worker is running"):
+                client.call(method)
+        assert client.error_of("infer", request=INFER).code == "unavailable"
+
+
+def test_answers_are_not_at_once_and_keep_their_order(server):
+    """A client that repeats in a loop must not keep the processor; others need not wait for it."""
+    began = time.monotonic()
+    with Client(server.port) as client, Client(server.port) as other:
+        seqids = [client.send_batch(b"x") for _ in range(3)]
+        assert other.error_of("infer", request=INFER).code == "unavailable"
+        for seqid in seqids:
+            with pytest.raises(IDL.InferenceError):
+                client.receive(seqid)
+    assert time.monotonic() - began >= 3 * ANSWER_SECONDS
+
+
+def test_a_client_that_does_not_wait_leaves_nothing(server):
+    for _ in range(10):
+        with Client(server.port) as client:
+            client.send_batch(b"x")
+    eventually(lambda: not server.server._connections)
+    eventually(lambda: not server.server._handler._late)
+
+
+def test_arguments_are_not_looked_at_but_the_message_is(server):
+    with Client(server.port) as client:
+        client.sock.sendall(pack_call("infer_batch"))
+        with pytest.raises(IDL.InferenceError, match="no worker"):
+            client.receive()
+        client.sock.sendall(pack_batch(b"x").replace(b"raw", b"\xff\xff\xff"))
+        with pytest.raises(IDL.InferenceError, match="no worker"):
+            client.receive()
+        client.sock.sendall(pack_call("infer_batch", b"\x63\0\x01"))
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive()
+        assert caught.value.code == "bad_type"
+        assert read_all(client.sock) == b""
+
+
+def test_methods_of_an_idl_it_does_not_know(tmp_path):
+    path = tmp_path / "other.thrift"
+    path.write_text("service Other { string name(1: string of), oneway void tell(1: string of) }")
+    idl = thriftpy2.load(str(path), "other_test_thrift")
+    made = LocalServer(None, handler=object())
+    made.server._handler = Fallback(made.loop, None)
+    with (
+        made,
+        thriftpy2.rpc.client_context(idl.Other, "127.0.0.1", made.port, socket_timeout=1000 * WAIT) as client,
+    ):
+        client.tell("x")
+        with pytest.raises(thriftpy2.thrift.TApplicationException, match="Unavailable"):
+            client.name("x")
+
+
+REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
+
+
+def reply_to(name: str, framing: Framing, idl: object) -> bytes:
+    loop = Loop()
+    message = Message(name, CALL, -3, framing, b"", 0, 0)
+    reply = Fallback(loop, idl).reply_to(message, WorkerDied("it ended"))
+    loop.close()
+    return reply
+
+
+@pytest.mark.parametrize("framing", REPLIES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "idl", "is_declared"),
+    [("infer_many", IDL, True), ("ping", IDL, False), ("other", IDL, False), ("infer_batch", None, False)],
+)
+def test_the_reply_for_a_dead_worker(framing, name, idl, is_declared):
+    reply = reply_to(name, framing, idl)
+    text = b"it ended" if is_declared else b"WorkerDied: it ended"
+    assert text in reply
+    assert (b"worker_died" in reply) == is_declared
+    assert name.encode() in reply
+    if framing.framed:
+        assert int.from_bytes(reply[:4], "big") == len(reply) - 4
+
+
+def test_the_reader_takes_the_dead_workers_seqid_back():
+    """What a slot keeps of a message is enough for an answer in any framing."""
+    for framing in REPLIES:
+        reply = bytearray(reply_to("ping", framing, IDL))
+        start = 4 if framing.framed else 0
+        reader = MessageReader(Limits())
+        # The reader takes calls only: an exception becomes one, by the type in its head.
+        if framing.protocol == "binary":
+            reply[start + 3] = 1
+        elif framing.protocol == "compact":
+            reply[start + 1] = 0x21
+        else:
+            reply[start + 4 + len("ping")] = 1
+        (message,) = reader.feed(bytes(reply))
+        assert (message.name, message.seqid, message.framing) == ("ping", -3, framing)
+
+
+def test_the_step_waits_for_the_next_answer():
+    loop = Loop()
+    fallback = Fallback(loop, IDL)
+    told: list[object] = []
+    fallback.methods["infer"].start(None, told.append)
+    assert 0 < fallback._step() <= ANSWER_SECONDS
+    eventually(lambda: (fallback._step(), told)[1])
+    assert [getattr(one, "code", "") for one in told] == ["unavailable"]
+    loop.close()

@@ -1,0 +1,316 @@
+"""Log lines, what is counted, and the settings they come from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from conftest import Register
+from service import IDL, Client, LocalServer, connect, eventually, pack_batch, serving
+from thrift.Thrift import TApplicationException
+from torchpipe_server.ledger import Ledger
+from torchpipe_server.logs import set_up_logging
+from torchpipe_server.options import Options, parse_options
+
+from torchpipe_py import Backend
+from torchpipe_py.errors import DecodeError
+from torchpipe_py.histogram import COUNTS
+
+# -- lines ----------------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """What was written on stderr."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys, self._text = capsys, ""
+
+    def getvalue(self) -> str:
+        self._text += self._capsys.readouterr().err
+        return self._text
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
+    """Logging is as it was afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    yield Lines(capsys)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def set_up(**options: Any) -> logging.Logger:
+    set_up_logging(Options(config="x", **options))
+    return logging.getLogger("torchpipe_server")
+
+
+def test_a_json_line_has_the_documented_keys(lines):
+    logger = set_up(log_format="json")
+    logger.warning("größe %d\nand more", 5)
+    (line,) = lines.getvalue().splitlines()
+    said = json.loads(line)
+    assert list(said) == ["time", "level", "logger", "pid", "message"]
+    assert datetime.fromisoformat(said["time"]).tzinfo == timezone.utc
+    assert (said["level"], said["logger"], said["message"]) == ("warning", "torchpipe_server", "größe 5\nand more")
+    assert isinstance(said["pid"], int)
+
+
+def test_a_traceback_is_within_its_line(lines):
+    logger = set_up(log_format="json")
+    try:
+        raise ValueError("oops \ud800")
+    except ValueError:
+        logger.exception("a defect")
+    (line,) = lines.getvalue().splitlines()
+    assert "ValueError: oops" in json.loads(line)["traceback"]
+
+
+def test_text_says_the_same(lines):
+    logger = set_up()
+    logger.info("here")
+    assert lines.getvalue().rstrip().endswith("]: here")
+    assert " INFO torchpipe_server[" in lines.getvalue()
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
+def test_the_level(lines, level, count):
+    logger = set_up(log_level=level)
+    logger.debug("x")
+    logger.info("x")
+    logger.warning("x")
+    assert len(lines.getvalue().splitlines()) == count
+
+
+def test_the_ledgers_lines(lines):
+    set_up(log_format="json")
+    ledger = Ledger("all")
+    ledger.add("infer_batch", "ok", 0.0125, "my name")
+    ledger.settle()
+    said = json.loads(lines.getvalue())
+    assert list(said)[4:] == ["message", "request", "method", "outcome", "ms"]
+    assert said["message"] == "my name infer_batch ok 12.500 ms"
+    assert {key: said[key] for key in ("request", "method", "outcome", "ms")} == {
+        **{"request": "my name", "method": "infer_batch", "outcome": "ok", "ms": 12.5}
+    }
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+@pytest.mark.parametrize("name", ["a\nb", "\r", "x\x1b[2J", "\u2028", "\x00"], ids=ascii)
+def test_a_name_cannot_begin_a_line_of_its_own(lines, kind, name):
+    set_up(log_format=kind)
+    ledger = Ledger("all")
+    ledger.add("ping", "ok", 0.0, name)
+    ledger.settle()
+    (line,) = lines.getvalue().splitlines()
+    assert "\x1b" not in line
+    assert "\x00" not in line
+
+
+def test_a_name_of_a_megabyte_is_cut(lines):
+    set_up()
+    ledger = Ledger("all")
+    ledger.add("ping", "ok", 0.0, "n" * 2**20)
+    ledger.settle()
+    assert len(lines.getvalue()) < 400
+
+
+# -- counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_summary_counts_and_times():
+    ledger = Ledger("none")
+    assert ledger.summary() == {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0.0}}
+    for outcome in ("ok", "ok", "overloaded"):
+        ledger.add("infer", outcome, 0.001, "")
+    ledger.add("ping", "ok", 1e6, "")
+    found = ledger.summary()
+    assert found["by_method"] == {"infer": {"ok": 2, "overloaded": 1}, "ping": {"ok": 1}}
+    assert (found["latency"]["counts"][10], found["latency"]["counts"][-1]) == (3, 1)
+    assert found["latency"]["sum_ms"] == pytest.approx(1e9 + 3)
+    assert ledger.summary() == found
+
+
+def test_any_thread_may_add_while_another_settles():
+    ledger = Ledger("none")
+    threads = [
+        threading.Thread(target=lambda: [ledger.add("infer", "ok", 0.0, "") for _ in range(5000)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        ledger.settle()
+    assert ledger.summary()["by_method"] == {"infer": {"ok": 20000}}
+
+
+class Mixed(Backend):
+    """Fails as the data says."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            if item["data"] == b"decode":
+                item["error"] = DecodeError("no image")
+            elif item["data"] == b"odd":
+                item["error"] = KeyError("odd")
+            elif item["data"] == b"exit":
+                item["error"] = SystemExit("of a backend")
+            else:
+                item["result"] = ("a", 1.0)
+
+
+def batch(client: Client, data: bytes, uuid: str) -> None:
+    try:
+        client.call("infer_batch", params=IDL.InferenceParams(uuid=uuid, data=data))
+    except IDL.InferenceError:
+        pass
+
+
+def wait_settled(server: LocalServer, count: int) -> None:
+    """Answers are counted, and logged, just after they are written."""
+    eventually(lambda: sum(server.server.ledger.summary()["latency"]["counts"]) == count)
+
+
+@pytest.mark.parametrize(
+    ("logged", "wanted"),
+    [
+        ("none", []),
+        ("failed", ["second infer_batch decode_error", "many,of it infer_many decode_error"]),
+        (
+            "all",
+            [
+                "first infer_batch ok",
+                "second infer_batch decode_error",
+                " ping ok",
+                "third infer ok",
+                "many,of it infer_many decode_error",
+            ],
+        ),
+    ],
+)
+def test_requests_are_logged_with_their_names(register: Register, caplog, logged, wanted):
+    caplog.set_level("INFO")
+    with serving(register(Mixed), log_requests=logged) as server, Client(server.port) as client:
+        batch(client, b"x", "first")
+        batch(client, b"decode", "second")
+        client.ping()
+        client.call("infer", request=IDL.InferRequest(uuid="third", inputs={"data": IDL.Value(bytes=b"x")}))
+        client.call(
+            "infer_many",
+            params=[IDL.InferenceParams(uuid="many", data=b"x"), IDL.InferenceParams(uuid="of it", data=b"decode")],
+        )
+        wait_settled(server, 5)
+    found = [one for one in caplog.records if one.name == "torchpipe_server.requests"]
+    assert [one.getMessage().rsplit(" ", 2)[0] for one in found] == wanted
+    assert [one for one in caplog.records if one not in found] == []
+
+
+def test_a_message_that_fails_before_it_has_a_name_is_not_logged_under_another(register: Register, caplog):
+    caplog.set_level("INFO")
+    with serving(register(Mixed), log_requests="all") as server, Client(server.port) as client:
+        batch(client, b"x", "first")
+        with pytest.raises(TApplicationException):
+            client.call("no_such_method")
+        client.sock.sendall(pack_batch(b"x").replace(b"raw", b"\xff\xff\xff"))
+        with pytest.raises(TApplicationException):
+            client.receive()
+        wait_settled(server, 3)
+    found = [one.getMessage().rsplit(" ", 2)[0] for one in caplog.records]
+    assert found == ["first infer_batch ok", " unknown unknown_method", " infer_batch bad_arguments"]
+
+
+@pytest.mark.parametrize("data", [b"odd", b"exit"])
+def test_an_internal_error_is_logged_once_and_answered(register: Register, caplog, data):
+    with serving(register(Mixed)) as server, Client(server.port, timeout=5) as client:
+        error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=data))
+        assert error.code == "internal"
+        client.ping()
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.exc_info is not None
+
+
+def test_what_clients_do_wrong_is_no_line_by_default(register: Register, caplog):
+    with serving(register(Mixed)) as server, Client(server.port) as client:
+        batch(client, b"decode", "x")
+        with pytest.raises(TApplicationException):
+            client.call("no_such_method")
+        with connect(server.port) as sock:
+            sock.sendall(b"\0" * 100)
+            assert sock.recv(1) == b""
+        client.ping()
+        eventually(lambda: server.server.ledger.summary()["by_method"].get("ping"))
+    assert caplog.records == []  # pytest takes those from WARNING on, the service says at INFO why it closed one
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "--port": ["-1", "65536", "x", "1.5", ""],
+    "--http-port": ["-2", "65536", "x"],
+    "--workers": ["0", "-1", "1025", "two"],
+    "--devices": ["a", "0,", ",0", "0;1", "-1", "0,,1", " "],
+    "--max-connections": ["0", "-5"],
+    "--max-message-bytes": ["63", "16M"],
+    "--max-held-bytes": ["63", "1e9"],
+    "--max-items": ["15"],
+    "--max-depth": ["1"],
+    "--message-seconds": ["0", "-1", "nan", "inf"],
+    "--idle-seconds": ["-1", "nan", "inf"],
+    "--max-inflight": ["-1", "1.5"],
+    "--deadline-ms": ["-1", "nan", "inf"],
+    "--drain-seconds": ["-1", "nan", "inf"],
+    "--hang-seconds": ["-0.1", "nan"],
+    "--log-level": ["loud", "INFO", ""],
+    "--log-format": ["xml"],
+    "--log-requests": ["some"],
+}
+
+
+@pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in WRONG.items() for value in values])
+def test_a_wrong_value_ends_with_a_line_that_names_the_flag(flag, value, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_options(["x.toml", f"{flag}={value}"])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("torchpipe-serve: error: ")
+    assert flag in last
+
+
+@pytest.mark.parametrize("value", ["0", "0,1", "3, 0", "0,0,1", ""])
+def test_devices(value):
+    assert parse_options(["x.toml", f"--devices={value}"]).devices == value
+
+
+def test_every_flag_has_a_default_a_check_and_a_help_text(capsys):
+    made = parse_options(["x.toml"])
+    assert made == Options(config="x.toml")
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for option in fields(Options):
+        if option.default is MISSING:
+            continue
+        flag = "--" + option.name.replace("_", "-")
+        assert flag in text
+        assert option.metadata["doc"] or option.metadata["choices"]
+        if isinstance(option.default, (int, float)) or option.metadata["choices"]:
+            assert flag in WRONG, "a limit without a check"
+    assert "--port X, --port X" not in text
+
+
+def test_flags_with_underscores_work_as_well():
+    made = parse_options(["x.toml", "--max_connections", "3", "--log_format", "json"])
+    assert (made.max_connections, made.log_format) == (3, "json")
+
+
+def test_at_the_edges():
+    made = parse_options(
+        ["x.toml", "--port=65535", "--http-port=0", "--workers=1024", "--max-depth=2", "--max-items=16"]
+    )
+    assert (made.port, made.http_port, made.workers, made.max_depth, made.max_items) == (65535, 0, 1024, 2, 16)
