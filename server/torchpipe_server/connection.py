@@ -57,6 +57,7 @@ class Connection:
         self.mark.begin(message)
         self.busy = True
         self.begun = monotonic()
+        self.request_id = ""
         self.working_bytes = message.end - message.start
         self.serial += 1
         return self.serial

@@ -34,7 +34,10 @@ BACKLOG = 64  # whole messages of one connection that wait; beyond them it is no
 LINGER_SECONDS = 2.0
 TICK_SECONDS = 0.5
 
-_KINDS = {TApplicationException.PROTOCOL_ERROR: "bad_arguments"}
+_KINDS = {
+    TApplicationException.PROTOCOL_ERROR: "bad_arguments",
+    TApplicationException.UNKNOWN_METHOD: "unknown_method",
+}
 
 
 class Handler(Protocol):
@@ -384,10 +387,10 @@ class Server:
         self._answer(connection, message, result, method.outcome(result))
 
     def _answer_exception(self, connection: Connection, message: Message, kind: int, text: str) -> None:
-        is_unknown = kind == TApplicationException.UNKNOWN_METHOD
         reply = self._codec.encode_exception(message, TApplicationException(kind, text))
         # NOTE: what a client makes up must not become a name among the counters.
-        name, outcome = ("unknown", "unknown_method") if is_unknown else (message.name, _KINDS.get(kind, "internal"))
+        name = message.name if message.name in self._handler.methods else "unknown"
+        outcome = _KINDS.get(kind, "internal")
         self._reply(connection, b"" if message.type == ONEWAY else reply, name, outcome)
 
     def _reply(self, connection: Connection, reply: bytes, name: str, outcome: str) -> None:

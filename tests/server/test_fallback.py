@@ -51,6 +51,13 @@ def test_what_declares_none_gets_an_application_exception_and_keeps_its_connecti
         assert client.error_of("infer", request=INFER).code == "unavailable"
 
 
+def test_a_name_that_a_client_makes_up_is_not_counted_under_it(server):
+    with Client(server.port) as client, pytest.raises(TApplicationException):
+        client.call("made_up")
+    eventually(lambda: server.server.ledger.summary()["by_method"].get("unknown"))
+    assert "made_up" not in server.server.ledger.summary()["by_method"]
+
+
 def test_answers_are_not_at_once_and_keep_their_order(server):
     """A client that repeats in a loop must not keep the processor; others need not wait for it."""
     began = time.monotonic()
