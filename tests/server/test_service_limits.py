@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import select
 import socket
 import struct
 import threading
@@ -658,3 +659,87 @@ def test_malformed_bytes_take_no_memory(demo):
         assert process.memory_info().rss - before < 16 * 2**20
         for sock in socks:
             sock.close()
+
+
+# -- bytes held for all connections together ------------------------------------------------------------------------
+
+HELD = 4 * 2**20
+
+
+def test_half_sent_messages_of_many_connections_are_bounded(length):
+    """Each is far below the limit of a message; together they are not."""
+    options = {"max_held_bytes": HELD, "message_seconds": 60}
+    with serving(length, **options) as server, Client(server.port) as normal:
+        socks = [connect(server.port) for _ in range(40)]
+        message = batch_of(2**20)
+        most = 0
+        for sock in socks:
+            sock.sendall(message[: 2**19])
+            eventually(lambda: normal.infer_batch(b"abc") == ("3", 1.0))
+            most = max(most, held_by_connections(server))
+        assert most < HELD + 2**20, f"{most} bytes are held"
+        refused = [sock for sock in socks if is_readable(sock)]
+        assert len(socks) - HELD // 2**19 - 2 <= len(refused) <= len(socks) - HELD // 2**19 + 2
+        for sock in refused:
+            assert_typed_error(assert_dies(sock), b"overloaded")
+        kept = [sock for sock in socks if sock not in refused]
+        for sock in kept:
+            sock.settimeout(WAIT)
+        for sock in refused:
+            sock.close()
+        finished = 0
+        for sock in kept:  # the rest of one is the end of what it holds: there is room for the next
+            sock.sendall(message[2**19 :])
+            reply = sock.recv(4096)
+            finished += b"overloaded" not in reply
+            sock.close()
+        assert finished >= len(kept) - 1
+        assert normal.infer_batch(b"abc") == ("3", 1.0)
+        eventually(lambda: held_by_connections(server) == 0)
+
+
+def held_by_connections(server: LocalServer) -> int:
+    return sum(one.held_bytes() for one in list(server.server._connections))
+
+
+def is_readable(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
+
+
+def test_messages_that_wait_for_their_turn_count_as_well(register: Register):
+    gate = Gate()
+    with (
+        serving(register(gate.backend), max_held_bytes=2**20) as server,
+        gate,
+        Client(server.port) as client,
+        Client(server.port) as other,
+    ):
+        count = 8
+        client.sock.sendall(b"".join(pack_batch(b"x" * 2**18, seqid) for seqid in range(1, count + 1)))
+        gate.wait_entered()
+        eventually(lambda: server.server._held_bytes > 2**20)
+        other.ping()
+        gate.open()
+        codes = []
+        for _ in range(count):
+            try:
+                client.receive()
+            except IDL.InferenceError as error:
+                codes.append(error.code)
+            except EOFError:
+                break
+            if codes[-1] == "overloaded":
+                break
+        assert codes[-1] == "overloaded"
+        assert set(codes[:-1]) == {"no_result"}  # bytes are no label
+        assert read_all(client.sock) == b""
+        other.ping()
+
+
+def test_a_request_larger_than_all_that_may_be_held_is_refused(length):
+    with serving(length, max_held_bytes=2**18) as server, Client(server.port) as client:
+        assert client.infer_batch(b"x" * 2**16) == (str(2**16), 1.0)
+        client.sock.sendall(batch_of(2**20))
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive()
+        assert (caught.value.code, caught.value.retry_after_ms) == ("overloaded", 1000)
