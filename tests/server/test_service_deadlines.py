@@ -129,7 +129,7 @@ class Measured:
 
 @pytest.mark.parametrize(
     ("wait_ms", "deadline_ms", "retry_after_ms"),
-    [(500, 499, 500), (500, 1, 500), (1.2, 1, 2), (60_000, 59_999, 60_000)],
+    [(500, 499, 500), (500, 1, 500), (1.2, 1, 2), (60e3, 59_999, 60_000)],
 )
 @pytest.mark.parametrize("method", ["infer_many", "infer"])
 def test_what_cannot_meet_its_deadline_is_refused_at_once(method, wait_ms, deadline_ms, retry_after_ms):
