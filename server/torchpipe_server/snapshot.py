@@ -50,8 +50,8 @@ def add_requests(*parts: Figures) -> Figures:
 
 
 def add_lists(lists: Iterable[list[int]]) -> list[int]:
-    """Element by element; nothing of nothing."""
-    return [sum(values) for values in zip(*lists, strict=True)]
+    """Element by element; empty ones, of those who have told nothing yet, do not count."""
+    return [sum(values) for values in zip(*filter(None, lists), strict=True)]
 
 
 def _requests(parts: Iterable[Figures]) -> Figures:

@@ -107,6 +107,7 @@ class StatusServer:
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # of the library's 5, a handful of clients at once wait for a second
 
     def __init__(self, address: tuple[str, int], answer: Callable[[str], Answer]) -> None:
         self.answer = answer
