@@ -125,7 +125,8 @@ def test_a_gpu_that_two_workers_use_is_told_once_and_the_latest_counts():
 
 def test_sums_and_outcomes():
     assert add_lists([[1, 2], [3, 4], [0, 1]]) == [4, 7]
-    assert add_lists([]) == []
+    assert add_lists([]) == add_lists([[], []]) == []
+    assert add_lists([[], [1, 2], [], [3, 4]]) == [4, 6]
     with pytest.raises(ValueError, match="zip"):
         add_lists([[1], [1, 2]])
     both = add_requests(ONE["requests"], TWO["requests"])

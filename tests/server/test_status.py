@@ -1,0 +1,588 @@
+"""The HTTP port of a real service: health, figures, metrics, the picture, the page."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from browser import CHROMIUM, Browser, text_of
+from fakes import WAIT
+from prometheus_client.parser import text_string_to_metric_families
+from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all
+from test_service_lifecycle import Plugin
+from thrift.Thrift import TApplicationException
+from torchpipe_server import status
+from torchpipe_server.status import StatusServer
+
+from torchpipe_py.histogram import BOUNDS_MS
+
+JPEG = next((ROOT / "configs/demo/images").glob("*.jpg")).read_bytes()
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Answer:
+    def __init__(self, port: int, path: str, method: str = "GET") -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+        connection.request(method, path)
+        answer = connection.getresponse()
+        self.status, self.kind = answer.status, answer.getheader("Content-Type")
+        self.length = int(answer.getheader("Content-Length") or 0)
+        self.body = answer.read()
+        connection.close()
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+
+class Served:
+    """A process, and its HTTP port."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.port = process.wait_started(), process.port
+        line = process.process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:"), line
+        self.http_port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
+
+    def get(self, path: str, method: str = "GET") -> Answer:
+        return Answer(self.http_port, path, method)
+
+    def stats(self) -> dict[str, Any]:
+        answer = self.get("/stats")
+        assert (answer.status, answer.kind) == (200, "application/json")
+        found: dict[str, Any] = json.loads(answer.body)
+        return found
+
+    def families(self) -> dict[str, Any]:
+        answer = self.get("/metrics")
+        assert (answer.status, answer.kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        return {family.name: family for family in text_string_to_metric_families(answer.text)}
+
+    def is_settled(self) -> bool:
+        """No connection of an earlier test is left."""
+        stats = self.stats()
+        return stats["connections"]["open"] == 0 and stats["requests"]["inflight"] == 0
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    with Process("--http-port", "0", "--workers", "2") as process:
+        yield Served(process)
+
+
+@pytest.fixture
+def served(shared: Served) -> Served:
+    eventually(shared.is_settled)
+    return shared
+
+
+# -- health ---------------------------------------------------------------------------------------------------------
+
+
+def test_live_and_ready(served: Served):
+    for path, text in (("/live", "live\n"), ("/ready", "ready\n"), ("/ready?verbose=1", "ready\n")):
+        answer = served.get(path)
+        assert (answer.status, answer.text, answer.kind) == (200, text, "text/plain; charset=utf-8")
+
+
+def test_an_unknown_path_names_the_nearest(served: Served):
+    for path, nearest in (("/metric", "'/metrics'"), ("/Stats", "'/stats'"), ("/healthz/ready", "'/ready'")):
+        answer = served.get(path)
+        assert answer.status == 404
+        assert answer.text.rstrip() == f"no {path}; did you mean {nearest}?"
+    assert served.get("/" + "x" * 5000).status == 404
+
+
+def test_head_has_the_head_of_get(served: Served):
+    for path in ("/", "/live", "/graph.svg", "/nowhere"):
+        head, get = served.get(path, "HEAD"), served.get(path)
+        assert (head.status, head.kind, head.length, head.body) == (get.status, get.kind, get.length, b"")
+        assert get.length == len(get.body)
+
+
+def test_nothing_can_be_changed_there(served: Served):
+    for method in ("POST", "PUT", "DELETE"):
+        assert served.get("/stats", method).status == 501
+
+
+def test_the_files_of_the_page(served: Served):
+    kinds = {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}
+    for path, kind in kinds.items():
+        answer = served.get(path)
+        assert (answer.status, answer.kind) == (200, f"{kind}; charset=utf-8")
+        name = path.lstrip("/") or "index.html"
+        assert answer.body == (ROOT / "server/torchpipe_server/page" / name).read_bytes()
+
+
+def test_the_picture(served: Served):
+    answer = served.get("/graph.svg")
+    assert (answer.status, answer.kind) == (200, "image/svg+xml")
+    root = ElementTree.fromstring(answer.body)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    nodes = [element.get("data-node") for element in root.iter() if element.get("data-node")]
+    assert sorted(nodes) == ["decode", "model"]
+    assert served.stats()["graph_id"] == hashlib.sha256(answer.body).hexdigest()[:16]
+
+
+def test_slow_clients_keep_nobody_waiting(served: Served):
+    began = time.monotonic()
+    slow = [connect(served.http_port) for _ in range(30)]
+    for index, sock in enumerate(slow):
+        sock.sendall([b"", b"GET /st", b"GET /stats HTTP/1.1\r\nHost: x\r\n"][index % 3])
+    for path in ("/live", "/stats", "/metrics"):
+        assert served.get(path).status == 200
+    assert time.monotonic() - began < 3
+    for sock in slow:
+        sock.close()
+
+
+def test_garbage_harms_nobody(served: Served):
+    for data in (b"\0" * 100, b"\x16\x03\x01" * 50, b"GET\r\n\r\n", b"x" * 100_000 + b"\r\n\r\n"):
+        with connect(served.http_port) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            read_all(sock)
+    assert served.get("/live").status == 200
+    assert "Traceback" not in served.process.stderr
+
+
+def test_a_connection_may_ask_again(served: Served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.http_port, timeout=WAIT)
+    for path in ("/live", "/nowhere", "/stats", "/metrics"):
+        connection.request("GET", path)
+        connection.getresponse().read()
+    connection.close()
+
+
+# -- figures --------------------------------------------------------------------------------------------------------
+
+KEYS = {
+    "": "state ready version config pid uptime_s time graph_id connections restarts workers bounds_ms requests nodes "
+    "gpus",
+    "connections": "open max accepted refused",
+    "requests": "inflight by_method latency",
+    "latency": "counts sum_ms",
+    "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
+    "node": "instances min max queued busy requests batches failed expired batch_sizes queue_ms batch_wait_ms "
+    "compute_ms instance_compute_ms histograms",
+    "histograms": "queue batch_wait compute",
+}
+
+
+def assert_keys(found: dict[str, Any], kind: str) -> None:
+    assert set(found) == set(KEYS[kind].split())
+
+
+def test_every_key_of_the_figures(served: Served):
+    stats = served.stats()
+    assert_keys(stats, "")
+    for kind in ("connections", "requests"):
+        assert_keys(stats[kind], kind)
+    assert_keys(stats["requests"]["latency"], "latency")
+    for worker in stats["workers"]:
+        assert_keys(worker, "worker")
+    for node in stats["nodes"].values():
+        assert_keys(node, "node")
+        assert_keys(node["histograms"], "histograms")
+    assert (stats["state"], stats["ready"], stats["config"], stats["restarts"]) == ("ready", True, DEMO, 0)
+    assert stats["pid"] == served.process.pid
+    assert stats["uptime_s"] > 0
+    assert abs(stats["time"] - time.time()) < 60
+    assert stats["bounds_ms"] == BOUNDS_MS
+    assert stats["gpus"] == []
+    assert [worker["index"] for worker in stats["workers"]] == [0, 1]
+    assert sorted(worker["pid"] for worker in stats["workers"]) == served.process.workers
+    for worker in stats["workers"]:
+        assert (worker["state"], worker["responding"], worker["restarts"]) == ("ready", True, 0)
+        assert worker["rss_bytes"] > 2**20
+
+
+def grown(old: Any, new: Any) -> Any:
+    """By how much, number by number."""
+    if isinstance(new, dict):
+        return {key: grown((old or {}).get(key), value) for key, value in new.items()}
+    if isinstance(new, list):
+        return [grown(one, other) for one, other in zip(old or [0] * len(new), new, strict=True)]
+    return new - (old or 0)
+
+
+def calls(outcomes: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Without what did not happen."""
+    kept = {name: {key: count for key, count in found.items() if count} for name, found in outcomes.items()}
+    return {name: found for name, found in kept.items() if found}
+
+
+SENT = {
+    "infer_batch": {"ok": 20, "decode_error": 4},
+    "infer_many": {"ok": 4, "decode_error": 4},
+    "infer": {"ok": 4},
+    "ping": {"ok": 4},
+    "unknown": {"unknown_method": 4},
+}
+REQUESTS = 20 + 4 + 4 * 3 + 4 * 2 + 4  # of the pipeline
+
+
+def send_some(client: Client) -> None:
+    for _ in range(5):
+        client.infer_batch(JPEG)
+    assert client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=b"x")).code == "decode_error"
+    client.infer_many([JPEG] * 3)
+    client.infer_many([JPEG, b"x"])
+    client.infer({"data": IDL.Value(bytes=JPEG)})
+    client.ping()
+    with pytest.raises(TApplicationException):
+        client.call("no_such_method")
+
+
+def test_figures_are_those_of_what_was_sent(served: Served):
+    before = served.stats()
+    with ExitStack() as stack:
+        for _ in range(4):
+            send_some(stack.enter_context(Client(served.port)))
+        compare(served, before)
+    eventually(served.is_settled)
+
+
+def compare(served: Served, before: dict[str, Any]) -> None:
+    total = sum(count for outcomes in SENT.values() for count in outcomes.values())
+
+    def is_counted() -> bool:
+        return sum(grown(before["requests"]["latency"], served.stats()["requests"]["latency"])["counts"]) >= total
+
+    eventually(is_counted)
+    after = served.stats()
+    requests = grown(before["requests"], after["requests"])
+    assert calls(requests["by_method"]) == SENT
+    assert sum(requests["latency"]["counts"]) == total
+    assert 0 < requests["latency"]["sum_ms"] < 1000 * WAIT * total
+    assert after["connections"]["open"] == before["connections"]["open"] + 4
+    assert after["connections"]["accepted"] == before["connections"]["accepted"] + 4
+    assert [worker["connections"] for worker in after["workers"]] == [2, 2]
+    for name, count in {"decode": REQUESTS, "model": REQUESTS - 8}.items():
+        node = grown(before["nodes"].get(name), after["nodes"][name])
+        assert node["requests"] == count
+        assert sum(int(size) * times for size, times in node["batch_sizes"].items()) == count
+        assert sum(node["batch_sizes"].values()) == node["batches"]
+        assert sum(node["histograms"]["queue"]) == count
+        assert sum(node["histograms"]["batch_wait"]) <= count, "requests that cannot be batched wait for no batch"
+        assert sum(node["histograms"]["compute"]) == node["batches"]
+        assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
+        assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure of the backend"
+        assert (after["nodes"][name]["queued"], after["nodes"][name]["busy"]) == (0, 0)
+
+
+def test_metrics_are_the_figures(served: Served):
+    with Client(served.port) as client:
+        send_some(client)
+        eventually(lambda: served.stats()["requests"]["by_method"].get("unknown"))
+        seen = None
+
+        def is_steady() -> bool:
+            nonlocal seen
+            before, seen = seen, served.stats()["requests"]
+            return before == seen
+
+        eventually(is_steady)
+        stats, families = served.stats(), served.families()
+    found = {}
+    for sample in families["torchpipe_requests"].samples:
+        found.setdefault(sample.labels["method"], {})[sample.labels["outcome"]] = sample.value
+    assert found == stats["requests"]["by_method"]
+    single = {
+        "torchpipe_connections": stats["connections"]["open"],
+        "torchpipe_connections_accepted": stats["connections"]["accepted"],
+        "torchpipe_connections_refused": stats["connections"]["refused"],
+        "torchpipe_worker_restarts": 0,
+        "torchpipe_requests_pending": 0,
+        "torchpipe_ready": 1,
+    }
+    assert {name: families[name].samples[0].value for name in single} == single
+    assert [one.value for one in families["torchpipe_workers"].samples] == [2]
+    counters = {"requests": "requests", "batches": "batches", "failures": "failed", "expired": "expired"}
+    for metric, key in counters.items():
+        values = {one.labels["node"]: one.value for one in families[f"torchpipe_node_{metric}"].samples}
+        assert values == {name: node[key] for name, node in stats["nodes"].items()}
+    assert_histogram(families["torchpipe_request_seconds"], stats["requests"]["latency"]["sum_ms"] / 1000)
+    for name, node in stats["nodes"].items():
+        for key in ("queue", "batch_wait", "compute"):
+            assert_histogram(families[f"torchpipe_node_{key}_seconds"], node[f"{key}_ms"] / 1000, node=name)
+        assert_histogram(families["torchpipe_node_batch_size"], node["requests"], node=name)
+
+
+def assert_histogram(family: Any, total: float, **labels: str) -> None:
+    """Buckets are cumulated, end with all, and there is a sum."""
+    mine = [one for one in family.samples if labels.items() <= one.labels.items()]
+    buckets = [(float(one.labels["le"]), one.value) for one in mine if one.name.endswith("_bucket")]
+    assert buckets == sorted(buckets)
+    assert [value for _, value in buckets] == sorted(value for _, value in buckets)
+    (count,) = [one.value for one in mine if one.name.endswith("_count")]
+    assert buckets[-1] == (math.inf, count)
+    assert [one.value for one in mine if one.name.endswith("_sum")] == [pytest.approx(total)]
+
+
+def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(served: Served):
+    worker = served.stats()["workers"][0]["pid"]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        assert served.get("/live").status == 200
+        stats = served.stats()
+        assert [one["responding"] for one in stats["workers"]] == [False, True]
+        assert served.get("/ready").status == 200
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    eventually(lambda: all(one["responding"] for one in served.stats()["workers"]))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_page_under_load(served: Served, tmp_path: Path):
+    """In a browser, before the service itself."""
+    with Load(served.port):
+        page = Browser(tmp_path / "profile").run(f"http://127.0.0.1:{served.http_port}/", 8)
+    assert page.banner == ""
+    assert (page.text("config"), page.text("state")) == (DEMO, "ready")
+    assert float(page.totals["QPS"][0].replace(",", "").rstrip("k")) > 0
+    assert page.totals["connections"][0] != "0"
+    assert page.totals["latency p99"][0].endswith(" ms")
+    assert set(page.table("nodes")) == {"decode", "model"}
+    assert text_of(page.table("nodes")["model"]["rate /s"]) not in ("–", "0")
+    assert len(page.table("workers")) == 2
+    boxes = page.boxes()
+    assert set(boxes) == {"decode", "model"}
+    assert all(text_of(box["rate"]) not in ("– /s", "0 /s") for box in boxes.values())
+
+
+# -- what must not fall ---------------------------------------------------------------------------------------------
+
+
+class Load:
+    """Clients that go on, whatever becomes of a request; ``answered`` counts by outcome."""
+
+    def __init__(self, port: int, count: int = 4) -> None:
+        self.port, self.answered = port, {"ok": 0, "error": 0}
+        self._lock, self._is_over = threading.Lock(), threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
+        self.failure: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            with Client(self.port) as client:
+                while not self._is_over.wait(0.002):
+                    try:
+                        client.infer_batch(JPEG)
+                        outcome = "ok"
+                    except IDL.InferenceError:
+                        outcome = "error"
+                    with self._lock:
+                        self.answered[outcome] += 1
+        except BaseException as error:
+            self.failure = error
+
+    def wait_answered(self, count: int) -> None:
+        wanted = self.answered["ok"] + count
+        eventually(lambda: self.failure or self.answered["ok"] >= wanted)
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(WAIT)
+        assert self.failure is None, repr(self.failure)
+
+
+def counters_of(served: Served) -> Series:
+    """Counters and the parts of histograms, which are counters too."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in served.families().values()
+        if family.type in ("counter", "histogram")
+        for sample in family.samples
+    }
+
+
+def assert_no_fall(old: Series, new: Series) -> None:
+    assert set(old) <= set(new), "a series is gone"
+    # Sums of floats in another order differ in their last digits.
+    fallen = {key: (value, new[key]) for key, value in old.items() if new[key] < value * (1 - 1e-9)}
+    assert fallen == {}
+
+
+def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
+    """What a killed worker did since it was last asked, a second ago at most, is in no figure; nothing that was told is
+    taken back."""
+    with Process("--http-port", "0", "--workers", "2") as process:
+        served = Served(process)
+        with Load(served.port) as load:
+            last = counters_of(served)
+
+            def look() -> None:
+                nonlocal last
+                new = counters_of(served)
+                assert_no_fall(last, new)
+                last = new
+
+            def look_until(is_true: Callable[[], object]) -> None:
+                eventually(lambda: (look(), is_true())[1])
+
+            load.wait_answered(50)
+            look()
+            first = process.workers
+            os.kill(first[0], signal.SIGKILL)
+            look_until(lambda: served.stats()["restarts"] == 1)
+            look_until(lambda: [one["state"] for one in served.stats()["workers"]] == ["ready", "ready"])
+            load.wait_answered(50)
+            look()
+            before = process.workers
+            process.signal(signal.SIGHUP)
+            look_until(lambda: not set(before) & set(process.workers) and len(process.workers) == 2)
+            load.wait_answered(50)
+            look()
+        eventually(served.is_settled)
+        look()
+        told = served.stats()["requests"]["by_method"]["infer_batch"]
+        answered = sum(load.answered.values())
+        assert sum(told.values()) <= answered
+        assert told.get("worker_died", 0) == load.answered["error"] <= 4
+        assert served.stats()["restarts"] == 1
+        process.signal()
+        assert process.wait() == 0
+
+
+def test_figures_of_a_worker_that_ended_in_order_are_complete():
+    """A reload loses no count: each worker says its figures once more at its end."""
+    with Process("--http-port", "0") as process:
+        served = Served(process)
+        with Client(served.port) as client:
+            for _ in range(25):
+                client.infer_batch(JPEG)
+            (before,) = process.workers
+            process.signal(signal.SIGHUP)
+            eventually(lambda: len(process.workers) == 1 and process.workers != [before])
+            client.infer_batch(JPEG)
+            eventually(lambda: served.stats()["requests"]["by_method"]["infer_batch"] == {"ok": 26})
+            assert served.stats()["nodes"]["model"]["requests"] == 26
+
+
+# -- before and after -----------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path):
+    plugin, port = Plugin(tmp_path), free_port()
+
+    def statuses() -> list[int]:
+        return [Answer(port, path).status for path in ("/live", "/ready", "/graph.svg", "/metrics")]
+
+    with plugin.process("--http-port", str(port), BLOCK_SETUP="1") as process:
+        plugin.wait_entered("setup")
+        assert statuses() == [200, 503, 503, 200]
+        assert Answer(port, "/ready").text == "not ready\n"
+        stats = json.loads(Answer(port, "/stats").body)
+        assert (stats["state"], stats["ready"], stats["nodes"]) == ("starting", False, {})
+        assert [one["state"] for one in stats["workers"]] == ["starting"]
+        plugin.open()
+        process.wait_started()
+        assert statuses() == [200, 200, 200, 200]
+        (tmp_path / "open").unlink()
+        with Client(process.port) as client:
+            seqid = client.send_batch(b"last")
+            plugin.wait_entered("forward")
+            process.signal()
+            eventually(lambda: Answer(port, "/ready").status == 503)
+            stats = json.loads(Answer(port, "/stats").body)
+            assert (stats["state"], stats["ready"], stats["requests"]["inflight"]) == ("stopping", False, 1)
+            assert Answer(port, "/live").status == 200
+            plugin.open()
+            assert client.receive(seqid).label == "last"
+        assert process.wait() == 0
+
+
+def start_without(module: str, http_port: int) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.modules[{module!r}] = None; from torchpipe_server import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", code, DEMO, "--host=127.0.0.1", "--port=0", f"--http-port={http_port}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_port_in_use_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = start_without("no_such_module", port)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"torchpipe-serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("name", ["prometheus_client", "thriftpy2"])
+def test_a_missing_library_is_told(name):
+    done = start_without(name, 0)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert f"{name} is not installed (pip install" in done.stderr
+
+
+# -- before a service that is none ----------------------------------------------------------------------------------
+
+
+class Odd:
+    """What the HTTP port asks, out of order."""
+
+    is_ready = True
+    graph = ""
+
+    def __init__(self, figures: Any = None) -> None:
+        self._figures = figures
+
+    def ask(self, answer: Callable[[dict[str, Any]], object]) -> None:
+        if self._figures is not None:
+            answer(self._figures)
+
+
+def test_a_supervisor_that_does_not_answer_is_not_alive(monkeypatch):
+    monkeypatch.setattr(status, "ANSWER_SECONDS", 0.05)
+    with StatusServer("127.0.0.1", 0, Odd()) as server:
+        for path in ("/live", "/stats", "/metrics"):
+            answer = Answer(server.port, path)
+            assert (answer.status, answer.text) == (503, "the supervisor does not answer\n")
+
+
+def test_a_defect_is_answered_and_logged_once(caplog):
+    with StatusServer("127.0.0.1", 0, Odd({"no": "figures"})) as server:
+        assert Answer(server.port, "/metrics").status == 500
+        assert Answer(server.port, "/live").status == 200
+    (record,) = caplog.records
+    assert record.getMessage() == "/metrics cannot be answered"
+    assert record.exc_info is not None
+
+
+def test_a_picture_that_is_not_there(caplog):
+    with StatusServer("127.0.0.1", 0, Odd()) as server:
+        assert Answer(server.port, "/graph.svg").status == 503
+
+
+def test_an_end_does_not_wait_for_clients():
+    with StatusServer("127.0.0.1", 0, Odd()) as server, connect(server.port) as silent:
+        silent.sendall(b"GET /li")
+        began = time.monotonic()
+    assert time.monotonic() - began < status.REQUEST_SECONDS / 2
