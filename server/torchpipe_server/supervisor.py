@@ -226,7 +226,13 @@ class Supervisor:
     def _show_waiting_room(self, slot: int) -> None:
         """Answer its requests with errors until there is a worker."""
         del self._held[slot]
-        self._waiting_room.adopt(self._sockets[slot].dup(), slot, self._slots.mark(slot))
+        try:
+            sock = self._sockets[slot].dup()
+        except OSError as error:
+            logger.error("a connection cannot be answered: %s", error)
+            self._close(slot)
+            return
+        self._waiting_room.adopt(sock, slot, self._slots.mark(slot))
 
     def _left_waiting_room(self, slot: int, is_closed: bool) -> None:
         if is_closed:
@@ -268,6 +274,8 @@ class Supervisor:
     def _became_ready(self, child: Child) -> None:
         if self._stopping_until is not None:
             child.drain()
+        elif child in self._leaving:
+            return  # of a reload that was given up
         elif child in [seat.child for seat in self._successors]:
             if all(map(_is_ready, self._successors)):
                 self._swap()
