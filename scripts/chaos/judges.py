@@ -38,10 +38,12 @@ def closed_by_kills(closed: Sequence[float], kills: Sequence[float]) -> list[str
     return [f"{len(lost)} connections closed though nothing was killed"] if lost else []
 
 
-def overloaded(peak: float, goodput: float, tally: Tally, p99: float, hints: Sequence[int | None]) -> list[str]:
+def overloaded(
+    peak: float, goodput: float, tally: Tally, p99: float, hints: Sequence[int | None], share: float = 0.9
+) -> list[str]:
     """peak, goodput: answers a second at capacity and beyond it. p99: what a rejection may take, seconds."""
     found = []
-    if goodput < 0.9 * peak:
+    if goodput < share * peak:
         found.append(f"{goodput:.0f} answers a second under overload, {peak:.0f} at capacity")
     if not tally.codes["overloaded"]:
         found.append("nothing was rejected")

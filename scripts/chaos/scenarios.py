@@ -29,9 +29,14 @@ CODES = judges.TYPED
 
 
 def overload(
-    seconds: float = 2.0, service_ms: float = 10.0, p99: float = 0.05, limit: int = 4, fault: str = ""
+    seconds: float = 2.0,
+    service_ms: float = 10.0,
+    p99: float = 0.01,
+    share: float = 0.9,
+    limit: int = 4,
+    fault: str = "",
 ) -> Report:
-    """Three times of what it can do; ``limit`` is ``max_inflight``."""
+    """Three times of what it can do; ``limit`` is ``max_inflight``, ``share`` what has to be left of its peak."""
     with Service("--max-inflight", str(limit), backend="ChaosEcho", most=1, service_ms=service_ms, fault=fault) as it:
         it.ready()
         with Load(it.port, 3) as load:
@@ -53,7 +58,7 @@ def overload(
         tally = load.tally
         problems = [
             *judges.answered(tally, WAIT, ("ok", "overloaded")),
-            *judges.overloaded(peak, goodput, tally, p99, list(load.retry_hints)),
+            *judges.overloaded(peak, goodput, tally, p99, list(load.retry_hints), share),
             *judges.above("memory under overload, MiB", (max(samples) - before) / MEBIBYTE, 16),
             *judges.differs("whether it was normal again within 2 s", is_normal, True),
             *judges.answered(after.tally, 1.0),

@@ -21,7 +21,7 @@ from chaos.tally import Report
 AT_ONCE = 4
 
 ROWS: dict[str, Callable[[], Report]] = {
-    "overload": lambda: scenarios.overload(p99=0.5),
+    "overload": lambda: scenarios.overload(p99=0.5, share=0.6),
     "worker killed, one of one": lambda: scenarios.worker_killed(1, kills=1),
     "worker killed, one of two": lambda: scenarios.worker_killed(2, kills=2, every=1.2),
     "clients gone": scenarios.clients_gone,
