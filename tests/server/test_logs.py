@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 from conftest import Register
-from service import IDL, Client, LocalServer, connect, eventually, pack_batch, serving
+from service import IDL, Client, LocalServer, Process, connect, eventually, pack_batch, serving
 from thrift.Thrift import TApplicationException
 from torchpipe_server.ledger import Ledger
 from torchpipe_server.logs import set_up_logging
@@ -314,3 +317,41 @@ def test_at_the_edges():
         ["x.toml", "--port=65535", "--http-port=0", "--workers=1024", "--max-depth=2", "--max-items=16"]
     )
     assert (made.port, made.http_port, made.workers, made.max_depth, made.max_items) == (65535, 0, 1024, 2, 16)
+
+
+# -- a process of its own -------------------------------------------------------------------------------------------
+
+
+def test_every_line_of_a_service_is_json():
+    with Process("--log-format", "json", "--log-requests", "all", "--workers", "2") as process:
+        process.wait_started()
+        with ExitStack() as stack:
+            for index in range(4):  # open at the same time: connections of both workers
+                batch(stack.enter_context(Client(process.port)), b"no image", f"größe {index}")
+        (first, second) = process.workers
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: "died" in process.stderr)
+        process.signal()
+        process.wait()
+        lines = [json.loads(line) for line in process.stderr.splitlines()]
+    assert all({"time", "level", "logger", "pid", "message"} <= line.keys() for line in lines)
+    requests = [line for line in lines if line["logger"] == "torchpipe_server.requests"]
+    assert {line["request"] for line in requests} <= {f"größe {index}" for index in range(4)}
+    assert {line["pid"] for line in requests} <= {first, second}
+    assert {(line["method"], line["outcome"]) for line in requests} == {("infer_batch", "decode_error")}
+    assert all(line["ms"] >= 0 for line in requests)
+    assert [line["level"] for line in lines if "died" in line["message"]] == ["error"]
+    assert lines[-1]["pid"] == process.pid
+
+
+def test_a_service_says_nothing_of_requests_by_default():
+    with Process() as process:
+        process.wait_started()
+        with Client(process.port) as client:
+            batch(client, b"no image", "my name")
+            client.ping()
+        process.signal()
+        assert process.wait() == 0
+    assert "my name" not in process.stderr
+    assert "decode" not in process.stderr
+    assert len(process.stderr.splitlines()) == 1, "that it stopped"
