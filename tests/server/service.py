@@ -149,9 +149,12 @@ class Process:
     @property
     def workers(self) -> list[int]:
         """The processes of the workers, in the order of their starts; the fork server's children."""
-        below = psutil.Process(self.pid).children(recursive=True)
-        parents = {one.pid for one in below if one.ppid() == self.pid}
-        return sorted(one.pid for one in below if one.ppid() in parents)
+        supervisor = psutil.Process(self.pid)
+        while True:
+            try:
+                return sorted(two.pid for one in supervisor.children() for two in one.children())
+            except psutil.NoSuchProcess:
+                continue  # one has ended meanwhile
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
