@@ -10,7 +10,6 @@ from time import monotonic
 from torchpipe_server.method import Cancellable
 from torchpipe_server.protocol import Message, MessageReader, ProtocolError
 from torchpipe_server.slots import Mark
-from torchpipe_server.transfer import send
 
 
 class Connection:
@@ -102,7 +101,7 @@ class Connection:
             spent = self.last_active - self.begun
             if not self.closed:
                 self.mark.reply()
-                self._write(reply, self.last_active)
+                self._write(memoryview(reply), self.last_active)
             self.answered = self.serial
             self.ticket = None
             # NOTE: last, since the I/O thread takes it for the end of the request.
@@ -153,14 +152,14 @@ class Connection:
         """Whether something waits for the request in work to be answered."""
         return bool(self.backlog) or self.broken is not None
 
-    def _write(self, data: bytes | memoryview, since: float) -> None:
+    def _write(self, data: memoryview, since: float) -> None:
         try:
-            sent = send(self.sock, data) if isinstance(data, bytes) else self.sock.send(data)
+            sent = self.sock.send(data)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
             return  # the client is gone; the I/O thread learns it from its own read
         if sent < len(data):
-            self.unsent, self.unsent_since = memoryview(data)[sent:], since
+            self.unsent, self.unsent_since = data[sent:], since
         else:
             self.mark.end()
