@@ -138,35 +138,34 @@ def _outlive_the_supervisor() -> None:
 
 def _forget_deaths() -> None:
     """A dead worker's requests stay unanswered, its connections open."""
-    from torchpipe_server.supervisor import Supervisor
+    from torchpipe_server.switchboard import Switchboard
 
-    Supervisor._take_over = lambda self, slot: False  # type: ignore[method-assign]
+    Switchboard._take_over = lambda self, slot: False  # type: ignore[method-assign]
 
 
 def _leave_seats_empty() -> None:
     """No worker is started in place of a dead one."""
-    from torchpipe_server.supervisor import Supervisor
+    from torchpipe_server.fleet import Fleet
 
-    Supervisor._replace = lambda self, seat, child: None  # type: ignore[method-assign]
+    Fleet._replace = lambda self, seat, child: None  # type: ignore[method-assign]
 
 
 def _restart_without_end() -> None:
-    """No pause between attempts, and no end of them."""
-    from torchpipe_server.supervisor import Supervisor
+    """No pause between attempts."""
+    from torchpipe_server.fleet import Fleet
 
-    Supervisor._postpone = Supervisor._start  # type: ignore[method-assign]
+    Fleet._postpone = lambda self, seat, counts: self._start(seat)  # type: ignore[method-assign]
 
 
 def _reload_anything() -> None:
     """The old generation goes before the new one has started."""
-    from torchpipe_server.supervisor import Supervisor
+    from torchpipe_server.fleet import Fleet
 
-    def begin(self: Any) -> None:
-        for seat in self._seats:
-            if seat.child is not None:
-                seat.child.kill()
+    def reload(self: Any) -> None:
+        for child in self.ready:
+            child.kill()
 
-    Supervisor._begin_reload = begin  # type: ignore[method-assign]
+    Fleet.reload = reload  # type: ignore[method-assign]
 
 
 _IN_WORKER: dict[str, Callable[[], None]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 from torchpipe_server.loop import READ, WRITE, Loop
 
+_PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
 _RECEIVE_BYTES = 2**18
 _DESCRIPTORS = 64  # at most in one receive
 
@@ -100,8 +102,9 @@ class Channel:
             return self._sock.sendmsg([data], extra)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:
-            self._end()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                self._end()
             return 0
 
     def _receive(self) -> bool:

@@ -122,8 +122,11 @@ class InferenceHandler:
         )
 
     def _seconds(self, milliseconds: int | None) -> float | None:
-        """The time limit, 0 and less standing for none; ``Overloaded`` where it cannot be kept."""
-        limit = self._deadline_ms if milliseconds is None else milliseconds
+        """The time limit, less than 0 standing for none; ``Overloaded`` where it cannot be kept.
+
+        0 is what clients send that name none: Thrift has no other word for it in most languages.
+        """
+        limit = milliseconds or self._deadline_ms
         if limit <= 0:
             return None
         wait = 1000 * self._pipe.expected_wait()

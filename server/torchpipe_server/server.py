@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any, Protocol
@@ -128,6 +129,7 @@ class Server:
         for connection in list(self._connections):
             self._guard(connection, self._drop)
         self._loop.steps.remove(self._step)
+        self.ledger.settle()
         return not busy
 
     def _end_if_idle(self, connection: Connection) -> None:
@@ -383,16 +385,18 @@ class Server:
             result = method.fail(error)
         except BaseException:
             text = f"{type(error).__name__}: {describe_error(error)}"
-            self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, text)
+            outcome = "cancelled" if isinstance(error, CancelledError) else getattr(error, "code", "internal")
+            self._answer_exception(connection, message, TApplicationException.INTERNAL_ERROR, text, str(outcome))
             return
         self._answer(connection, message, result, method.outcome(result))
 
-    def _answer_exception(self, connection: Connection, message: Message, kind: int, text: str) -> None:
+    def _answer_exception(
+        self, connection: Connection, message: Message, kind: int, text: str, outcome: str = "internal"
+    ) -> None:
         reply = self._codec.encode_exception(message, TApplicationException(kind, text))
         # NOTE: what a client makes up must not become a name among the counters.
         name = message.name if message.name in self._handler.methods else "unknown"
-        outcome = _KINDS.get(kind, "internal")
-        self._reply(connection, b"" if message.type == ONEWAY else reply, name, outcome)
+        self._reply(connection, b"" if message.type == ONEWAY else reply, name, _KINDS.get(kind, outcome))
 
     def _reply(self, connection: Connection, reply: bytes, name: str, outcome: str) -> None:
         """From any thread."""

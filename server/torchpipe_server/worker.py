@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchpipe_server")
 
 SWITCH_SECONDS = 0.0005
+PR_SET_PDEATHSIG = 1
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
 
@@ -47,12 +50,15 @@ def worker_main(start: Start) -> None:
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(start.options)
     _choose_device(start)
+    _die_with_parent(True)
     try:
+        make_handler = handler_maker(start.options)
         run = build_pipe(start.options, start.tables)
-        worker = Worker(start, run, build_handler(start.options, run))
+        worker = Worker(start, run, make_handler(run))
     except Exception as error:
         _say_failed(start.sock, error)
         return
+    _die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
     gc.freeze()  # what was loaded stays; the collector need not look at it again and again
     answered = worker.serve()
     if not run.close(CLOSE_SECONDS):
@@ -140,16 +146,22 @@ def build_pipe(options: Options, tables: Any) -> pipe:
     return pipe(tables)
 
 
-def build_handler(options: Options, run: pipe) -> Handler:
-    """The methods that are served: the usual ones, or the user's own."""
+def handler_maker(options: Options) -> Callable[[pipe], Handler]:
+    """What makes the methods that are served of a pipe: the usual ones, or the user's own."""
     if options.handler:
         from torchpipe_server.custom import CustomHandler, load_handler
 
-        return CustomHandler(load_handler(options.handler), run, options.deadline_ms)
+        cls = load_handler(options.handler)
+        return lambda run: CustomHandler(cls, run, options.deadline_ms)
     from torchpipe_server.handler import InferenceHandler
     from torchpipe_server.idl import load_idl
 
-    return InferenceHandler(run, load_idl(), options.deadline_ms)
+    return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms)
+
+
+def _die_with_parent(is_wanted: bool) -> None:
+    """Whether the system is to kill this process when the one that it was forked from ends: models load for minutes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if is_wanted else 0)
 
 
 def _choose_device(start: Start) -> None:

@@ -111,7 +111,7 @@ def test_during_a_reload_both_generations_are_there():
 
 def test_nobody_there_and_nothing_told():
     assert service_figures([], {}) == {
-        "requests": {"inflight": 0, "by_method": {}, "latency": {"counts": [], "sum_ms": 0}},
+        "requests": {"inflight": 0, "by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
         "nodes": {},
         "gpus": [],
     }

@@ -13,7 +13,7 @@ from service import IDL, Client, LocalServer, eventually, serving
 from torchpipe_py import Backend
 
 PARAMS = IDL.InferenceParams(uuid="x", data=b"x")
-NONE = [0, -1, -(2**31)]
+NONE = [-1, -(2**31)]
 
 
 def send(client: Client, method: str, deadline_ms: int | None = None) -> int:
@@ -80,6 +80,14 @@ def test_the_calls_own_deadline_wins_and_none_is_one(register: Register, method,
         assert receive(other, send(other, "infer_batch")) == ["deadline_exceeded"]
         gate.open()
         assert set(receive(client, seqid)) == {"ok"}
+
+
+@pytest.mark.parametrize("method", ["infer_many", "infer"])
+def test_0_names_no_deadline(register: Register, method):
+    """Clients in most languages cannot leave it out."""
+    gate = gate_of_pairs()
+    with serving(register(gate.backend), deadline_ms=100) as server, gate, Client(server.port) as client:
+        assert set(receive(client, send(client, method, 0))) == {"deadline_exceeded"}
 
 
 @pytest.mark.parametrize("method", ["infer_many", "infer"])
@@ -152,7 +160,7 @@ def test_the_services_deadline_is_looked_at_as_well(method):
         assert set(receive(client, send(client, method))) == {"ok"}
 
 
-@pytest.mark.parametrize("deadline_ms", [None, *NONE, 501])
+@pytest.mark.parametrize("deadline_ms", [None, 0, *NONE, 501])
 @pytest.mark.parametrize("method", ["infer_many", "infer"])
 def test_what_has_time_enough_is_let_in(method, deadline_ms):
     with LocalServer(Measured(0.5)) as server, Client(server.port) as client:

@@ -1,0 +1,188 @@
+"""Every client's connection: which worker has it, and who goes on with it when that one cannot."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from torchpipe_py.errors import WorkerDied
+from torchpipe_server.acceptor import Acceptor, slots_for
+from torchpipe_server.child import Child
+from torchpipe_server.fallback import Fallback
+from torchpipe_server.loop import LONGEST_WAIT, Loop
+from torchpipe_server.options import Options
+from torchpipe_server.server import Server
+from torchpipe_server.slots import SlotTable
+from torchpipe_server.snapshot import Figures
+
+logger = logging.getLogger("torchpipe_server")
+
+HOLD_SECONDS = 0.4  # connections wait so long for a worker before their requests are answered with an error
+
+
+class Switchboard:
+    """Holds a socket of each connection for as long as the client does.
+
+    A connection is with a worker of ``ready()``, or it is held for a moment until there is one, or it is in the waiting
+    room, a server that answers every request with an error. It moves between two messages.
+    """
+
+    def __init__(
+        self, loop: Loop, listener: socket.socket, options: Options, idl: Any, ready: Callable[[], list[Child]]
+    ) -> None:
+        self.slots = SlotTable(slots_for(options.max_connections))
+        self._options, self._ready = options, ready
+        self._acceptor = Acceptor(loop, listener, options.max_connections, self._take)
+        self._fallback = Fallback(loop, idl)
+        self._waiting_room = Server(loop, self._fallback, options, self._left_waiting_room)
+        self._sockets: dict[int, socket.socket] = {}
+        self._refused: set[int] = set()
+        self._held: dict[int, float] = {}  # slots that wait for a worker, since when
+        self._is_ending = False
+        loop.steps.append(self._step)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._acceptor.start()
+
+    def drain(self) -> None:
+        """Close the port, having taken what the system has accepted; nobody waits for a worker any more."""
+        self._acceptor.close()
+        self._is_ending = True
+        for slot in list(self._held):
+            self._show_waiting_room(slot)
+        self._waiting_room.drain()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody is in the waiting room any more, or the time for that is over."""
+        return self._waiting_room.is_finished or not self._waiting_room.connections
+
+    def close(self) -> None:
+        """Close every connection there is."""
+        self._waiting_room.close()
+        for slot in list(self._sockets):
+            self._close(slot)
+        self.slots.close()
+
+    def figures(self) -> tuple[Figures, Figures]:
+        """Of the connections, and of the requests that were answered here."""
+        connections = {
+            "open": self._acceptor.open,
+            "max": self._options.max_connections,
+            "accepted": self._acceptor.accepted,
+            "refused": self._acceptor.refused,
+        }
+        return connections, self._waiting_room.ledger.summary()
+
+    # -- what workers say and do ----------------------------------------------------------------------------------
+
+    def closed(self, child: Child, slot: int) -> None:
+        """The worker, or its client, has closed the connection."""
+        child.slots.discard(slot)
+        self._close(slot)
+
+    def released(self, child: Child, slot: int) -> None:
+        """The worker has let go of the connection."""
+        child.slots.discard(slot)
+        self._place(slot)
+
+    def came(self, child: Child) -> None:
+        """A worker is there, perhaps the first: it gets who waits, and its share of what the others have."""
+        held, self._held = self._held, {}
+        for slot in held:
+            self._place(slot)
+        self._waiting_room.shed(self._waiting_room.connections)
+        ready = self._ready()
+        share = sum(len(one.slots) for one in ready) // len(ready)
+        for one in ready:
+            if one is not child and len(one.slots) > share + 1:
+                one.shed(len(one.slots) - share - 1)
+
+    def died(self, child: Child) -> int:
+        """Go on with a dead worker's connections; how many requests or replies were lost with it."""
+        slots, child.slots = child.slots, set()
+        return sum([self._take_over(slot) for slot in sorted(slots)])
+
+    def _take_over(self, slot: int) -> bool:
+        found = self.slots.find(slot)
+        is_lost = found.is_lost
+        if found.request is not None:
+            error = WorkerDied("the worker process ended while it had the request")
+            reply = self._fallback.reply_to(found.request, error)
+            self._waiting_room.ledger.add(found.request.name, error.code, 0.0, "")
+            is_lost = is_lost or not self._write(slot, reply)
+        if is_lost or self._is_ending:
+            self._close(slot)
+        else:
+            self._place(slot)
+        return found.request is not None or is_lost
+
+    def _write(self, slot: int, reply: bytes) -> bool:
+        try:
+            return self._sockets[slot].send(reply) == len(reply)
+        except OSError:
+            return False
+
+    # -- where a connection is --------------------------------------------------------------------------------------
+
+    def _take(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
+        self._sockets[slot] = sock
+        if is_refused:
+            self._refused.add(slot)
+        self._place(slot)
+
+    def _place(self, slot: int) -> None:
+        """Give the connection to the worker with the fewest, or let it wait for one."""
+        children = self._ready()
+        if not children:
+            self._held[slot] = monotonic()
+            if self._is_ending:
+                self._show_waiting_room(slot)
+            return
+        child = min(children, key=lambda one: (len(one.slots), one.stats.get("inflight", 0)))
+        self.slots.wipe(slot)
+        try:
+            child.give(self._sockets[slot], slot, slot in self._refused)
+        except OSError as error:
+            logger.error("a connection cannot be handed over: %s", error)
+            self.closed(child, slot)
+
+    def _show_waiting_room(self, slot: int) -> None:
+        """Answer its requests with errors until there is a worker."""
+        del self._held[slot]
+        try:
+            sock = self._sockets[slot].dup()
+        except OSError as error:
+            logger.error("a connection cannot be answered: %s", error)
+            self._close(slot)
+            return
+        self._waiting_room.adopt(sock, slot, self.slots.mark(slot))
+
+    def _left_waiting_room(self, slot: int, is_closed: bool) -> None:
+        if is_closed:
+            self._close(slot)
+        else:
+            self._place(slot)
+
+    def _close(self, slot: int) -> None:
+        sock = self._sockets.pop(slot)
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the client was faster
+        sock.close()
+        self._refused.discard(slot)
+        self._held.pop(slot, None)
+        self._acceptor.release(slot)
+
+    def _step(self) -> float:
+        now = monotonic()
+        for slot in [slot for slot, since in self._held.items() if now - since >= HOLD_SECONDS]:
+            self._show_waiting_room(slot)
+        return HOLD_SECONDS / 4 if self._held else LONGEST_WAIT
