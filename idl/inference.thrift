@@ -33,7 +33,8 @@ struct Tensor {
     3: required binary data,
 }
 
-// A value of the request's dict: exactly one field is set.
+// A value of the request's dict: exactly one field is set. Dicts and lists of plain values (boxes, say) come back as
+// text, in JSON.
 union Value {
     1: Tensor tensor,
     2: binary bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -31,7 +32,10 @@ def to_python(value: Any) -> Any:
 
 
 def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
-    """What a pipeline wrote under ``key``, as named ``Value``s; ``(label, score)`` becomes two."""
+    """What a pipeline wrote under ``key``, as named ``Value``s.
+
+    ``(label, score)`` becomes two. Dicts and lists of texts, numbers and the like, boxes say, become a text: JSON.
+    """
     if is_label_and_score(value):
         return {"label": idl.Value(text=str(value[0])), "score": idl.Value(number=float(value[1]))}
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -46,7 +50,19 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
         return {key: idl.Value(integer=int(value))}
     if isinstance(value, (float, np.floating)):
         return {key: idl.Value(number=float(value))}
+    if isinstance(value, (dict, list, tuple)):
+        try:
+            return {key: idl.Value(text=json.dumps(value, default=_plain, allow_nan=False))}
+        except (TypeError, ValueError) as error:
+            raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form on the wire: {error}") from None
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy and PyTorch as JSON can say them."""
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} in it")
 
 
 def to_label_and_score(result: Any) -> tuple[str, float]:

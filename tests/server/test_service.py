@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import struct
@@ -13,6 +14,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import thriftpy2.rpc
+import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from service import (
@@ -539,7 +541,9 @@ UNENCODABLE = {
     "negative": -(2**63) - 1,
     "object": object(),
     "object array": np.array([object()], object),
-    "list": [1, 2],
+    "list of what JSON has not": [1, object()],
+    "a number that JSON has not": {"score": float("nan")},
+    "a list in itself": (itself := [1], itself.append(itself))[0],
     "inf pair": ("a", 10**400),
 }
 
@@ -552,6 +556,14 @@ def test_a_result_that_cannot_be_encoded_is_answered(register: Register, framed,
             with pytest.raises((IDL.InferenceError, TApplicationException)):
                 call()
         client.ping()
+
+
+@every_framing
+def test_plain_structures_come_as_json(register: Register, framed, compact):
+    boxes = [{"box": np.array([1, 2, 3, 4]), "label": "ü", "score": np.float64(0.5)}, {"box": torch.ones(2)}]
+    with serving(register(returns(boxes))) as server, Client(server.port, framed, compact) as client:
+        text = client.infer(raw(b"x"))["result"].text
+    assert json.loads(text) == [{"box": [1, 2, 3, 4], "label": "ü", "score": 0.5}, {"box": [1.0, 1.0]}]
 
 
 def test_label_and_score_may_be_numpy_scalars(register: Register):
