@@ -73,9 +73,14 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8888)
     options = parser.parse_args()
     try:
-        label, score = infer_batch(options.host, options.port, options.image.read_bytes())
+        image = options.image.read_bytes()
+    except OSError as error:
+        print(f"socket_client: {options.image}: {error.strerror}", file=sys.stderr)
+        return 1
+    try:
+        label, score = infer_batch(options.host, options.port, image)
     except (OSError, RuntimeError) as error:
-        print(f"socket_client: {error}", file=sys.stderr)
+        print(f"socket_client: {options.host}:{options.port}: {error}", file=sys.stderr)
         return 1
     print(f"{label} {score:.4f}")
     return 0

@@ -26,7 +26,7 @@ def _lose_replies() -> None:
 
     send, count = Connection.send, [0]
 
-    def losing(self: Any, reply: bytes) -> float:
+    def losing(self: Any, reply: bytes) -> Any:
         count[0] += 1
         return send(self, b"" if count[0] % 200 == 0 else reply)
 
@@ -39,7 +39,7 @@ def _repeat_replies() -> None:
 
     send, count = Connection.send, [0]
 
-    def repeating(self: Any, reply: bytes) -> float:
+    def repeating(self: Any, reply: bytes) -> Any:
         count[0] += 1
         return send(self, reply * 2 if count[0] % 200 == 0 else reply)
 

@@ -50,7 +50,7 @@ class Acceptor:
             return
         if self._is_open:
             self._accept(at_once=sys.maxsize)
-        self._is_open = False
+        self._is_open, self._retry_at = False, 0.0
         self._loop.watch(self._listener, 0, self._accept)
         self._listener.close()
 

@@ -117,6 +117,8 @@ class Channel:
             data, descriptors, flags = b"", [], 0
         # NOTE: a receive brings one message's descriptor at most, and ends with it.
         self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # a program that a backend starts has no business with it
         if not data:
             self._end()
             return True

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchpipe_server.channel import Channel, Said
 from torchpipe_server.loop import READ, Loop
@@ -25,8 +25,31 @@ KILLED_SECONDS = 0.05  # after which a killed process runs no code of ours, even
 State = Literal["starting", "ready", "draining", "gone"]
 
 
+class Forked(NamedTuple):
+    """A worker's process, and the supervisor's end of the channel to it."""
+
+    process: Any
+    sock: socket.socket
+
+
+def fork_worker(index: int, options: Options, tables: Any, slots: SlotTable) -> Forked:
+    """Start a worker. From any thread; blocks until the process that workers are forked from has imported all."""
+    ours, theirs = socket.socketpair()
+    context: Any = multiprocessing.get_context("forkserver")
+    start = Start(index, options, tables, theirs, slots)
+    process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
+    try:
+        process.start()
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Forked(process, ours)
+
+
 class Child:
-    """Starts the process at once. ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
+    """A worker that was forked. ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
 
     ``slots`` are those of its connections. ``failure`` is why it could not start, if it has said so.
     """
@@ -35,9 +58,7 @@ class Child:
         self,
         loop: Loop,
         index: int,
-        options: Options,
-        tables: Any,
-        slots: SlotTable,
+        forked: Forked,
         on_message: Callable[[Child, Said], object],
         on_exit: Callable[[Child], object],
     ) -> None:
@@ -53,18 +74,14 @@ class Child:
         self.ready_at = 0.0
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
         self._gone_at = 0.0
-        ours, theirs = socket.socketpair()
-        context: Any = multiprocessing.get_context("forkserver")
-        start = Start(index, options, tables, theirs, slots)
-        self.process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
-        self.process.start()
-        theirs.close()
+        self.is_dismissed = False  # ended on purpose, before it had anything to answer
+        self.process = forked.process
         self.pid: int = self.process.pid
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             self._pidfd = -1  # dead already; the channel's end tells
-        self._channel = Channel(loop, ours, self._hear, self._channel_ended)
+        self._channel = Channel(loop, forked.sock, self._hear, self._channel_ended)
         if self._pidfd >= 0:
             # NOTE: a process that it has started may hold the channel open beyond its end.
             loop.watch(self._pidfd, READ, self._process_ended)
@@ -99,9 +116,14 @@ class Child:
     def drain(self) -> None:
         """Have it answer what was accepted, and end; at once, where it has not begun to serve."""
         if self.state == "starting":
-            self.kill()
+            self.dismiss()
         else:
             self._end("drain")
+
+    def dismiss(self) -> None:
+        """End it now, since it is not needed."""
+        self.is_dismissed = True
+        self.kill()
 
     def kill(self) -> None:
         """End it now."""

@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 after a stop by signal, 1 where the service could not start or lost a request; wrong arguments exit with 2."""
     # Until there is something to stop, a signal ends the process at once: nothing was accepted yet.
     _on_signals(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is to be loaded again is not loaded yet
     options = parse_options(argv)
     set_up_logging(options)
     # NOTE: imported only now, under the signal handler: it takes a moment.
@@ -63,9 +64,13 @@ def _serve(options: Options) -> int:
 
         def announce() -> None:
             gc.freeze()
-            print(f"serving {options.config} on {host}:{port} (pid {os.getpid()})", flush=True)
+            lines = [f"serving {options.config} on {host}:{port} (pid {os.getpid()})"]
             if http is not None:
-                print(f"http://{host}:{http.port}/ shows how it does", flush=True)
+                lines.append(f"http://{host}:{http.port}/ shows how it does")
+            try:
+                print("\n".join(lines), flush=True)
+            except OSError:
+                logger.info("%s; nobody reads standard output", lines[0])
 
         if not supervisor.run(announce):
             return 1
@@ -77,7 +82,14 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
     except OSError as error:
-        raise CannotServeError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise CannotServeError(f"cannot listen on {host}:{port}: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which Python's own text may repeat."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error.strerror or error)
 
 
 def _http(options: Options, supervisor: Any) -> Any:
@@ -88,7 +100,7 @@ def _http(options: Options, supervisor: Any) -> Any:
     try:
         return StatusServer(options.host, options.http_port, supervisor)
     except OSError as error:
-        raise CannotServeError(f"cannot listen on {options.host}:{options.http_port}: {error.strerror}") from None
+        raise CannotServeError(f"cannot listen on {options.host}:{options.http_port}: {_reason(error)}") from None
 
 
 def _prepare(options: Options) -> None:

@@ -91,14 +91,14 @@ class Connection:
         """Whether all bytes taken from the socket belong to requests that have begun."""
         return not (self.reader.pending_bytes or self.backlog or self.broken)
 
-    def send(self, reply: bytes) -> float:
+    def send(self, reply: bytes) -> tuple[float, str]:
         """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent.
 
-        Returns the seconds since the request began.
+        Returns the seconds since the request began, and the client's name for it.
         """
         with self.lock:
             self.last_active = monotonic()
-            spent = self.last_active - self.begun
+            spent, request_id = self.last_active - self.begun, self.request_id
             if not self.closed:
                 self.mark.reply()
                 self._write(memoryview(reply), self.last_active)
@@ -106,7 +106,7 @@ class Connection:
             self.ticket = None
             # NOTE: last, since the I/O thread takes it for the end of the request.
             self.busy = False
-        return spent
+        return spent, request_id
 
     def send_rest(self) -> bool:
         """Write what remained; ``False`` if something still does."""

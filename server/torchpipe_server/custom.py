@@ -14,9 +14,9 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, ClassVar
 
-from torchpipe_py import ConfigError, NoResult, TorchpipeError, pipe
+from torchpipe_py import ConfigError, TorchpipeError, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_server.method import OK, Cancellable, Done, Method
+from torchpipe_server.method import OK, Cancellable, Done, Method, reason
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -93,7 +93,7 @@ class Call:
     def go_on(self, data: Data | None, error: BaseException | None) -> None:
         """With the request that it waited for; to its end, or to the next one."""
         if data is not None and error is None and "result" not in data:
-            error = _reason(data)
+            error = reason(data, "result")
         while True:
             try:
                 awaited = self._steps.send(data) if error is None else self._steps.throw(error)
@@ -144,7 +144,7 @@ class CustomHandler:
         args, result = getattr(service, f"{name}_args"), getattr(service, f"{name}_result")
         function = getattr(handler, name, None)
         if not callable(function):
-            own = [one for one in dir(handler) if not one.startswith("_") and one != "run"]
+            own = [one for one in dir(handler) if not one.startswith("_") and one not in ("run", "service")]
             raise ConfigError(f"--handler {place}: no method {name!r} of its service; {nearest(name, own)}")
         order = [spec[1] for _, spec in sorted(args.thrift_spec.items())]
         try:
@@ -209,14 +209,6 @@ def _fail(result: type, errors: dict[type, str], error: BaseException) -> Any:
     if not isinstance(error, (TorchpipeError, CancelledError)):
         logger.error("a request failed", exc_info=error)
     raise error
-
-
-def _reason(data: Data) -> BaseException:
-    """Why a finished request has no result; backends write what they like under ``error``."""
-    error = data.get("error")
-    if isinstance(error, BaseException):
-        return error
-    return NoResult("the request has no 'result'" if error is None else str(error))
 
 
 def _outcome(result: Any) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_server.channel import Said
-from torchpipe_server.child import Child
+from torchpipe_server.child import Child, Forked, fork_worker
 from torchpipe_server.loop import LONGEST_WAIT, Loop
 from torchpipe_server.options import Options
 from torchpipe_server.slots import SlotTable
@@ -28,19 +28,25 @@ HEARTBEAT_SECONDS = 1.0
 
 @dataclass
 class Seat:
-    """The place of one worker; ``child`` is none while there is a pause before the next attempt, at ``start_at``."""
+    """The place of one worker of a generation, with its configuration.
+
+    ``child`` is none while it is being forked, and during the pause before the next attempt, at ``start_at``.
+    """
 
     index: int
+    tables: Any
     child: Child | None = None
     restarts: int = 0
-    failures: int = 0  # attempts since it last worked
+    pauses: int = 0  # since it last worked for a while
+    failures: int = 0  # starts that failed, since the last one that did not
     start_at: float = 0.0
     is_given_up: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether its worker takes connections."""
-        return self.child is not None and self.child.is_ready
+        child = self.child  # asked by other threads as well
+        return child is not None and child.is_ready
 
 
 class Watcher(Protocol):
@@ -65,20 +71,22 @@ class Fleet:
     def __init__(
         self, loop: Loop, options: Options, slots: SlotTable, load: Callable[[], Any], watcher: Watcher
     ) -> None:
-        self.seats = [Seat(index) for index in range(options.workers)]
+        tables = load()
+        self.seats = [Seat(index, tables) for index in range(options.workers)]
         self.past: Figures = {}  # of workers that have ended
         self._loop, self._options, self._slots, self._load, self._watcher = loop, options, slots, load, watcher
-        self._tables = self._tables_before = load()
         self._successors: list[Seat] = []  # while a reload is under way
         self._leaving: set[Child] = set()
         self._has_begun = self._is_ending = self._wants_reload = False
         self._next_beat = 0.0
+        self._forking = threading.Lock()
         loop.steps.append(self._step)
 
     @property
     def ready(self) -> list[Child]:
         """Those that take connections."""
-        return [seat.child for seat in self.seats if seat.child is not None and seat.child.is_ready]
+        children = [seat.child for seat in self.seats]
+        return [child for child in children if child is not None and child.is_ready]
 
     @property
     def children(self) -> list[Child]:
@@ -89,47 +97,57 @@ class Fleet:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start them all, as soon as the process that they are forked from has imported everything."""
-        # NOTE: on a thread, since that takes seconds in which the loop has to answer.
-        threading.Thread(target=self._prepare, name="torchpipe-prepare", daemon=True).start()
+        """Start them all."""
+        for seat in self.seats:
+            self._start(seat)
 
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
         self._is_ending = True
-        for child in self.children:
+        for child in self._leaving:
             child.drain()
+        self._drain_rest()
+
+    def _drain_rest(self) -> None:
+        """Those that are to stay longest: until no other one hands connections over any more."""
+        if not self._leaving:
+            for child in self.children:
+                child.drain()
 
     def close(self) -> None:
         """End what is left."""
         for child in self.children:
             child.close()
 
-    def _prepare(self) -> None:
-        try:
-            process = multiprocessing.get_context("forkserver").Process(target=_nothing)
-            process.start()
-            process.join()
-        except (OSError, EOFError) as error:
-            logger.error("the process that workers are forked from: %s", error)
-        self._loop.call(self._start_all)
-
-    def _start_all(self) -> None:
-        if not self._is_ending:
-            for seat in self.seats:
-                self._start(seat)
-
     def _start(self, seat: Seat) -> None:
+        # NOTE: on a thread. The process that workers are forked from may have to import everything first, which takes
+        # seconds in which the loop has to answer.
         seat.start_at = 0.0
+        threading.Thread(target=self._fork, args=(seat,), name="torchpipe-fork", daemon=True).start()
+
+    def _fork(self, seat: Seat) -> None:
         try:
-            seat.child = Child(
-                self._loop, seat.index, self._options, self._tables, self._slots, self._hear, self._ended
-            )
-        except (OSError, EOFError) as error:  # the latter where the process that workers are forked from has died
-            logger.error("worker %d cannot be started: %s", seat.index, error)
-            if seat in self._successors:
-                self._give_up_reload(str(error))
-            else:
-                self._postpone(seat, counts=True)
+            with self._forking:
+                forked = fork_worker(seat.index, self._options, seat.tables, self._slots)
+        except Exception as error:
+            self._loop.call(partial(self._not_forked, seat, error))
+        else:
+            self._loop.call(partial(self._forked, seat, forked))
+
+    def _forked(self, seat: Seat, forked: Forked) -> None:
+        child = Child(self._loop, seat.index, forked, self._hear, self._ended)
+        if not self._is_ending and (seat in self.seats or seat in self._successors):
+            seat.child = child
+        else:
+            self._leaving.add(child)  # of a reload that was given up meanwhile, or too late
+            child.dismiss()
+
+    def _not_forked(self, seat: Seat, error: Exception) -> None:
+        logger.error("worker %d cannot be started: %s", seat.index, error or type(error).__name__)
+        if seat in self._successors:
+            self._give_up_reload("a worker cannot be started")
+        elif seat in self.seats and not self._is_ending:
+            self._pause(seat, is_failure=True)
 
     def _step(self) -> float:
         now = monotonic()
@@ -174,10 +192,16 @@ class Fleet:
             if self._has_begun:
                 logger.info("worker %d is back (pid %d)", child.index, child.pid)
                 self._watcher.became_ready(child)
-            elif all(seat.is_ready or seat.is_given_up for seat in self.seats):
-                self._has_begun = True
-                self._watcher.became_ready(child)
-                self._reload_again()
+            else:
+                self._begin_if_complete()
+
+    def _begin_if_complete(self) -> None:
+        """The first generation is there, but for what was given up."""
+        if not self._has_begun and self.ready and all(seat.is_ready or seat.is_given_up for seat in self.seats):
+            self._has_begun = True
+            self._watcher.became_ready(self.ready[0])
+            if self._wants_reload:
+                self._loop.call(self.reload)
 
     def _ended(self, child: Child) -> None:
         if child.stats:
@@ -187,57 +211,66 @@ class Fleet:
         if seat is not None:
             seat.child = None
         self._watcher.died(child)
-        if seat is not None and not self._is_ending:
+        if self._is_ending:
+            self._drain_rest()
+        elif seat is not None:
             self._replace(seat, child)
 
     def _replace(self, seat: Seat, child: Child) -> None:
+        if child.ready_at:
+            seat.failures = 0
         if seat in self._successors:
             self._give_up_reload(child.failure or "a worker of the new configuration died while it started")
         elif child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS:
-            seat.restarts, seat.failures = seat.restarts + 1, 0
+            seat.restarts, seat.pauses = seat.restarts + 1, 0
             self._start(seat)
         elif child.failure and not self._has_begun:
             self._watcher.failed(child.failure)  # what a configuration lacks, it lacks at the next attempt too
         elif child.ready_at:
             # NOTE: it did start. A request that kills whoever takes it must not end the service.
             logger.error("worker %d ended as soon as it was ready", seat.index)
-            self._postpone(seat, counts=False)
+            self._pause(seat, is_failure=False)
         else:
             logger.error("worker %d ended while it started: %s", seat.index, child.failure or "killed, or crashed")
-            self._postpone(seat, counts=True)
+            self._pause(seat, is_failure=True)
 
-    def _postpone(self, seat: Seat, counts: bool) -> None:
-        """Another attempt, later each time, unless there were enough of those that count."""
-        seat.failures += 1
+    def _pause(self, seat: Seat, is_failure: bool) -> None:
+        """Another attempt, later each time, unless enough starts in a row have failed."""
         seat.restarts += 1
-        if not counts or seat.failures < START_ATTEMPTS:
-            seat.start_at = monotonic() + min(LONGEST_DELAY, FIRST_DELAY * 2 ** (seat.failures - 1))
+        seat.pauses += 1
+        seat.failures += is_failure
+        if seat.failures < START_ATTEMPTS:
+            seat.start_at = monotonic() + min(LONGEST_DELAY, FIRST_DELAY * 2 ** (seat.pauses - 1))
             return
         seat.is_given_up = True
         logger.critical("worker %d is given up after %d attempts to start it", seat.index, seat.failures)
-        if all(one.is_given_up for one in self.seats):
-            self._watcher.failed(f"no worker can be started, after {seat.failures} attempts each")
+        self._end_if_hopeless()
+        self._begin_if_complete()
+
+    def _end_if_hopeless(self) -> None:
+        if not self._successors and all(seat.is_given_up for seat in self.seats):
+            self._watcher.failed(f"no worker can be started, after {START_ATTEMPTS} attempts each")
 
     # -- reload -------------------------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Replace all of them, by workers of the configuration as it is now; a reload under way is given up."""
+        """Replace all of them, by workers of the configuration as it is now; a reload under way starts over."""
         if not self._has_begun or self._is_ending:
             self._wants_reload = True
             return
+        self._wants_reload = False
         if self._successors:
-            self._give_up_reload("the configuration is to be read once more")
+            logger.info("another SIGHUP: the reload starts over")
+            self._dismiss_successors()
         logger.info("reloading %s", self._options.config)
         try:
             tables = self._load()
         except TorchpipeError as error:
             logger.error("not reloaded, everything stays as it is: %s", error)
             return
-        self._tables_before, self._tables = self._tables, tables
-        self._successors = [Seat(index) for index in range(self._options.workers)]
-        for seat in list(self._successors):
-            if seat in self._successors:  # not given up meanwhile
-                self._start(seat)
+        self._successors = [Seat(index, tables) for index in range(self._options.workers)]
+        for seat in self._successors:
+            self._start(seat)
 
     def _swap(self, last: Child) -> None:
         """The successors serve from now on; those before them hand over their connections and end."""
@@ -249,24 +282,18 @@ class Fleet:
                 if old.child.is_ready:
                     old.child.release()
                 else:
-                    old.child.kill()
+                    old.child.dismiss()
         logger.info("reloaded %s", self._options.config)
         self._watcher.became_ready(last)
 
     def _give_up_reload(self, problem: str) -> None:
         logger.error("not reloaded, everything stays as it is: %s", problem)
-        self._tables = self._tables_before
+        self._dismiss_successors()
+        self._end_if_hopeless()
+
+    def _dismiss_successors(self) -> None:
         for seat in self._successors:
             if seat.child is not None:
                 self._leaving.add(seat.child)
-                seat.child.kill()
+                seat.child.dismiss()
         self._successors = []
-
-    def _reload_again(self) -> None:
-        if self._wants_reload:
-            self._wants_reload = False
-            self._loop.call(self.reload)
-
-
-def _nothing() -> None:
-    """What the first process that is forked does."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
-from torchpipe_py import InvalidRequest, NoResult, Overloaded, TorchpipeError, pipe
-from torchpipe_server.method import OK, Cancellable, Done, Method, describe_error
+from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
+from torchpipe_server.method import OK, Cancellable, Done, Method, describe_error, reason
 from torchpipe_server.values import to_label_and_score, to_python, to_values
 
 logger = logging.getLogger("torchpipe_server")
@@ -200,4 +200,4 @@ def _output(data: dict[str, Any], key: str) -> Any:
     """The value under ``key``; without a result, the error that says why."""
     if key in data:
         return data[key]
-    raise data.get("error") or NoResult(f"the request has no {key!r}")
+    raise reason(data, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
+from time import time
 from typing import Any
 
 from torchpipe_py.histogram import COUNTS, bucket
@@ -23,7 +24,7 @@ class Ledger:
 
     def __init__(self, logged: str) -> None:
         self._logged = logged
-        self._noted: deque[tuple[str, str, float, str]] = deque()
+        self._noted: deque[tuple[str, str, float, str, float]] = deque()
         self._lock = threading.Lock()
         self._by_method: dict[str, Counter[str]] = {}
         self._latency = [0] * COUNTS
@@ -36,7 +37,7 @@ class Ledger:
 
     def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
         """A request was answered ``seconds`` after its message was complete."""
-        self._noted.append((method, outcome, seconds, request_id))
+        self._noted.append((method, outcome, seconds, request_id, time() if self.is_logging else 0.0))
 
     def settle(self) -> None:
         """Count and log what was noted."""
@@ -52,7 +53,7 @@ class Ledger:
             "latency": {"counts": list(self._latency), "sum_ms": 1000 * self._seconds},
         }
 
-    def _count(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
+    def _count(self, method: str, outcome: str, seconds: float, request_id: str, at: float) -> None:
         outcomes = self._by_method.get(method)
         if outcomes is None:
             outcomes = self._by_method[method] = Counter()
@@ -63,4 +64,11 @@ class Ledger:
             name = request_id[:_NAME_CHARACTERS]
             fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
             said = name if name.isprintable() else repr(name)  # a client must not end the line and write one of its own
-            logger.info("%s %s %s %.3f ms", said, method, outcome, 1000 * seconds, extra={"fields": fields})
+            text = "%s %s %s %.3f ms"
+            record = logger.makeRecord(
+                logger.name, logging.INFO, "", 0, text, (said, method, outcome, 1000 * seconds), None, None,
+                {"fields": fields},
+            )  # fmt: skip
+            record.created = at  # when it was answered: lines are written a little later
+            record.msecs = 1000 * (at % 1)
+            logger.handle(record)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
+
+from torchpipe_py.errors import NoResult
 
 OK = "ok"
 
@@ -32,6 +34,14 @@ class Method(NamedTuple):
     fail: Callable[[BaseException], Any]
     outcome: Callable[[Any], str] = lambda result: OK
     request_id: Callable[[Any], str] = lambda args: ""
+
+
+def reason(data: Mapping[str, Any], key: str) -> BaseException:
+    """Why a finished request has no value under ``key``; backends write what they like under ``error``."""
+    error = data.get("error")
+    if isinstance(error, BaseException):
+        return error
+    return NoResult(f"the request has no {key!r}" if error is None else str(error))
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,18 +7,19 @@ import contextlib
 import gc
 import signal
 
-with contextlib.suppress(ImportError):
-    import onnxruntime  # noqa: F401
-import cv2  # noqa: F401
-import torch  # noqa: F401
-
-import torchpipe_py  # noqa: F401
-import torchpipe_server.handler
-import torchpipe_server.idl
-import torchpipe_server.server
-import torchpipe_server.worker  # noqa: F401
-
 # A service manager signals every process of the group; this one ends with the supervisor.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+with contextlib.suppress(ImportError):
+    import onnxruntime  # noqa: F401
+import cv2  # noqa: E402, F401
+import torch  # noqa: E402, F401
+
+import torchpipe_py  # noqa: E402, F401
+import torchpipe_server.handler  # noqa: E402
+import torchpipe_server.idl  # noqa: E402
+import torchpipe_server.server  # noqa: E402
+import torchpipe_server.worker  # noqa: E402, F401
+
 gc.freeze()

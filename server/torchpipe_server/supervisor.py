@@ -71,6 +71,10 @@ class Supervisor:
         """Read the configuration again and replace all workers. Safe in a signal handler."""
         self._loop.call(self._fleet.reload)
 
+    def ping(self, answer: Callable[[], object]) -> None:
+        """Call ``answer()`` on the loop's thread."""
+        self._loop.call(answer)
+
     def ask(self, answer: Callable[[Figures], object]) -> None:
         """Call ``answer(figures)`` with what ``/stats`` shows, on the loop's thread."""
         self._loop.call(lambda: self._begin_ask(answer))
@@ -83,8 +87,8 @@ class Supervisor:
     @property
     def graph(self) -> str:
         """The pipeline as SVG; empty as long as no worker is ready."""
-        children = [seat.child for seat in self._fleet.seats if seat.child is not None]
-        return next((child.graph for child in children if child.graph), "")
+        children = [seat.child for seat in self._fleet.seats]
+        return next((child.graph for child in children if child is not None and child.graph), "")
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +111,7 @@ class Supervisor:
 
     def _begin_stop(self) -> None:
         if self._stopping_until is None:
+            logger.info("stopping: answering what was accepted")
             self._stopping_until = monotonic() + self._options.drain_seconds + EXIT_SECONDS
             self._board.drain()
             self._fleet.drain()
@@ -137,15 +142,16 @@ class Supervisor:
             return
         self._is_accepting = True
         self._board.open()
-        self._on_ready()
+        self._loop.call(self._on_ready)
 
     def died(self, child: Child) -> None:
         """What it had goes on elsewhere."""
         for ask in self._asks:
             ask.waiting.discard(child)
         lost = self._board.died(child)
-        if child.answered is not True and child.ready_at:
-            logger.error("worker %d (pid %d) died; %d requests lost", child.index, child.pid, lost)
+        if child.answered is not True and child.ready_at and not child.is_dismissed:
+            how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
+            logger.error("worker %d (pid %d) died%s; requests lost: %d", child.index, child.pid, how, lost)
             self._has_lost = self._has_lost or self._stopping_until is not None
 
     def said(self, child: Child, message: Said) -> None:

@@ -116,7 +116,7 @@ class Switchboard:
             error = WorkerDied("the worker process ended while it had the request")
             reply = self._fallback.reply_to(found.request, error)
             self._waiting_room.ledger.add(found.request.name, error.code, 0.0, "")
-            is_lost = is_lost or not self._write(slot, reply)
+            is_lost = not self._write(slot, reply) or is_lost
         if is_lost or self._is_ending:
             self._close(slot)
         else:

@@ -354,4 +354,4 @@ def test_a_service_says_nothing_of_requests_by_default():
         assert process.wait() == 0
     assert "my name" not in process.stderr
     assert "decode" not in process.stderr
-    assert len(process.stderr.splitlines()) == 1, "that it stopped"
+    assert len(process.stderr.splitlines()) == 2, "that it stops, and that it has"

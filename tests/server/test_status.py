@@ -566,6 +566,10 @@ class Odd:
     def __init__(self, figures: Any = None) -> None:
         self._figures = figures
 
+    def ping(self, answer: Callable[[], object]) -> None:
+        if self._figures is not None:
+            answer()
+
     def ask(self, answer: Callable[[dict[str, Any]], object]) -> None:
         if self._figures is not None:
             answer(self._figures)

@@ -15,7 +15,7 @@ from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
 SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
-SHORTEST_NAP = 0.0003
+SHORTEST_NAP, LONGEST_NAP = 0.0003, 0.002
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
 
@@ -73,7 +73,7 @@ _streams = _StreamPool()
 
 
 class Patience:
-    """How an instance waits for its stream: it naps for as long as a batch of that size took at least, then it spins.
+    """How an instance waits for its stream: it naps while a batch of that size is known to take, then it spins.
 
     To spin is quick (on an H200, sleeping until the GPU's interrupt took 300 µs longer, as long as a model itself) but
     keeps a core; where several processes share a GPU, batches take many times as long, and so would all their cores.
@@ -89,11 +89,11 @@ class Patience:
         if stream.query():
             return
         began, usual = self._clock(), self._usual.get(batch, 0.0)
-        nap = usual - SPIN_SECONDS
-        if nap >= SHORTEST_NAP:
-            self._sleep(nap)
+        # NOTE: in slices, since the last batch may have been slow for once.
+        while (nap := began + usual - SPIN_SECONDS - self._clock()) >= SHORTEST_NAP:
+            self._sleep(min(nap, LONGEST_NAP))
             if stream.query():
-                self._usual[batch] = 0.9 * usual  # overslept: how long it took, nobody knows
+                self._usual[batch] = min(0.9 * usual, self._clock() - began)  # overslept: it took less than that
                 return
         stream.synchronize()
         waited = self._clock() - began

@@ -19,6 +19,8 @@ from torchpipe_py.backends.taps import (
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
+SMALL = 2**20  # values of an image that is resized together with others: their copies are held at once
+
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "area")
 
 
@@ -99,11 +101,12 @@ class ResizeTensor(_FloatResizer):
     resize_w = side("output width, pixels")
 
     def forward_guarded(self, items: list[Data]) -> None:
-        """Images of one size are resized by one call, which costs the host no more than a single one does."""
+        """Small images of one size are resized by one call, which costs the host no more than a single one does."""
         groups: dict[Any, list[tuple[Data, Any]]] = {}
         for item in items:
             tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
-            groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((item, tensor))
+            key = (tensor.shape, tensor.dtype, tensor.device, id(item) if tensor.numel() > SMALL else 0)
+            groups.setdefault(key, []).append((item, tensor))
         for group in groups.values():
             tensors = [tensor for _, tensor in group]
             batch = self._torch.cat(tensors) if len(tensors) > 1 else tensors[0]
