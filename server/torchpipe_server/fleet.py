@@ -66,12 +66,17 @@ class Watcher(Protocol):
 
 
 class Fleet:
-    """``options.workers`` seats; ``load`` gives the configuration, at first and at each reload, or ``ConfigError``."""
+    """``options.workers`` seats. ``tables`` is the configuration, ``load`` gives that of a reload or ``ConfigError``."""
 
     def __init__(
-        self, loop: Loop, options: Options, slots: SlotTable, load: Callable[[], Any], watcher: Watcher
+        self,
+        loop: Loop,
+        options: Options,
+        slots: SlotTable,
+        tables: Any,
+        load: Callable[[], Any],
+        watcher: Watcher,
     ) -> None:
-        tables = load()
         self.seats = [Seat(index, tables) for index in range(options.workers)]
         self.past: Figures = {}  # of workers that have ended
         self._loop, self._options, self._slots, self._load, self._watcher = loop, options, slots, load, watcher

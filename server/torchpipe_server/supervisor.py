@@ -49,10 +49,11 @@ class Supervisor:
     """
 
     def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
+        tables = load()
         self._options = options
         self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
         self._board = Switchboard(self._loop, listener, options, idl, lambda: self._fleet.ready)
-        self._fleet = Fleet(self._loop, options, self._board.slots, load, self)
+        self._fleet = Fleet(self._loop, options, self._board.slots, tables, load, self)
         self._asks: list[Ask] = []
         self._problem = ""
         self._has_lost = self._is_accepting = False
