@@ -1,0 +1,33 @@
+"""What the training side raises on purpose."""
+
+from __future__ import annotations
+
+from torchpipe_py.errors import TorchpipeError
+
+
+class TrainingError(TorchpipeError, RuntimeError):
+    """Root of the errors of this package; itself: a loader that is used or composed wrongly."""
+
+    code = "training"
+
+
+class UnreadableFile(TrainingError, OSError):
+    """A file that cannot be read, or is empty; the message names it."""
+
+    code = "unreadable_file"
+
+
+class BadSample(TrainingError, ValueError):
+    """A sample without an image, under ``bad_samples = "raise"``: ``index`` in the dataset, ``kind``, ``reason``."""
+
+    code = "bad_sample"
+
+    def __init__(self, index: int, name: str, kind: str, reason: str) -> None:
+        super().__init__(f"{name}: {kind}: {reason}")
+        self.index, self.kind, self.reason = index, kind, reason
+
+
+class PeerFailed(TrainingError):
+    """Another rank stopped with an error, which the message quotes; this rank stops at the same step."""
+
+    code = "peer_failed"
