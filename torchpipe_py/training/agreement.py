@@ -1,0 +1,65 @@
+"""What the ranks of a training tell each other, so that none waits for one that has stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchpipe_py.errors import first_line
+from torchpipe_py.training.errors import PeerFailed, TrainingError
+
+END, BATCH, FAILED = range(3)
+
+
+class Agreement:
+    """A gloo group of its own, on the CPU, beside the one the model uses.
+
+    Every method is a collective call: all ranks make the same ones in the same order, from the thread that trains.
+    One small all-reduce a step. A rank whose process is gone makes the others' calls fail within the group's timeout.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise TrainingError("parallel_type 'ddp' needs a process group: call torch.distributed.init_process_group")
+        self._dist: Any = dist
+        self._group = dist.new_group(backend="gloo")
+        self.rank: int = dist.get_rank()
+        self.ranks: int = dist.get_world_size()
+
+    def settle(self, error: Exception | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's ``facts``; where any rank has an ``error``, all raise."""
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        gathered: list[Any] = [None] * self.ranks
+        self._dist.all_gather_object(gathered, (told, facts), group=self._group)
+        if error is not None:
+            raise error
+        for rank, (message, _) in enumerate(gathered):
+            if message is not None:
+                raise PeerFailed(f"rank {rank} stopped with {message}")
+        return [one for _, one in gathered]
+
+    def step(self, state: int, error: BaseException | None = None) -> int:
+        """``BATCH`` while any rank has one, ``END`` after that; an error of any rank is raised on all."""
+        worst = torch.tensor([state], dtype=torch.int64)
+        self._dist.all_reduce(worst, op=self._dist.ReduceOp.MAX, group=self._group)
+        if int(worst) == FAILED:
+            shown = None if error is None else TrainingError(f"{type(error).__name__}: {first_line(error)}")
+            self._raise(shown, error)
+        return int(worst)
+
+    def _raise(self, shown: Exception | None, error: BaseException | None) -> None:
+        try:
+            self.settle(shown, {})
+        except TrainingError:
+            if error is not None:
+                raise error from error.__cause__
+            raise
+
+    def close(self) -> None:
+        """Leave the group; whoever still waits for this rank gets an error."""
+        if self._group is not None and self._dist.is_initialized():
+            self._dist.destroy_process_group(self._group)
+        self._group = None

@@ -1,0 +1,211 @@
+"""From decoded samples to a batch on the device: transforms, the policy for bad samples, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchpipe_py.training.batch import Batch, ignored_label
+from torchpipe_py.training.decoding import shares_of
+from torchpipe_py.training.errors import BadSample, TrainingError
+from torchpipe_py.training.options import LoaderOptions
+from torchpipe_py.training.plan import PlannedBatch
+from torchpipe_py.training.prefetcher import moved_to
+from torchpipe_py.training.randomness import BATCH, SAMPLE, forked, key_of
+from torchpipe_py.training.reading import WRONG, Sample, SampleReader
+from torchpipe_py.training.statistics import LoaderStatistics
+from torchpipe_py.training.streams import SideStreams
+from torchpipe_py.training.transforms import shape_text
+
+Read = tuple[PlannedBatch, list[Sample]]
+
+NOBODY = -1  # the index of a sample that was not planned
+
+
+class Assembler:
+    """Makes batches on the thread that trains, since transforms draw from its global generators.
+
+    ``trial``: a Tensor as the pipe gives it; the transforms are tried on it, and masked samples look like the outcome.
+    """
+
+    def __init__(
+        self,
+        options: LoaderOptions,
+        devices: Sequence[Any],
+        reader: SampleReader,
+        name_of: Callable[[int], str],
+        statistics: LoaderStatistics,
+        trial: Any,
+    ) -> None:
+        self._options, self._devices, self._reader, self._name_of = options, list(devices), reader, name_of
+        self._statistics = statistics
+        self.streams = SideStreams(devices)
+        self._label: Any = None  # the last one seen: what ignored labels look like
+        with self.streams.active(), forked(self._devices) as fork:
+            fork.seed(key_of(SAMPLE, options.seed))
+            self.streams.adopt(trial)
+            self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
+
+    def assemble(self, epoch: int, read: Read) -> Batch | None:
+        """The batch; ``None`` where every sample was bad and is skipped. ``BadSample`` under "raise"."""
+        planned, samples = read
+        samples = [self._by_transforms_cpu(one, epoch) for one in samples] if planned.on_cpu else samples
+        self._look_for_bad(epoch, samples)
+        with self.streams.active(), forked(self._devices) as fork:
+            samples = [self._on_device(one, planned, epoch, fork.seed) for one in samples]
+            shares = shares_of(samples, len(self._devices))
+            if self._options.bad_samples == "skip":
+                shares = [[one for one in share if one.image is not None] for share in shares]
+            kept = [one for share in shares for one in share]
+            if not kept:
+                return None
+            self._statistics.count(masked=sum(one.image is None for one in kept), skipped=len(samples) - len(kept))
+            return self._joined(kept, shares, planned, epoch, fork.seed)
+
+    def filler(self, epoch: int, number: int) -> Batch:
+        """One masked sample, so that this rank makes a step while others have samples."""
+        nothing = [Sample(NOBODY)]
+        with self.streams.active(), forked(self._devices) as fork:
+            return self._joined(
+                nothing, shares_of(nothing, len(self._devices)), PlannedBatch(number, (), False), epoch, fork.seed
+            )
+
+    # -- samples --------------------------------------------------------------------------------------------------
+
+    def _by_transforms_cpu(self, sample: Sample, epoch: int) -> Sample:
+        """Without workers nobody has done it."""
+        return self._reader.transformed(sample, epoch) if isinstance(sample.image, bytes) else sample
+
+    def _look_for_bad(self, epoch: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if sample.label is not None:
+                self._label = sample.label
+            if not sample.kind:
+                continue
+            name = self._name_of(sample.index)
+            if sample.kind == WRONG:
+                raise TrainingError(f"{name}: {sample.reason}")
+            self._statistics.bad_sample(epoch, sample.index, name, sample.kind, sample.reason)
+            if self._options.bad_samples == "raise":
+                raise BadSample(sample.index, name, sample.kind, sample.reason)
+
+    def _on_device(self, sample: Sample, planned: PlannedBatch, epoch: int, seed: Callable[[int], None]) -> Sample:
+        if sample.image is None:
+            return sample
+        name = self._name_of(sample.index)
+        if planned.on_cpu:
+            return replace(sample, image=_as_image(sample.image, name))
+        self.streams.adopt(sample.image)
+        seed(key_of(SAMPLE, self._options.seed, epoch, sample.index))
+        return replace(sample, image=self._transformed(sample.image, name))
+
+    def _transformed(self, image: Any, name: str) -> Any:
+        """C×H×W after ``transforms_gpu``."""
+        if self._options.transforms_gpu is not None:
+            try:
+                image = self._options.transforms_gpu(image)
+            except Exception as error:
+                raise TrainingError(f"{name}: transforms_gpu raised {type(error).__name__}: {error}") from error
+        return _as_image(image, name)
+
+    # -- batches --------------------------------------------------------------------------------------------------
+
+    def _joined(
+        self,
+        kept: Sequence[Sample],
+        shares: Sequence[Sequence[Sample]],
+        planned: PlannedBatch,
+        epoch: int,
+        seed: Callable[[int], None],
+    ) -> Batch:
+        images = self._images(kept, shares)
+        if self._options.transforms_batch is not None:
+            key = key_of(BATCH, self._options.seed, epoch, planned.number)
+            images = [self._batch_transformed(one, seed, key) for one in images]
+        labels = [
+            one.label if one.image is not None else ignored_label(self._label_like(one), self._options.ignore_index)
+            for one in kept
+        ]
+        in_lists = not self._options.gather and len(self._devices) > 1
+        collated: Any = (
+            [
+                self._collated(part, device)
+                for part, device in zip(_dealt(labels, shares), self._devices, strict=True)
+                if part
+            ]
+            if in_lists
+            else self._collated(labels, self._devices[0])
+        )
+        return Batch(
+            images if in_lists else images[0],
+            collated,
+            mask=torch.tensor([one.image is not None for one in kept], dtype=torch.bool),
+            indices=torch.tensor([one.index for one in kept], dtype=torch.int64),
+            epoch=epoch,
+            number=planned.number,
+            on_cpu=planned.on_cpu,
+        )
+
+    def _label_like(self, sample: Sample) -> Any:
+        return self._label if sample.label is None else sample.label
+
+    def _images(self, kept: Sequence[Sample], shares: Sequence[Sequence[Sample]]) -> list[Any]:
+        """The images of each share on its device; of all shares on the first device, unless they stay apart."""
+        blank = self._blank_like(kept)
+        stacks = []
+        for share, device in zip(shares, self._devices, strict=True):
+            images = [blank if one.image is None else one.image for one in share]
+            if images:
+                # Images on the host go over in one piece; blank ones go where the others are.
+                home = next((one.image.device for one in share if one.image is not None), device)
+                stacks.append(self.streams.to(torch.stack([one.to(home) for one in images]), device))
+        if len(stacks) == 1 or not self._options.gather:
+            return stacks
+        return [torch.cat([self.streams.to(one, self._devices[0]) for one in stacks])]
+
+    def _blank_like(self, kept: Sequence[Sample]) -> Any:
+        """Zeros like the images of this batch, which must be of one shape and dtype."""
+        first: Sample | None = None
+        for one in kept:
+            if one.image is None:
+                continue
+            first = first or one
+            if (one.image.shape, one.image.dtype) != (first.image.shape, first.image.dtype):
+                raise TrainingError(
+                    f"the images of a batch differ: {self._name_of(first.index)} is {shape_text(first.image)} of "
+                    f"{first.image.dtype}, {self._name_of(one.index)} is {shape_text(one.image)} of {one.image.dtype}; "
+                    "end the TOML with one size (resize_h, resize_w), or crop in the transforms"
+                )
+        return self._blank if first is None else torch.zeros_like(first.image, device="cpu")
+
+    def _batch_transformed(self, images: Any, seed: Callable[[int], None], key: int) -> Any:
+        assert self._options.transforms_batch is not None
+        seed(key)
+        result = self._options.transforms_batch(images)
+        if not isinstance(result, torch.Tensor) or len(result) != len(images):
+            raise TrainingError("transforms_batch takes a Tensor NxCxHxW and gives one of the same N")
+        return result
+
+    def _collated(self, labels: list[Any], device: Any) -> Any:
+        return moved_to(self._options.collate_labels(labels), lambda tensor: self.streams.to(tensor, device))
+
+
+def _as_image(image: Any, name: str) -> Any:
+    if not isinstance(image, torch.Tensor):
+        raise TrainingError(f"{name}: the transforms must give a Tensor, got {type(image).__name__}")
+    if image.ndim == 4 and image.shape[0] == 1:
+        image = image[0]
+    if image.ndim != 3:
+        raise TrainingError(f"{name}: the transforms must give a Tensor CxHxW, got shape {shape_text(image)}")
+    return image
+
+
+def _dealt(labels: Sequence[Any], shares: Sequence[Sequence[Sample]]) -> list[list[Any]]:
+    dealt, start = [], 0
+    for share in shares:
+        dealt.append(list(labels[start : start + len(share)]))
+        start += len(share)
+    return dealt

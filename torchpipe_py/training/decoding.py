@@ -1,0 +1,128 @@
+"""Images by the pipe of the TOML, one pipe for each device: what the service does with the same bytes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py.config import GLOBAL, parse_toml
+from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.pipe import Data, pipe
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.reading import CORRUPT, WRONG, Sample
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class Decoder:
+    """A pipe for each of ``devices``, which decode their shares of a batch at the same time.
+
+    ``toml_path`` is what ``pipe`` takes; on a GPU ``device_id`` of every node is set to it. Raises what ``pipe``
+    raises, and ``TrainingError`` where the result for a small JPEG is no Tensor.
+    """
+
+    def __init__(self, toml_path: Config, devices: Sequence[Any]) -> None:
+        self._devices = list(devices)
+        self._pipes: list[pipe] = []
+        try:
+            for device in self._devices:
+                self._pipes.append(pipe(on_device(toml_path, device)))
+            self.trial = self._try_out()
+        except BaseException:
+            self.close()
+            raise
+        self._limit: int = self._pipes[0].stats()["max_inflight"]
+
+    def decode(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with Tensors for bytes, each on the device of its share; those without bytes as they are."""
+        requests = [None if one.image is None else {TASK_DATA_KEY: one.image} for one in samples]
+        shares = [[one for one in share if one is not None] for share in shares_of(requests, len(self._pipes))]
+        problem = self._run(shares)
+        decoded = [
+            sample if request is None else _outcome(sample, request, problem)
+            for sample, request in zip(samples, requests, strict=True)
+        ]
+        if problem is not None and not any(one.kind == WRONG for one in decoded):
+            raise problem
+        return decoded
+
+    def _run(self, shares: Sequence[Sequence[Data]]) -> BaseException | None:
+        """All requests through the pipes; the first error that is more than an image that cannot be read."""
+        problem: BaseException | None = None
+        for start in range(0, max(map(len, shares)), self._limit):
+            parts = [share[start : start + self._limit] for share in shares]
+            futures = [run.submit(part) for run, part in zip(self._pipes, parts, strict=True)]
+            for future in futures:
+                problem = problem or future.exception()
+        return problem
+
+    def _try_out(self) -> Any:
+        request = {TASK_DATA_KEY: small_jpeg()}
+        self._pipes[0](request)
+        sample = _outcome(Sample(0), request, None)
+        if sample.image is None:
+            raise TrainingError(f"the pipe gave no image for a small JPEG: {sample.reason}")
+        return sample.image
+
+    def close(self) -> None:
+        """Close the pipes. Idempotent."""
+        for one in self._pipes:
+            one.close()
+
+
+def on_device(config: Config, device: Any) -> Mapping[str, Any]:
+    """The configuration with every node on ``device``; on the CPU as it is."""
+    tables: dict[str, Any] = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else parse_toml(config)
+    if device.type != "cuda":
+        return tables
+    if not any(isinstance(table, Mapping) for table in tables.values()):
+        return {**tables, "device_id": device.index}
+    for name, table in tables.items():
+        if name != GLOBAL and "." not in name and isinstance(table, dict):
+            table["device_id"] = device.index
+    return tables
+
+
+def shares_of(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """``items`` in ``count`` runs, of the sizes in which ``DataParallel`` deals out a batch."""
+    size = max(1, -(-len(items) // count))
+    return [items[start * size : (start + 1) * size] for start in range(count)]
+
+
+def small_jpeg() -> bytes:
+    """64×64 pixels, gray to colourful."""
+    import cv2
+
+    ramp = np.arange(64, dtype=np.uint8) * 4
+    mat = np.stack([np.tile(ramp, (64, 1)), np.tile(ramp[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], axis=2)
+    done, encoded = cv2.imencode(".jpg", mat)
+    assert done
+    return bytes(encoded)
+
+
+def _outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
+    if TASK_RESULT_KEY in request:
+        return _with_image(sample, request[TASK_RESULT_KEY])
+    error = request.get(TASK_ERROR_KEY)
+    if error is None and problem is not None:
+        # It raised: a defect in a backend, or in how the pipe is used.
+        code = problem.code if isinstance(problem, TorchpipeError) else type(problem).__name__
+        return sample.failed(WRONG, f"the pipe raised ({code}) {problem}")
+    return sample.failed(CORRUPT, str(error) if error is not None else "the pipe gave no result")
+
+
+def _with_image(sample: Sample, result: Any) -> Sample:
+    if not isinstance(result, torch.Tensor):
+        problem = f"the result of the TOML is a {type(result).__name__}, not a Tensor"
+        return sample.failed(WRONG, f"{problem}; end it with Mat2Tensor, and leave the model out")
+    if result.ndim not in (3, 4) or (result.ndim == 4 and result.shape[0] != 1):
+        shape = "x".join(map(str, result.shape))
+        return sample.failed(WRONG, f"the result of the TOML has shape {shape}, not 1xCxHxW; leave the model out")
+    return replace(sample, image=result)

@@ -1,0 +1,227 @@
+"""The wrapped DataLoader: an iterator over epochs of batches that the pipe has decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchpipe_py.training.agreement import BATCH, END, FAILED, Agreement
+from torchpipe_py.training.assembly import Read
+from torchpipe_py.training.background import BackgroundIterator
+from torchpipe_py.training.batch import Batch
+from torchpipe_py.training.composition import Parts
+from torchpipe_py.training.decoding import Decoder
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.plan import PlannedBatch
+from torchpipe_py.training.prefetcher import tensors_in
+from torchpipe_py.training.reading import BatchReader
+from torchpipe_py.training.statistics import LoaderStatistics
+
+STATE_VERSION = 1
+
+
+@dataclass
+class _Outcome:
+    """What a step came to: a batch, the end, or an error."""
+
+    state: int
+    position: int
+    batch: Batch | None = None
+    error: Exception | None = None
+    events: list[Any] = field(default_factory=list)
+
+
+class TorchpipeLoader:
+    """Made by ``wrap_dataloader_torchpipe``. ``for images, labels in loader`` goes through one epoch.
+
+    It is its own iterator: a ``for`` that was left early goes on where it stopped, and after the last batch ``reset()``
+    begins the next epoch; without it another ``for`` raises ``TrainingError``. Iterate, ``reset`` and ``close`` on the
+    thread that trains. An error comes at the batch it belongs to, and again at every ``next`` until ``reset``; in "ddp"
+    it comes on every rank at the same step, ``PeerFailed`` on the others.
+    """
+
+    def __init__(self, parts: Parts, agreement: Agreement | None, batches: int | None) -> None:
+        self._parts, self._agreement, self._batches = parts, agreement, batches
+        self._statistics = parts.statistics
+        self._epoch = self._position = 0
+        self._planned = 0
+        self._ahead: BackgroundIterator[Read] | Generator[Read, None, None] | None = None
+        self._held: _Outcome | None = None
+        self._error: Exception | None = None
+        self._is_over = self._is_closed = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, or begins with the next batch; from 0."""
+        return self._epoch
+
+    @property
+    def devices(self) -> list[Any]:
+        """Where images are decoded; batches lie on the first."""
+        return list(self._parts.devices)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, of the rank that has most; those that are skipped as a whole count."""
+        if self._batches is None:
+            raise TypeError("the DataLoader's batch sampler has no length")
+        return self._batches
+
+    def __iter__(self) -> TorchpipeLoader:
+        if self._is_over:
+            raise TrainingError(f"epoch {self._epoch} is over: call reset() before the next one")
+        self._begin()
+        return self
+
+    def __next__(self) -> Batch:
+        if self._is_over:
+            raise StopIteration
+        with self._statistics.consumer_waits():
+            self._begin()
+            try:
+                outcome = self._agreed(self._next_outcome())
+            except BaseException as error:
+                # After Ctrl-C the same batch is read again.
+                self._error = error if isinstance(error, Exception) else None
+                self._stop()
+                raise
+            self._position = outcome.position
+            if outcome.batch is None:
+                self._is_over = True
+                self._stop()
+                raise StopIteration
+            self._parts.assembler.streams.hand_over(outcome.events, tensors_in(list(outcome.batch)))
+        batch = outcome.batch
+        self._statistics.count(samples=int(batch.mask.sum()), batches=1, cpu_batches=int(batch.on_cpu))
+        return batch
+
+    def reset(self, epoch: int | None = None) -> None:
+        """Begin the next epoch, or ``epoch``, with the next batch; what is left of this one is dropped."""
+        self._go_to(self._epoch + 1 if epoch is None else epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: after the last batch it gave, whatever has been read ahead."""
+        return {"version": STATE_VERSION, **self._parts.identity, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with exactly the batches that were left. ``TrainingError`` if the state is of other data or options."""
+        if state.get("version") != STATE_VERSION:
+            raise TrainingError(f"a loader's state of version {state.get('version')}, expected {STATE_VERSION}")
+        for key, here in self._parts.identity.items():
+            if state.get(key) != here:
+                raise TrainingError(f"the state was saved with {key} = {state.get(key)}, here it is {here}")
+        self._go_to(int(state["epoch"]), int(state["position"]))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and seconds since the loader was made.
+
+        ``samples`` (images given), ``batches``, ``cpu_batches`` (through ``transforms_cpu``), ``skipped`` and
+        ``masked`` samples, ``filler_batches`` (masked as a whole, to make a step other ranks make). ``wait_s``: the
+        training loop inside ``next``; ``busy_s``: between two of them; ``stall_share``: the first of both;
+        ``samples_per_s``. ``stages_s``: ``read`` (waiting for the workers) and ``decode`` on the background thread,
+        ``transform`` and ``agree`` (waiting for other ranks) inside ``wait_s``. ``bad``: ``count``, ``kinds``
+        (unreadable, empty, corrupt), and of the first 1000 ``samples`` epoch, index, name, kind and reason.
+        """
+        return {"epoch": self._epoch, **self._statistics.snapshot()}
+
+    def close(self) -> None:
+        """End the background thread, the workers and the pipes. Idempotent."""
+        self._is_closed = True
+        self._stop()
+        self._parts.close()
+        if self._agreement is not None:
+            self._agreement.close()
+
+    def __enter__(self) -> TorchpipeLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one epoch ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start reading, unless that is under way."""
+        if self._is_closed:
+            raise TrainingError("the loader is closed")
+        if self._error is not None:
+            raise self._error
+        if self._ahead is not None:
+            return
+        plan = self._parts.planner.plan(self._epoch)
+        self._planned = len(plan)
+        source = decoded(self._parts.reader, self._parts.decoder, self._statistics, self._epoch, plan[self._position :])
+        depth = self._parts.options.prefetch
+        self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
+
+    def _stop(self) -> None:
+        ahead, self._ahead, self._held = self._ahead, None, None
+        if ahead is not None:
+            ahead.close()
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        if self._is_closed:
+            raise TrainingError("the loader is closed")
+        self._stop()
+        self._epoch, self._position = epoch, position
+        self._error, self._is_over = None, False
+        self._statistics.pause()
+
+    def _next_outcome(self) -> _Outcome:
+        outcome, self._held = self._held or self._produced(self._position), None
+        streams = self._parts.assembler.streams
+        if outcome.state == BATCH and streams.are_any and getattr(self._ahead, "is_ready", False):
+            # Its kernels run on the side stream, beside the model's step on the batch that is given away now.
+            self._held = self._produced(outcome.position)
+        return outcome
+
+    def _produced(self, position: int) -> _Outcome:
+        """The next batch from ``position`` on; skipped ones are left out where no other rank makes a step."""
+        assert self._ahead is not None
+        while True:
+            try:
+                read = next(self._ahead)
+                with self._statistics.stage("transform"):
+                    batch = self._parts.assembler.assemble(self._epoch, read)
+                    if batch is None and self._agreement is not None:
+                        batch = self._filler(read[0].number)
+            except StopIteration:
+                return _Outcome(END, max(position, self._planned))
+            except Exception as error:
+                return _Outcome(FAILED, position, error=error)
+            position = read[0].number + 1
+            if batch is not None:
+                return _Outcome(BATCH, position, batch, events=self._parts.assembler.streams.mark())
+
+    def _agreed(self, outcome: _Outcome) -> _Outcome:
+        """The outcome that all ranks have: errors of any are raised, and who has no batch left gets a masked one."""
+        state = outcome.state
+        if self._agreement is not None:
+            with self._statistics.stage("agree"):
+                state = self._agreement.step(outcome.state, outcome.error)
+        if outcome.error is not None:
+            raise outcome.error
+        if state == BATCH and outcome.state == END:
+            batch = self._filler(self._position)
+            return _Outcome(BATCH, self._position + 1, batch, events=self._parts.assembler.streams.mark())
+        return outcome
+
+    def _filler(self, number: int) -> Batch:
+        self._statistics.count(filler_batches=1)
+        return self._parts.assembler.filler(self._epoch, number)
+
+
+def decoded(
+    reader: BatchReader, decoder: Decoder, statistics: LoaderStatistics, epoch: int, plan: list[PlannedBatch]
+) -> Generator[Read, None, None]:
+    """The planned batches read and decoded; runs on the background thread, and touches no global generator."""
+    batches = reader.read(epoch, plan)
+    for planned in plan:
+        with statistics.stage("read"):
+            samples = next(batches, None)
+        if samples is None:
+            raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
+        if not planned.on_cpu:
+            with statistics.stage("decode"):
+                samples = decoder.decode(samples)
+        yield planned, samples

@@ -1,0 +1,183 @@
+"""Encoded bytes from the dataset, in the worker processes of a DataLoader of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from torchpipe_py.errors import DecodeError, first_line
+from torchpipe_py.training.background import run_aside
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.loaders import decode_rgb
+from torchpipe_py.training.plan import PlannedBatch
+from torchpipe_py.training.randomness import SAMPLE, WORKERS, forked, key_of
+
+UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample on its way: ``image`` is encoded bytes, or a Tensor where ``transforms_cpu`` have run.
+
+    Without an image ``kind`` and ``reason`` say why; ``WRONG`` is the program's mistake, and no policy covers it.
+    """
+
+    index: int
+    image: Any = None
+    label: Any = None
+    kind: str = ""
+    reason: str = ""
+
+    def failed(self, kind: str, reason: str) -> Sample:
+        """The same sample without an image."""
+        return replace(self, image=None, kind=kind, reason=reason)
+
+
+class Ask(NamedTuple):
+    """What a worker is asked for."""
+
+    epoch: int
+    sample: int
+    on_cpu: bool
+
+
+class SampleReader:
+    """The user's dataset, so that a sample which cannot be read comes back as one that says why."""
+
+    def __init__(self, dataset: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
+        self._dataset, self._transforms_cpu, self._seed = dataset, transforms_cpu, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, ask: Ask) -> Sample:
+        sample = Sample(ask.sample)
+        try:
+            item = self._dataset[ask.sample]
+        except Exception as error:
+            return sample.failed(UNREADABLE, f"{type(error).__name__}: {first_line(error)}")
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            return sample.failed(WRONG, f"the dataset yields (encoded bytes, label), got {_type_name(item)}")
+        encoded, label = item
+        if not isinstance(encoded, (bytes, bytearray, memoryview)):
+            return sample.failed(WRONG, _not_bytes(encoded))
+        sample = Sample(ask.sample, bytes(encoded), label)
+        if not sample.image:
+            return sample.failed(EMPTY, "the dataset gave no bytes")
+        # NOTE: random transforms need the global generators, which in this process belong to the training loop.
+        return self.transformed(sample, ask.epoch) if ask.on_cpu and get_worker_info() is not None else sample
+
+    def transformed(self, sample: Sample, epoch: int) -> Sample:
+        """The sample decoded and through ``transforms_cpu``, under its key. Not from a thread beside the training's."""
+        assert self._transforms_cpu is not None
+        try:
+            picture = decode_rgb(sample.image)
+        except DecodeError as error:
+            return sample.failed(CORRUPT, str(error))
+        try:
+            with forked() as fork:
+                fork.seed(key_of(SAMPLE, self._seed, epoch, sample.index))
+                image = self._transforms_cpu(picture)
+        except Exception as error:
+            return sample.failed(WRONG, f"transforms_cpu raised {type(error).__name__}: {error}")
+        if not isinstance(image, torch.Tensor):
+            problem = f"transforms_cpu must give a Tensor, got {_type_name(image)}; end them with ToTensor"
+            return sample.failed(WRONG, problem)
+        return replace(sample, image=image)
+
+
+def collate(samples: list[Sample]) -> tuple[list[Sample], Any]:
+    """The samples, and in one piece what tensors they hold: each would take a file descriptor to another process."""
+    images = [one.image for one in samples if isinstance(one.image, torch.Tensor)]
+    if len(images) != len(samples) or len({(one.shape, one.dtype) for one in images}) != 1:
+        return samples, None
+    return [replace(one, image=None) for one in samples], torch.stack(images)
+
+
+class BatchReader:
+    """Reads planned batches with the dataset, workers and worker settings of the user's DataLoader.
+
+    The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
+    """
+
+    def __init__(self, dataloader: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
+        _check(dataloader)
+        self.samples = SampleReader(dataloader.dataset, transforms_cpu, seed)
+        self._asks: list[list[Ask]] = []
+        workers = dataloader.num_workers
+        several: dict[str, Any] = {
+            "persistent_workers": True,
+            "prefetch_factor": dataloader.prefetch_factor,
+            "multiprocessing_context": dataloader.multiprocessing_context,
+            "timeout": dataloader.timeout,
+        }
+        generator = torch.Generator()
+        generator.manual_seed(key_of(WORKERS, seed))
+        self._loader: Any = DataLoader(
+            self.samples,
+            batch_sampler=_Current(self._asks),
+            num_workers=workers,
+            collate_fn=collate,
+            worker_init_fn=dataloader.worker_init_fn,
+            generator=generator,
+            **(several if workers else {}),
+        )
+        if workers:
+            # NOTE: on the main thread PyTorch installs a handler that raises wherever that thread happens to be when a
+            # worker dies; without it the thread that reads finds out, within five seconds.
+            run_aside(lambda: iter(self._loader))
+
+    def read(self, epoch: int, batches: Sequence[PlannedBatch]) -> Iterator[list[Sample]]:
+        """The samples of each batch. A worker that died is a ``RuntimeError``."""
+        self._asks[:] = [[Ask(epoch, index, batch.on_cpu) for index in batch.indices] for batch in batches]
+        for samples, images in self._loader:
+            if images is None:
+                yield samples
+            else:
+                yield [replace(one, image=image) for one, image in zip(samples, images, strict=True)]
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
+        self._loader = None
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
+class _Current:
+    """A batch sampler of whatever is asked for now."""
+
+    def __init__(self, asks: list[list[Ask]]) -> None:
+        self._asks = asks
+
+    def __iter__(self) -> Iterator[list[Ask]]:
+        return iter(list(self._asks))
+
+    def __len__(self) -> int:
+        return len(self._asks)
+
+
+def _check(dataloader: Any) -> None:
+    if not isinstance(dataloader, DataLoader):
+        raise TrainingError(f"expected a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
+    if isinstance(dataloader.dataset, IterableDataset):
+        raise TrainingError("the dataset has no indices (IterableDataset), by which randomness is keyed")
+    if dataloader.batch_sampler is None:
+        raise TrainingError("the DataLoader forms no batches (batch_size=None)")
+    if dataloader.collate_fn is not default_collate:
+        raise TrainingError("the DataLoader's collate_fn is not used; pass collate_labels=, for the list of labels")
+
+
+def _not_bytes(found: Any) -> str:
+    hint = "leave its transform out and pass loader=cv2_loader"
+    return f"the dataset yields decoded images ({_type_name(found)}), not encoded bytes; {hint}"
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
