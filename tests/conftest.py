@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -54,6 +55,22 @@ def images(tmp_path: Path) -> Callable[..., Path]:
         return directory
 
     return make
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> str:
+    """Of the tests in ``training``: to 1×3×24×20, RGB, uint8."""
+    from training_data import write_toml
+
+    return write_toml(tmp_path)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Any:
+    """Of the tests in ``training``: eleven images."""
+    from training_data import write_images
+
+    return write_images(tmp_path / "images", 11)
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:

@@ -99,8 +99,8 @@ MAY_IMPORT = {
     "training.reading": "errors training.background training.errors training.loaders training.plan training.randomness",
     "training.packing": "training.errors training.images training.libraries",
     "training.decoding": "config errors keys pipe training.errors training.reading",
-    "training.assembly": "training.batch training.decoding training.errors training.options training.plan training.prefetcher "
-    "training.randomness training.reading training.statistics training.streams training.transforms",
+    "training.assembly": "training.batch training.decoding training.errors training.options training.plan "
+    "training.prefetcher training.randomness training.reading training.statistics training.streams training.transforms",
     "training.composition": "training.agreement training.assembly training.decoding training.devices training.errors "
     "training.options training.plan training.reading training.statistics",
     "training.loader": "training.agreement training.assembly training.background training.batch training.composition "

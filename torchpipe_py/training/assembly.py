@@ -60,9 +60,9 @@ class Assembler:
             if self._options.bad_samples == "skip":
                 shares = [[one for one in share if one.image is not None] for share in shares]
             kept = [one for share in shares for one in share]
+            self._statistics.count(masked=sum(one.image is None for one in kept), skipped=len(samples) - len(kept))
             if not kept:
                 return None
-            self._statistics.count(masked=sum(one.image is None for one in kept), skipped=len(samples) - len(kept))
             return self._joined(kept, shares, planned, epoch, fork.seed)
 
     def filler(self, epoch: int, number: int) -> Batch:

@@ -1,0 +1,300 @@
+"""The wrapped DataLoader: parity with the pipe, determinism, epochs, resuming, closing."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_toml
+
+from torchpipe_py import pipe
+from torchpipe_py.training import ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
+
+pytestmark = FORKS
+
+
+def threads() -> set[threading.Thread]:
+    """All but those with which PyTorch feeds its workers: they end a moment after those."""
+    return {one for one in threading.enumerate() if one.name != "QueueFeederThread"}
+
+
+@contextmanager
+def generators_are_left_alone() -> Iterator[None]:
+    def states() -> bytes:
+        return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+
+    before = states()
+    yield
+    assert states() == before
+
+
+def test_a_batch_is_what_the_pipe_gives_for_each_image(dataset: ImageFiles, toml: str) -> None:
+    with wrapped(dataset, toml, transforms_gpu=None) as loader, pipe(toml) as run:
+        seen = []
+        for images, labels in loader:
+            for image, label in zip(images, labels, strict=True):
+                encoded, expected = dataset[len(seen)]
+                run(data := {"data": encoded})
+                assert torch.equal(image[None], data["result"])
+                assert int(label) == expected
+                seen.append(label)
+        assert len(seen) == 11
+
+
+def test_the_usual_loop(dataset: ImageFiles, toml: str) -> None:
+    with wrapped(dataset, toml, shuffle=True) as loader:
+        assert len(loader) == 3
+        orders = []
+        for _ in range(2):
+            batches = list(loader)
+            assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 24, 20)] * 2 + [(3, 3, 24, 20)]
+            assert all(images.dtype == torch.float32 and images.max() <= 1 for images, _ in batches)
+            orders.append([int(one) for batch in batches for one in batch.indices])
+            loader.reset()
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(11))
+        assert orders[0] != orders[1]
+        assert loader.epoch == 2
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_are_the_same_for_any_number_of_workers(dataset: ImageFiles, tmp_path: Path, workers: int) -> None:
+    options: dict[str, Any] = {
+        "transforms_gpu": RandomOffset(),
+        "transforms_cpu": OnTheCpu(),
+        "cpu_percentage": 0.5,
+        "shuffle": True,
+    }
+    epochs = []
+    for count, prefetch, instances in ((0, 0, 1), (workers, 1, 3), (workers, 7, 2)):
+        torch.manual_seed(count)  # of no consequence
+        with wrapped(dataset, write_toml(tmp_path, instances), workers=count, prefetch=prefetch, **options) as loader:
+            epochs.append([])
+            for _ in range(3):
+                epochs[-1] += taken(loader)
+                loader.reset()
+    assert same(epochs[0], epochs[1])
+    assert same(epochs[0], epochs[2])
+    assert {one[4] for one in epochs[0]} == {True, False}
+    assert len({float(one[0].sum()) for one in epochs[0]}) == 9  # and every epoch differs
+
+
+def test_a_sample_is_augmented_alike_in_any_batch(dataset: ImageFiles, toml: str) -> None:
+    found = []
+    for size in (3, 5):
+        with wrapped(dataset, toml, batch_size=size, transforms_gpu=RandomOffset()) as loader:
+            found.append(torch.cat([images for images, _ in loader]))
+    assert torch.equal(found[0], found[1])
+    drawn = found[0].reshape(11, -1).min(dim=1).values
+    assert len({round(float(one), 4) for one in drawn}) == 11
+
+
+def test_seeds_differ(dataset: ImageFiles, toml: str) -> None:
+    found = []
+    for seed in (0, 1):
+        with wrapped(dataset, toml, transforms_gpu=RandomOffset(), seed=seed) as loader:
+            found.append(taken(loader))
+    assert not same(found[0], found[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_programs_generators_are_left_alone(dataset: ImageFiles, toml: str, workers: int) -> None:
+    with generators_are_left_alone():
+        loader = wrapped(
+            dataset,
+            toml,
+            workers=workers,
+            shuffle=True,
+            transforms_gpu=RandomOffset(),
+            transforms_cpu=OnTheCpu(),
+            cpu_percentage=0.5,
+            transforms_batch=lambda images: images + torch.rand(1),
+        )
+        with loader:
+            taken(loader)
+            loader.reset()
+            next(loader)
+    with generators_are_left_alone(), wrapped(dataset, toml, transforms_gpu=TensorToTensor()) as loader:
+        loader._parts.options.__dict__["transforms_gpu"] = lambda image: [random.random(), 1 / 0]
+        with pytest.raises(TrainingError, match="division by zero"):
+            next(loader)
+
+
+def test_the_order_does_not_depend_on_a_generators_past(dataset: ImageFiles, toml: str) -> None:
+    orders = []
+    for past in (0, 5):
+        generator = torch.Generator()
+        generator.manual_seed(past)
+        sampler = RandomSampler(dataset, generator=generator)
+        before = generator.get_state()
+        plain = DataLoader(dataset, batch_size=4, sampler=sampler)
+        with wrap_dataloader_torchpipe("single", plain, toml) as loader:
+            orders.append([one.indices.tolist() for one in loader])
+        assert torch.equal(generator.get_state(), before)
+    assert orders[0] == orders[1]
+
+
+def test_transforms_batch_sees_the_whole_batch_under_its_key(dataset: ImageFiles, toml: str) -> None:
+    shapes: list[Any] = []
+
+    def normalise(images: Any) -> Any:
+        shapes.append(tuple(images.shape))
+        return images - torch.rand(1)
+
+    found = []
+    for _ in range(2):
+        with wrapped(dataset, toml, transforms_batch=normalise) as loader:
+            found.append(taken(loader))
+    assert same(found[0], found[1])
+    assert shapes[:3] == [(4, 3, 24, 20), (4, 3, 24, 20), (3, 3, 24, 20)]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 3)])
+def test_the_share_of_transforms_cpu(dataset: ImageFiles, toml: str, share: float, expected: int) -> None:
+    with wrapped(dataset, toml, transforms_cpu=OnTheCpu(), cpu_percentage=share) as loader:
+        assert sum(one[4] for one in taken(loader)) == expected == loader.stats()["cpu_batches"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 3])
+def test_resuming_gives_the_batches_that_were_left(
+    dataset: ImageFiles, toml: str, workers: int, stop_after: int
+) -> None:
+    options: dict[str, Any] = {"transforms_gpu": RandomOffset(), "shuffle": True, "workers": workers, "prefetch": 2}
+    with wrapped(dataset, toml, **options) as loader:
+        loader.reset(epoch=4)
+        for _ in range(stop_after):
+            next(loader)
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+        left = taken(loader)
+        loader.reset()
+        following = taken(loader)
+    with wrapped(dataset, toml, **options) as resumed:
+        resumed.load_state_dict(state)
+        assert same(taken(resumed), left)
+        resumed.reset()
+        assert same(taken(resumed), following)
+        resumed.load_state_dict(state)
+        assert same(taken(resumed), left)
+    assert len(left) == 3 - stop_after
+
+
+def test_a_state_of_another_training_is_refused(dataset: ImageFiles, toml: str) -> None:
+    with wrapped(dataset, toml) as loader:
+        state = loader.state_dict()
+        with pytest.raises(TrainingError, match="seed = 7, here it is 0"):
+            loader.load_state_dict({**state, "seed": 7})
+        with pytest.raises(TrainingError, match="batches = 9"):
+            loader.load_state_dict({**state, "batches": 9})
+        with pytest.raises(TrainingError, match="version None"):
+            loader.load_state_dict({})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_stops_early(dataset: ImageFiles, toml: str, workers: int) -> None:
+    with wrapped(dataset, toml, workers=workers, prefetch=1) as loader:
+        for _ in loader:
+            break
+        assert [one.number for one in loader] == [1, 2]  # goes on
+        loader.reset()
+        for _ in loader:
+            break
+        loader.reset()  # drops the rest
+        assert [one.number for one in loader] == [0, 1, 2]
+
+
+def test_an_epoch_that_is_over_is_not_an_empty_one(dataset: ImageFiles, toml: str) -> None:
+    with wrapped(dataset, toml) as loader:
+        list(loader)
+        with pytest.raises(TrainingError, match=r"epoch 0 is over: call reset\(\)"):
+            list(loader)
+        with pytest.raises(StopIteration):
+            next(loader)
+
+
+def test_closing_ends_all_threads_and_workers(dataset: ImageFiles, toml: str) -> None:
+    before = threads()
+    loader = wrapped(dataset, toml, workers=2, prefetch=1)
+    next(loader)
+    workers = loader._parts.reader._loader._iterator._workers
+    loader.close()
+    loader.close()
+    assert threads() == before
+    assert not any(one.is_alive() for one in workers)
+    with pytest.raises(TrainingError, match="closed"):
+        next(loader)
+    with pytest.raises(TrainingError, match="closed"):
+        loader.reset()
+
+
+def test_an_exception_in_the_loop_ends_all_threads(dataset: ImageFiles, toml: str) -> None:
+    before = threads()
+
+    def train() -> None:
+        with wrapped(dataset, toml, workers=1, prefetch=1) as loader:
+            for _ in loader:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert threads() == before
+
+
+def test_a_loader_that_is_dropped_ends_its_threads(dataset: ImageFiles, toml: str) -> None:
+    before = threads()
+    loader = wrapped(dataset, toml, workers=1, prefetch=1)
+    next(loader)
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None
+    assert threads() == before
+
+
+def test_statistics(dataset: ImageFiles, toml: str) -> None:
+    with wrapped(dataset, toml) as loader:
+        list(loader)
+        stats = loader.stats()
+    assert (stats["samples"], stats["batches"], stats["skipped"], stats["masked"]) == (11, 3, 0, 0)
+    assert stats["wait_s"] > 0
+    assert stats["busy_s"] > 0
+    assert 0 < stats["stall_share"] < 1
+    assert stats["samples_per_s"] > 0
+    assert all(stats["stages_s"][name] > 0 for name in ("read", "decode", "transform"))
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_dp_deals_the_batch_out(dataset: ImageFiles, toml: str, gather: bool) -> None:
+    plain = DataLoader(dataset, batch_size=4)
+    with wrapped(dataset, toml) as loader:
+        expected = taken(loader)
+    with wrap_dataloader_torchpipe(
+        "DP", plain, toml, TensorToTensor(), devices=["cpu", "cpu", "cpu"], gather=gather
+    ) as loader:
+        assert len(loader._parts.decoder._pipes) == 3
+        if gather:
+            assert same(taken(loader), expected)
+            return
+        for batch, (images, labels, *_) in zip(loader, expected, strict=True):
+            assert [len(one) for one in batch.images] == [len(one) for one in batch.labels]
+            assert len(batch.images) == (2 if len(images) == 4 else 3)
+            assert torch.equal(torch.cat(batch.images), images)
+            assert torch.cat(batch.labels).tolist() == labels
+
+
+def test_a_batch_larger_than_the_pipe_admits(dataset: ImageFiles, toml: str) -> None:
+    small = Path(toml).read_text(encoding="utf-8")
+    Path(toml).write_text("max_inflight = 3\n" + small, encoding="utf-8")
+    with wrapped(dataset, toml, batch_size=11) as loader:
+        assert len(next(loader).images) == 11

@@ -1,0 +1,86 @@
+"""Small datasets, and a loader over them, for the tests of the training side."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import encode, picture
+from torch.utils.data import DataLoader
+
+from torchpipe_py.training import ImageFiles, TensorToTensor, TorchpipeLoader, cv2Resize, wrap_dataloader_torchpipe
+
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+"""Python 3.12 and newer warn of every fork of a process with threads, and PyTorch has threads."""
+
+TOML = """
+[decode]
+backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
+resize_h = 24
+resize_w = 20
+color = "rgb"
+device = "cpu"
+instance_num = {instances}
+"""
+
+
+def write_toml(folder: Path, instances: int = 2) -> str:
+    path = folder / f"pipe_{instances}.toml"
+    path.write_text(TOML.format(instances=instances), encoding="utf-8")
+    return str(path)
+
+
+def write_images(folder: Path, count: int, corrupt: Sequence[int] = (), missing: Sequence[int] = ()) -> ImageFiles:
+    """``count`` JPEGs of three classes; ``corrupt`` ones are no images, ``missing`` ones are not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    samples = []
+    for number in range(count):
+        path = folder / f"image_{number:03d}.jpg"
+        if number not in missing:
+            jpeg = encode(picture(30 + number % 5, 40 + number % 7, seed=number))
+            path.write_bytes(b"no image" if number in corrupt else jpeg)
+        samples.append((str(path), number % 3))
+    return ImageFiles(samples)
+
+
+class RandomOffset:
+    """Adds a number drawn from each of the three global generators."""
+
+    def __call__(self, image: Any) -> Any:
+        drawn = float(torch.rand(1)) + random.random() + float(np.random.random())
+        return TensorToTensor()(image) + drawn
+
+
+class OnTheCpu:
+    """For ``transforms_cpu``: the geometry of the TOML, and randomness."""
+
+    def __call__(self, image: Any) -> Any:
+        return RandomOffset()(cv2Resize(24, 20)(image))
+
+
+def wrapped(
+    dataset: Any, toml: Any, *, batch_size: int = 4, workers: int = 0, shuffle: bool = False, **options: Any
+) -> TorchpipeLoader:
+    loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=workers)
+    return wrap_dataloader_torchpipe("single", loader, toml, **{"transforms_gpu": TensorToTensor(), **options})
+
+
+def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
+    """What is left of the epoch, with all that must be equal."""
+    return [
+        (batch.images.clone(), batch.labels.tolist(), batch.indices.tolist(), batch.mask.tolist(), batch.on_cpu)
+        for batch in loader
+    ]
+
+
+def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
+    """Bit for bit."""
+    return len(one) == len(other) and all(
+        torch.equal(left[0], right[0]) and left[0].dtype == right[0].dtype and left[1:] == right[1:]
+        for left, right in zip(one, other, strict=True)
+    )
