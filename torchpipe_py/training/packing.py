@@ -76,8 +76,9 @@ def _write(lmdb: Any, files: ImageFolder, place: Path, skips: bool, on_progress:
 class LmdbImages:
     """The dataset that ``pack_folder`` wrote: ``(encoded bytes, label)``, with ``classes``.
 
-    Opened in each process when it is first read there, so it may be handed to workers. ``TrainingError`` where it is
-    not there or not of this format.
+    Opened in each process when it is first read there, so it may be handed to workers. LMDB opens a database once in a
+    process: ``close`` one of these before another reads the same. ``TrainingError`` where it is not there, not of this
+    format, or open already.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -123,12 +124,19 @@ class LmdbImages:
     def _get(self, key: bytes) -> bytes | None:
         # NOTE: an environment must not be used across a fork.
         if self._database is None or self._process != os.getpid():
-            lmdb = library("lmdb", "lmdb", "LmdbImages")
-            self._database = lmdb.open(self._path, readonly=True, lock=False, readahead=False, max_readers=1)
-            self._process = os.getpid()
+            self._open()
         with self._database.begin() as transaction:
             found: bytes | None = transaction.get(key)
         return found
+
+    def _open(self) -> None:
+        lmdb = library("lmdb", "lmdb", "LmdbImages")
+        self._database = None  # before the next: a process opens a database once
+        try:
+            self._database = lmdb.open(self._path, readonly=True, lock=False, readahead=False, max_readers=1)
+        except lmdb.Error as error:
+            raise TrainingError(f"{self._path}: {error}") from error
+        self._process = os.getpid()
 
 
 def _key(index: int) -> bytes:

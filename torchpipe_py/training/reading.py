@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from torchpipe_py.errors import DecodeError, first_line
 from torchpipe_py.training.background import run_aside
-from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.errors import TrainingError, UnreadableFile
 from torchpipe_py.training.loaders import decode_rgb
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.randomness import SAMPLE, WORKERS, forked, key_of
@@ -59,7 +59,8 @@ class SampleReader:
         try:
             item = self._dataset[ask.sample]
         except Exception as error:
-            return sample.failed(UNREADABLE, f"{type(error).__name__}: {first_line(error)}")
+            is_file = not isinstance(error, TrainingError) or isinstance(error, UnreadableFile)
+            return sample.failed(UNREADABLE if is_file else WRONG, f"{type(error).__name__}: {first_line(error)}")
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             return sample.failed(WRONG, f"the dataset yields (encoded bytes, label), got {_type_name(item)}")
         encoded, label = item

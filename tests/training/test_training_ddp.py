@@ -1,0 +1,129 @@
+"""Two ranks with gloo: every sample once, equal steps, errors on all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_data import same
+from training_ranks import RANKS, SCENARIOS, main
+
+from torchpipe_py.training import DistributedEvalSampler
+
+
+def run_ranks(folder: Path, names: list[str]) -> list[Any]:
+    """What each rank told; ``None`` for one that did not come to an end."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=main, args=(rank, str(folder), names)) for rank in range(RANKS)]
+    for one in processes:
+        one.start()
+    end = time.monotonic() + 90
+    for one in processes:
+        one.join(max(0.0, end - time.monotonic()))
+        one.kill()
+        one.join()
+    files = [folder / f"told_{rank}.pickle" for rank in range(RANKS)]
+    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of each rank what the scenarios gave; one pair of processes runs them all but the deadly one."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), [name for name in SCENARIOS if name != "a_rank_dies"])
+
+
+def seen(steps: Any) -> list[int]:
+    """Indices of the samples that are not masked."""
+    return [index for indices, mask, _ in steps for index, is_there in zip(indices, mask, strict=True) if is_there]
+
+
+def test_each_validation_sample_is_seen_once(told: list[dict[str, Any]]) -> None:
+    by_rank = [one["validate"] for one in told]
+    assert sorted(index for steps in by_rank for index in seen(steps)) == list(range(9))
+    assert [len(steps) for steps in by_rank] == [3, 3]
+    assert by_rank[0][2] == ([8], [True], [2])
+
+
+def test_a_rank_that_skips_a_whole_batch_makes_its_step(told: list[dict[str, Any]]) -> None:
+    (zero, *facts_0), (one, *facts_1) = (rank["skip_on_one_rank"] for rank in told)
+    assert [len(zero), len(one)] == [3, 3]
+    assert facts_0 == [3, 2]
+    assert facts_1 == [3, 1]  # it has a batch less
+    assert sorted(seen(zero) + seen(one)) == [0, 1, 2, 3, 5, 7]
+    assert zero[1] == ([-1], [False], [-100])
+
+
+def test_masks_on_one_rank(told: list[dict[str, Any]]) -> None:
+    zero, one = (rank["mask_on_one_rank"] for rank in told)
+    assert [len(zero), len(one)] == [3, 3]
+    assert zero[1] == ([4, 6], [False, False], [-100, -100])
+    assert sorted(seen(zero) + seen(one)) == [0, 1, 2, 3, 5, 7]
+
+
+def test_a_bad_sample_on_one_rank_stops_both_at_its_step(told: list[dict[str, Any]]) -> None:
+    (steps_0, kind_0, message_0), (steps_1, kind_1, message_1) = (rank["raise_on_one_rank"] for rank in told)
+    assert steps_0 == steps_1 == [0]
+    assert (kind_0, kind_1) == ("BadSample", "PeerFailed")
+    assert message_0.startswith("sample 6 (")
+    assert "rank 0 stopped with TrainingError: BadSample: sample 6 (" in message_1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fewer_samples_than_ranks", "the dataset has 1 samples for 2 ranks"),
+        ("no_local_rank", "needs local_rank"),
+        ("no_distributed_sampler", "gives every rank all samples"),
+        ("seeds_differ", "the ranks differ in seed: 0, 1"),
+    ],
+)
+def test_mistakes_are_told_on_every_rank(told: list[dict[str, Any]], name: str, message: str) -> None:
+    for rank in told:
+        kind, text = rank[name]
+        assert kind == "TrainingError"
+        assert message in text
+
+
+def test_a_mistake_of_one_rank_is_told_on_the_other(told: list[dict[str, Any]]) -> None:
+    zero, one = (rank["a_toml_is_missing_on_one_rank"] for rank in told)
+    assert one[0] == "ConfigError"
+    assert zero[0] == "PeerFailed"
+    assert "rank 1 stopped with ConfigError: missing.toml: no such file" in zero[1]
+
+
+def test_training_deals_out_and_resumes(told: list[dict[str, Any]]) -> None:
+    (orders_0, left_0, resumed_0), (orders_1, left_1, resumed_1) = (rank["train_and_resume"] for rank in told)
+    for zero, one in zip(orders_0, orders_1, strict=True):
+        assert sorted(zero + one) == list(range(10))
+    assert orders_0[0] != orders_0[1]
+    assert len(left_0) == len(left_1) == 2
+    assert same(left_0, resumed_0)
+    assert same(left_1, resumed_1)
+
+
+def test_a_rank_that_dies_is_an_error_on_the_other(tmp_path: Path) -> None:
+    began = time.monotonic()
+    zero, one = run_ranks(tmp_path, ["a_rank_dies"])
+    assert one is None
+    assert zero is not None, "rank 0 hung"
+    assert zero["a_rank_dies"][0] in ("RuntimeError", "DistBackendError")
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 7, 20])
+def test_the_eval_sampler_deals_each_sample_out_once(ranks: int, count: int) -> None:
+    samplers = [DistributedEvalSampler(range(count), ranks, rank) for rank in range(ranks)]
+    dealt = [list(one) for one in samplers]
+    assert sorted(index for one in dealt for index in one) == list(range(count))
+    assert [len(one) for one in samplers] == [len(one) for one in dealt]
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_a_rank_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
+        DistributedEvalSampler(range(3), 2, 2)

@@ -1,0 +1,142 @@
+"""What each of two ranks does; run in processes of their own by ``test_training_ddp``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from training_data import RandomOffset, taken, write_images, write_toml
+
+from torchpipe_py.training import DistributedEvalSampler, TensorToTensor, TorchpipeLoader, wrap_dataloader_torchpipe
+
+RANKS = 2
+
+
+def main(rank: int, folder: str, names: list[str]) -> None:
+    """Run the scenarios by name and write down what each returned or raised."""
+    place = Path(folder)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=20)
+    )
+    told: dict[str, Any] = {}
+    for name in names:
+        home = place / f"{name}_{rank}"
+        home.mkdir()
+        try:
+            told[name] = SCENARIOS[name](rank, home)
+        except Exception as error:
+            told[name] = (type(error).__name__, str(error))
+    (place / f"told_{rank}.pickle").write_bytes(pickle.dumps(told))
+    dist.destroy_process_group()
+
+
+def wrapped(rank: int, home: Path, dataset: Any, sampler: Any = None, **options: Any) -> TorchpipeLoader:
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler or DistributedEvalSampler(dataset))
+    given = {"transforms_gpu": TensorToTensor(), "local_rank": rank, **options}
+    return wrap_dataloader_torchpipe("ddp", loader, write_toml(home), **given)
+
+
+def steps(loader: TorchpipeLoader) -> list[tuple[list[int], list[bool], list[int]]]:
+    """Of each step the indices, the mask and the labels."""
+    with loader:
+        return [(one.indices.tolist(), one.mask.tolist(), one.labels.tolist()) for one in loader]
+
+
+def validate(rank: int, home: Path) -> Any:
+    return steps(wrapped(rank, home, write_images(home / "images", 9)))
+
+
+def skip_on_one_rank(rank: int, home: Path) -> Any:
+    # Rank 0 has 0, 2, 4, 6, 8: a whole batch of it, and one sample of another, are bad.
+    dataset = write_images(home / "images", 9, corrupt=[4, 6, 8])
+    loader = wrapped(rank, home, dataset, bad_samples="skip")
+    return steps(loader), len(loader), loader.stats()["filler_batches"]
+
+
+def mask_on_one_rank(rank: int, home: Path) -> Any:
+    return steps(wrapped(rank, home, write_images(home / "images", 9, corrupt=[4, 6, 8]), bad_samples="mask"))
+
+
+def raise_on_one_rank(rank: int, home: Path) -> Any:
+    made = []
+    with wrapped(rank, home, write_images(home / "images", 9, corrupt=[6])) as loader:
+        try:
+            made.extend(batch.number for batch in loader)
+        except Exception as error:
+            return made, type(error).__name__, str(error)
+    return made
+
+
+def fewer_samples_than_ranks(rank: int, home: Path) -> Any:
+    return steps(wrapped(rank, home, write_images(home / "images", 1)))
+
+
+def a_toml_is_missing_on_one_rank(rank: int, home: Path) -> Any:
+    dataset = write_images(home / "images", 4)
+    toml = write_toml(home) if rank == 0 else "missing.toml"
+    loader = DataLoader(dataset, sampler=DistributedEvalSampler(dataset))  # type: ignore[arg-type]
+    return steps(wrap_dataloader_torchpipe("ddp", loader, toml, local_rank=rank))
+
+
+def no_local_rank(rank: int, home: Path) -> Any:
+    return steps(wrapped(rank, home, write_images(home / "images", 4), local_rank=None))
+
+
+def no_distributed_sampler(rank: int, home: Path) -> Any:
+    dataset = write_images(home / "images", 4)
+    return steps(wrapped(rank, home, dataset, sampler=range(4)))
+
+
+def seeds_differ(rank: int, home: Path) -> Any:
+    return steps(wrapped(rank, home, write_images(home / "images", 4), seed=rank))
+
+
+def train_and_resume(rank: int, home: Path) -> Any:
+    dataset = write_images(home / "images", 10)
+    options: dict[str, Any] = {"transforms_gpu": RandomOffset()}
+    sampler = DistributedSampler(dataset, shuffle=True)  # type: ignore[arg-type]
+    with wrapped(rank, home, dataset, sampler, **options) as loader:
+        orders = []
+        for _ in range(2):
+            orders.append([index for batch in loader for index in batch.indices.tolist()])
+            loader.reset()
+        next(loader)
+        state = loader.state_dict()
+        left = taken(loader)
+    sampler = DistributedSampler(dataset, shuffle=True)  # type: ignore[arg-type]
+    with wrapped(rank, home, dataset, sampler, **options) as loader:
+        loader.load_state_dict(state)
+        resumed = taken(loader)
+    return orders, left, resumed
+
+
+def a_rank_dies(rank: int, home: Path) -> Any:
+    with wrapped(rank, home, write_images(home / "images", 40)) as loader:
+        for batch in loader:
+            if rank == 1 and batch.number == 3:
+                os._exit(9)
+    return "went on"
+
+
+SCENARIOS: dict[str, Callable[[int, Path], Any]] = {
+    one.__name__: one
+    for one in (
+        validate,
+        skip_on_one_rank,
+        mask_on_one_rank,
+        raise_on_one_rank,
+        fewer_samples_than_ranks,
+        a_toml_is_missing_on_one_rank,
+        no_local_rank,
+        no_distributed_sampler,
+        seeds_differ,
+        train_and_resume,
+        a_rank_dies,
+    )
+}
