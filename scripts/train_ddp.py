@@ -1,0 +1,30 @@
+"""Train a classifier with a process for each GPU, or several on the CPU.
+
+    torchrun --nproc_per_node 2 scripts/train_ddp.py --data DIR --toml configs/preprocess_gpu.toml
+
+Each process decodes its share on its own GPU. Batch norms are synchronised on GPUs; every validation image counts once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from training.options import make_parser
+from training.place import torchrun_place
+from training.session import run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser(__doc__ or "").parse_args(argv)
+    place = torchrun_place(args.device)
+    try:
+        run(args, place)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

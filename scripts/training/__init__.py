@@ -1,0 +1,1 @@
+"""What the training scripts share: options, model, data, epochs, checkpoints."""

@@ -1,0 +1,92 @@
+"""The two loaders of a training: augmented and shuffled, and as it is."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from torchpipe_py.training import (
+    DistributedEvalSampler,
+    ImageFolder,
+    TensorToTensor,
+    TorchpipeLoader,
+    TrainingError,
+    wrap_dataloader_torchpipe,
+)
+from training.place import Place
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Augment:
+    """For ``transforms_gpu``: a horizontal flip of every second image, then float32 in 0..1."""
+
+    def __init__(self) -> None:
+        self._to_tensor = TensorToTensor()
+
+    def __call__(self, image: Any) -> Any:
+        return self._to_tensor(image.flip(-1) if torch.rand(1) < 0.5 else image)
+
+
+class Normalise:
+    """For ``transforms_batch``: N×3×H×W in 0..1, less ``mean``, over ``std``."""
+
+    def __init__(self, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD) -> None:
+        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+
+    def __call__(self, images: Any) -> Any:
+        return (images - self._mean.to(images.device)) / self._std.to(images.device)
+
+
+class Loaders:
+    """``train`` and ``val``, and the names of the ``classes``; a context that closes both."""
+
+    def __init__(self, args: argparse.Namespace, place: Place) -> None:
+        train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
+        if train.classes != val.classes:
+            raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
+        self.classes = train.classes
+        with ExitStack() as stack:
+            self.train = stack.enter_context(_training(args, place, train))
+            if not len(self.train):
+                raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
+            self.val = stack.enter_context(_validation(args, place, val))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Loaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _training(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
+    sampler = DistributedSampler(dataset, seed=args.seed) if place.is_distributed else None
+    loader = DataLoader(
+        dataset, args.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=args.workers, drop_last=True
+    )
+    return _wrapped(args, place, loader, args.toml, Augment())
+
+
+def _validation(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
+    sampler = DistributedEvalSampler(dataset) if place.is_distributed else None
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.workers)
+    return _wrapped(args, place, loader, args.val_toml or args.toml, TensorToTensor())
+
+
+def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms_gpu: Any) -> TorchpipeLoader:
+    return wrap_dataloader_torchpipe(
+        place.parallel_type,
+        loader,
+        toml,
+        transforms_gpu,
+        local_rank=place.local_rank,
+        devices=place.devices,
+        seed=args.seed,
+        bad_samples=args.bad_samples,
+        transforms_batch=Normalise(),
+    )

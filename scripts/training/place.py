@@ -1,0 +1,59 @@
+"""Where a process of a training runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+@dataclass(frozen=True)
+class Place:
+    """``parallel_type``, ``local_rank`` and ``devices`` are the loader's; ``wrap`` makes the model a parallel one."""
+
+    parallel_type: str = "single"
+    local_rank: int | None = None
+    devices: Any = None
+    rank: int = 0
+    wrap: Callable[[nn.Module], nn.Module] = field(default=as_it_is)
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.parallel_type == "ddp"
+
+    def summed(self, values: list[float], device: Any) -> list[float]:
+        """Each value, summed over the processes."""
+        if not self.is_distributed:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        found: list[float] = total.tolist()
+        return found
+
+
+def torchrun_place(device: str | None) -> Place:
+    """This process's place among those that torchrun started; joins the process group: NCCL, or gloo on the CPU."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("start it with torchrun: torchrun --nproc_per_node 2 scripts/train_ddp.py …")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+
+    def wrap(model: nn.Module) -> nn.Module:
+        if not on_gpu:
+            return nn.parallel.DistributedDataParallel(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])
+
+    return Place("ddp", local_rank, None if on_gpu else "cpu", dist.get_rank(), wrap)
