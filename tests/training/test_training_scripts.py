@@ -1,0 +1,102 @@
+"""scripts/train*.py at the smallest size, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import encode
+from training_data import write_toml
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes that differ in color: twelve images to train on, five to validate with."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 5)):
+        for number in range(count):
+            name, color = (("blue", (220, 60, 40)), ("red", (40, 60, 220)))[number % 2]
+            mat = np.clip(np.array(color) + rng.normal(0, 15, (26, 22, 3)), 0, 255).astype(np.uint8)
+            place = tmp_path / "data" / part / name
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{number:02d}.jpg").write_bytes(encode(mat))
+    return tmp_path / "data"
+
+
+def started(command: list[str], *arguments: object) -> str:
+    """What it prints; an error of the script fails the test with all of it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # torchrun's processes too
+            raise
+    assert process.returncode == 0, printed
+    return printed
+
+
+def options(folder: Path, toml: str, *more: object) -> list[object]:
+    return ["--data", folder, "--toml", toml, "--device", "cpu", "--batch-size", 4, "--workers", 0, *more]
+
+
+def accuracies(printed: str) -> list[tuple[float, int]]:
+    return [(float(share), int(seen)) for share, seen in re.findall(r"accuracy ([\d.]+) of (\d+) images", printed)]
+
+
+def test_it_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
+    script, toml = [sys.executable, str(SCRIPTS / "train.py")], write_toml(tmp_path)
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    printed = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", whole))
+    assert len(accuracies(printed)) == 8
+    assert accuracies(printed)[-1] == (1.0, 5)
+
+    first = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", parts, "--max-steps", 4))
+    assert len(accuracies(first)) == 1
+    assert torch.load(parts, weights_only=True)["loader"]["position"] == 1  # of the second epoch's three batches
+    second = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
+    losses = re.compile(r"loss [\d.]+, accuracy [\d.]+")
+    assert losses.findall(first) + losses.findall(second) == losses.findall(printed)
+    one, other = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_processes(folder: Path, tmp_path: Path) -> None:
+    (folder / "val" / "red" / "01.jpg").write_bytes(b"no image")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [*command, str(SCRIPTS / "train_ddp.py")]
+    toml = write_toml(tmp_path)
+    printed = started(script, *options(folder, toml, "--epochs", 2, "--batch-size", 2, "--bad-samples", "mask"))
+    assert [seen for _, seen in accuracies(printed)] == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["train_amp.py", "train_dp.py"])
+def test_the_other_scripts(folder: Path, tmp_path: Path, name: str) -> None:
+    more = ["--devices", "cpu", "cpu"] if name == "train_dp.py" else ["--precision", "bf16"]
+    printed = started(
+        [sys.executable, str(SCRIPTS / name)], *options(folder, write_toml(tmp_path), "--epochs", 1, *more)
+    )
+    assert [seen for _, seen in accuracies(printed)] == [5]
+
+
+def test_scalars_for_tensorboard(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    script = [sys.executable, str(SCRIPTS / "train.py")]
+    started(script, *options(folder, write_toml(tmp_path), "--epochs", 1, "--tensorboard", tmp_path / "board"))
+    assert list((tmp_path / "board").glob("events.*"))
