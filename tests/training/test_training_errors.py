@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -267,3 +270,47 @@ def test_a_worker_of_spawn(dataset: ImageFiles, toml: str) -> None:
     plain = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
     with wrap_dataloader_torchpipe("single", plain, toml, TensorToTensor(), OnTheCpu(), 0.5) as loader:
         assert [len(images) for images, _ in loader] == [4, 4, 3]
+
+
+def test_nothing_is_left_of_a_loader_that_could_not_be_made(dataset: ImageFiles) -> None:
+    with pytest.raises(ConfigError):
+        wrapped(dataset, "missing.toml", workers=2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_stop_iteration_is_no_end(dataset: ImageFiles, toml: str) -> None:
+    calls: list[int] = []
+
+    def stop(images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        if len(calls) == 2:
+            raise StopIteration
+        return images
+
+    with wrapped(dataset, toml, transforms_batch=stop) as loader:
+        next(loader)
+        with pytest.raises(TrainingError, match="transforms_batch raised StopIteration"):
+            next(loader)
+
+
+EARLY_END = """
+import sys
+sys.path[:0] = {paths!r}
+from training_data import wrapped, write_images, write_toml
+from pathlib import Path
+
+if __name__ == "__main__":
+    folder = Path({folder!r})
+    loader = wrapped(write_images(folder / "images", 40), write_toml(folder), workers=2, prefetch=1)
+    for batch in loader:
+        break
+    print("left the loop")
+"""
+
+
+def test_a_program_that_ends_with_a_loader_open(tmp_path: Path) -> None:
+    here = Path(__file__).resolve().parent
+    script = tmp_path / "script.py"
+    script.write_text(EARLY_END.format(paths=[str(here), str(here.parent)], folder=str(tmp_path)), encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=40, check=False)
+    assert (done.returncode, done.stdout) == (0, "left the loop\n"), done.stderr

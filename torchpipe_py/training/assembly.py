@@ -105,10 +105,7 @@ class Assembler:
     def _transformed(self, image: Any, name: str) -> Any:
         """C×H×W after ``transforms_gpu``."""
         if self._options.transforms_gpu is not None:
-            try:
-                image = self._options.transforms_gpu(image)
-            except Exception as error:
-                raise TrainingError(f"{name}: transforms_gpu raised {type(error).__name__}: {error}") from error
+            image = _call(f"{name}: transforms_gpu", self._options.transforms_gpu, image)
         return _as_image(image, name)
 
     # -- batches --------------------------------------------------------------------------------------------------
@@ -184,13 +181,22 @@ class Assembler:
     def _batch_transformed(self, images: Any, seed: Callable[[int], None], key: int) -> Any:
         assert self._options.transforms_batch is not None
         seed(key)
-        result = self._options.transforms_batch(images)
+        result = _call("transforms_batch", self._options.transforms_batch, images)
         if not isinstance(result, torch.Tensor) or len(result) != len(images):
             raise TrainingError("transforms_batch takes a Tensor NxCxHxW and gives one of the same N")
         return result
 
     def _collated(self, labels: list[Any], device: Any) -> Any:
-        return moved_to(self._options.collate_labels(labels), lambda tensor: self.streams.to(tensor, device))
+        collated = _call("collate_labels", self._options.collate_labels, labels)
+        return moved_to(collated, lambda tensor: self.streams.to(tensor, device))
+
+
+def _call(what: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """``function(argument)``; an exception, a ``StopIteration`` too, is raised as a ``TrainingError`` that says whose."""
+    try:
+        return function(argument)
+    except Exception as error:
+        raise TrainingError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def _as_image(image: Any, name: str) -> Any:

@@ -181,12 +181,15 @@ class TorchpipeLoader:
         while True:
             try:
                 read = next(self._ahead)
+            except StopIteration:
+                return _Outcome(END, max(position, self._planned))
+            except Exception as error:
+                return _Outcome(FAILED, position, error=error)
+            try:
                 with self._statistics.stage("transform"):
                     batch = self._parts.assembler.assemble(self._epoch, read)
                     if batch is None and self._agreement is not None:
                         batch = self._filler(read[0].number)
-            except StopIteration:
-                return _Outcome(END, max(position, self._planned))
             except Exception as error:
                 return _Outcome(FAILED, position, error=error)
             position = read[0].number + 1

@@ -72,7 +72,8 @@ def moved_to(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(moved_to(one, move) for one in value))
     if isinstance(value, (list, tuple)):
-        return type(value)([moved_to(one, move) for one in value])
+        moved = [moved_to(one, move) for one in value]
+        return moved if isinstance(value, list) else tuple(moved)
     return value
 
 

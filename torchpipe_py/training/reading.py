@@ -108,7 +108,7 @@ class BatchReader:
     def __init__(self, dataloader: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
         _check(dataloader)
         self.samples = SampleReader(dataloader.dataset, transforms_cpu, seed)
-        self._asks: list[list[Ask]] = []
+        self._asked = _Asked()
         workers = dataloader.num_workers
         several: dict[str, Any] = {
             "persistent_workers": True,
@@ -120,7 +120,7 @@ class BatchReader:
         generator.manual_seed(key_of(WORKERS, seed))
         self._loader: Any = DataLoader(
             self.samples,
-            batch_sampler=_Current(self._asks),
+            batch_sampler=self._asked,
             num_workers=workers,
             collate_fn=collate,
             worker_init_fn=dataloader.worker_init_fn,
@@ -134,7 +134,7 @@ class BatchReader:
 
     def read(self, epoch: int, batches: Sequence[PlannedBatch]) -> Iterator[list[Sample]]:
         """The samples of each batch. A worker that died is a ``RuntimeError``."""
-        self._asks[:] = [[Ask(epoch, index, batch.on_cpu) for index in batch.indices] for batch in batches]
+        self._asked.epoch, self._asked.batches = epoch, batches
         for samples, images in self._loader:
             if images is None:
                 yield samples
@@ -149,17 +149,20 @@ class BatchReader:
             iterator._shutdown_workers()
 
 
-class _Current:
+class _Asked:
     """A batch sampler of whatever is asked for now."""
 
-    def __init__(self, asks: list[list[Ask]]) -> None:
-        self._asks = asks
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.batches: Sequence[PlannedBatch] = ()
 
     def __iter__(self) -> Iterator[list[Ask]]:
-        return iter(list(self._asks))
+        epoch, batches = self.epoch, self.batches
+        for batch in batches:
+            yield [Ask(epoch, index, batch.on_cpu) for index in batch.indices]
 
     def __len__(self) -> int:
-        return len(self._asks)
+        return len(self.batches)
 
 
 def _check(dataloader: Any) -> None:

@@ -29,7 +29,7 @@ class SideStreams:
 
     def adopt(self, tensor: Any) -> None:
         """``tensor`` was made on another stream, and complete: its memory must last until this stream has read it."""
-        if tensor.is_cuda:
+        if tensor.device in self._streams:
             tensor.record_stream(self._streams[tensor.device])
 
     def to(self, tensor: Any, device: Any) -> Any:
