@@ -29,6 +29,7 @@ def test_borrowed_generators_come_back_as_they_were() -> None:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
+    threads = torch.get_num_threads()
     with forked() as fork:
         fork.seed(7)
         one = drawn()
@@ -36,4 +37,6 @@ def test_borrowed_generators_come_back_as_they_were() -> None:
         assert drawn() == one
         fork.seed(8)
         assert drawn() != one
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == threads
     assert drawn() == expected

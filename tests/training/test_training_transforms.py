@@ -45,7 +45,10 @@ def test_a_tensor_becomes_a_float_in_0_to_1(shape: tuple[int, ...]) -> None:
     result = TensorToTensor()(values)
     assert (result.shape, result.dtype) == ((3, 5, 4), torch.float32)
     assert torch.equal(result, values.reshape(3, 5, 4).float() / 255)
-    assert torch.equal(TensorToTensor()(values.double()), result)
+    for dtype in (torch.float64, torch.float32):
+        floats = values.to(dtype)
+        assert torch.equal(TensorToTensor()(floats), result)
+        assert torch.equal(floats, values.to(dtype))  # left as it was
     assert torch.equal(TensorToTensor()(values.half()), result)
 
 

@@ -192,7 +192,7 @@ class Assembler:
 
 
 def _call(what: str, function: Callable[[Any], Any], argument: Any) -> Any:
-    """``function(argument)``; an exception, a ``StopIteration`` too, is raised as a ``TrainingError`` that says whose."""
+    """``function(argument)``; an exception, also ``StopIteration``, becomes a ``TrainingError`` that says whose."""
     try:
         return function(argument)
     except Exception as error:

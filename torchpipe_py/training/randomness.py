@@ -39,16 +39,22 @@ class Fork:
 def forked(devices: Sequence[Any] = ()) -> Iterator[Fork]:
     """Borrow the global generators, with those of CUDA ``devices``; afterwards they are as they were.
 
-    NOTE: they belong to the process, not to a thread. Only the thread that trains may do this, or a worker process:
-    elsewhere a dropout in between would draw from the wrong numbers.
+    PyTorch meanwhile works on one thread of the CPU, as it does in a DataLoader's workers: a sum is the same here and
+    there, and small images are not handed to threads that the pipe keeps busy.
+
+    NOTE: generators belong to the process, not to a thread. Only the thread that trains may do this, or a worker
+    process: elsewhere a dropout in between would draw from the wrong numbers.
     """
     # NOTE: not torch.manual_seed, which reseeds every CUDA device.
     generators = [torch.default_generator, *(_of_device(device) for device in devices if device.type == "cuda")]
     states = [generator.get_state() for generator in generators]
     python, numpy = random.getstate(), np.random.get_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield Fork(generators)
     finally:
+        torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
         for generator, state in zip(generators, states, strict=True):

@@ -26,7 +26,8 @@ class TensorToTensor:
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise TypeError(f"expected a Tensor of uint8 or floats in 0..255, got {tensor.dtype}")
         # NOTE: a division, as ToTensor's: times 1/255 differs in the last bit.
-        return tensor.to(torch.float32).div(255.0)
+        floats = tensor.to(torch.float32)
+        return floats.div(255.0) if floats is tensor else floats.div_(255.0)
 
     def __repr__(self) -> str:
         return "TensorToTensor()"
