@@ -66,7 +66,7 @@ class Watcher(Protocol):
 
 
 class Fleet:
-    """``options.workers`` seats. ``tables`` is the configuration, ``load`` gives that of a reload or ``ConfigError``."""
+    """``options.workers`` seats. ``tables`` is the configuration, ``load`` gives that of a reload, or ConfigError."""
 
     def __init__(
         self,
