@@ -79,8 +79,11 @@ def main() -> int:
         return 1
     try:
         label, score = infer_batch(options.host, options.port, image)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         print(f"socket_client: {options.host}:{options.port}: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        print(f"socket_client: {error}", file=sys.stderr)
         return 1
     print(f"{label} {score:.4f}")
     return 0

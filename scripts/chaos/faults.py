@@ -154,7 +154,7 @@ def _restart_without_end() -> None:
     """No pause between attempts."""
     from torchpipe_server.fleet import Fleet
 
-    Fleet._postpone = lambda self, seat, counts: self._start(seat)  # type: ignore[method-assign]
+    Fleet._pause = lambda self, seat, is_failure: self._start(seat)  # type: ignore[method-assign]
 
 
 def _reload_anything() -> None:

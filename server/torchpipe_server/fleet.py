@@ -24,6 +24,7 @@ START_ATTEMPTS = 5  # of a worker that ends before it is ready
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
 SETTLED_SECONDS = 1.0  # a worker that was ready for so long is replaced at once
 HEARTBEAT_SECONDS = 1.0
+CLOSE_SECONDS = 5.0  # for a fork under way
 
 
 @dataclass
@@ -85,6 +86,8 @@ class Fleet:
         self._has_begun = self._is_ending = self._wants_reload = False
         self._next_beat = 0.0
         self._forking = threading.Lock()
+        self._unclaimed: list[Forked] = []  # processes that no child stands for yet
+        self._is_closed = False
         loop.steps.append(self._step)
 
     @property
@@ -120,7 +123,12 @@ class Fleet:
                 child.drain()
 
     def close(self) -> None:
-        """End what is left."""
+        """End what is left, also what is being forked."""
+        self._is_closed = True
+        if self._forking.acquire(timeout=CLOSE_SECONDS):
+            for forked in self._unclaimed:
+                forked.process.kill()
+                forked.sock.close()
         for child in self.children:
             child.close()
 
@@ -133,13 +141,17 @@ class Fleet:
     def _fork(self, seat: Seat) -> None:
         try:
             with self._forking:
+                if self._is_closed:
+                    return
                 forked = fork_worker(seat.index, self._options, seat.tables, self._slots)
+                self._unclaimed.append(forked)
         except Exception as error:
             self._loop.call(partial(self._not_forked, seat, error))
         else:
             self._loop.call(partial(self._forked, seat, forked))
 
     def _forked(self, seat: Seat, forked: Forked) -> None:
+        self._unclaimed.remove(forked)
         child = Child(self._loop, seat.index, forked, self._hear, self._ended)
         if not self._is_ending and (seat in self.seats or seat in self._successors):
             seat.child = child
