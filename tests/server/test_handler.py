@@ -284,7 +284,9 @@ def test_an_undeclared_exception_of_a_oneway_method_is_logged_and_no_more(serve:
 
 
 @pytest.mark.parametrize("how", ["at once", "after a request", "plain"])
-@pytest.mark.parametrize("value", ["text", {"label": "x"}, 5, None, object()], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["text", {"label": "x"}, 5, None, object()], ids=["text", "dict", "5", "None", "object"]
+)
 def test_a_result_of_the_wrong_type_is_answered_and_logged(serve: Serve, value, how, caplog):
     async def classify(self: Any, photo: Any) -> Any:
         if how == "after a request":

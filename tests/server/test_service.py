@@ -521,7 +521,11 @@ class Unraisable:
     """Not an exception at all."""
 
 
-@pytest.mark.parametrize("value", [Unprintable(), Unraisable(), "text", NoResult("\ud800"), StopIteration()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [Unprintable(), Unraisable(), "text", NoResult("\ud800"), StopIteration()],
+    ids=lambda value: type(value).__name__,
+)
 def test_whatever_stands_under_error_is_answered(register: Register, value):
     class Fails(Backend):
         def forward(self, items: list[dict[str, Any]]) -> None:
