@@ -27,7 +27,7 @@ HEARTBEAT_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # for a fork under way
 
 
-@dataclass
+@dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
 class Seat:
     """The place of one worker of a generation, with its configuration.
 

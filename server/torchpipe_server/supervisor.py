@@ -32,7 +32,7 @@ ASK_SECONDS = 1.0  # for a worker to tell its figures
 EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
 
 
-@dataclass
+@dataclass(eq=False)
 class Ask:
     """Somebody waits for the workers' figures."""
 

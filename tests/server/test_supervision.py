@@ -1,4 +1,4 @@
-"""What the supervisor does about its workers, where it once did something else: one test for each defect."""
+"""What the supervisor does about its workers in awkward moments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,3 +165,18 @@ def test_the_last_words_are_heard_though_the_channel_was_full():
         reader.result(WAIT)
     loop.close()
     assert len(heard) == 5000
+
+
+def test_reloads_one_upon_the_other_leave_no_worker_behind():
+    """A worker that is forked for a reload which starts over meanwhile belongs to nobody, and has to end."""
+    with Process("--workers", "2") as process, Client(process.wait_started().port) as client:
+        before = process.workers
+        for _ in range(4):
+            process.signal(signal.SIGHUP)
+            time.sleep(0.05)  # the forks of the one before are under way
+        eventually(
+            lambda: len(now := process.workers) == 2 and not set(now) & set(before), "more than two, or old ones"
+        )
+        client.ping()
+        process.signal()
+        assert process.wait() == 0
