@@ -16,6 +16,7 @@ import pytest
 from fakes import WAIT, in_threads
 from service import IDL, Client, Process, connect, eventually
 from torchpipe_server.channel import Channel
+from torchpipe_server.fleet import Seat
 from torchpipe_server.loop import Loop
 
 BACKENDS = '''
@@ -180,3 +181,9 @@ def test_reloads_one_upon_the_other_leave_no_worker_behind():
         client.ping()
         process.signal()
         assert process.wait() == 0
+
+
+def test_seats_that_look_alike_are_not_the_same():
+    """A worker forked for a reload that was given up would be taken for one of the next reload."""
+    assert Seat(0, None) != Seat(0, None)
+    assert Seat(0, None) not in [Seat(0, None)]
