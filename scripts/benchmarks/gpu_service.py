@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from urllib.request import urlopen
 
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
 from benchmarks.gpu import SIDE, Engines, _cores, cpu_pipe, gpu_pipe
-from benchmarks.servers import client_report, load_in, run_clients, serving, started
+from benchmarks.servers import client_report, free_port, load_in, run_clients, serving, started
 from torchpipe_py.loadtest.nodes import node_figures
 
 WORKERS = (4, 8, 2, 1)
@@ -64,7 +63,7 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
                 path.write_text(to_toml(config), encoding="utf-8")
                 what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}"
                 subjects = {f"baseline, {FEW} clients": partial(run_clients, base, folder, FEW, seconds)}
-                http, began = _free_port(), monotonic()
+                http, began = free_port(), monotonic()
                 options = ["--workers", str(workers), "--http-port", str(http)]
                 with serving(str(path), options, environment) as port:
                     print(f"{what}: ready after {monotonic() - began:.1f} s", file=sys.stderr, flush=True)
@@ -99,13 +98,6 @@ def _stats(http: int) -> dict[str, Any]:
     with urlopen(f"http://127.0.0.1:{http}/stats", timeout=10) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:

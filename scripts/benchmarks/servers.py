@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,14 @@ def client_report(port: int, images: Path, clients: int, seconds: float) -> dict
 def load_in(report: Mapping[str, Any]) -> Load:
     """The figures of a report."""
     return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 @lru_cache

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import http_load
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, test_jpeg
-from benchmarks.servers import SCRIPTS, run_clients, serving
+from benchmarks.servers import SCRIPTS, free_port, run_clients, serving
 
 SATURATING = 20  # the load tester's usual number of clients; fewer leave the cores idle now and then
 CLIENTS = 10
@@ -138,9 +138,7 @@ def _mosec_subjects(
 @contextmanager
 def mosec(work: Mapping[str, str], batch: int) -> Iterator[int]:
     """mosec with two workers; ``work`` is what ``mosec_service.py`` is to do. The port it listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = {**work, "BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": "2"}
     command = [str(SCRIPTS / "benchmarks" / "mosec_service.py"), "--port", str(port)]
     process = python(
