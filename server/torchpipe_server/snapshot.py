@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torchpipe_py.histogram import COUNTS
@@ -85,12 +85,3 @@ def _node_totals(parts: list[Figures]) -> Figures:
         "batch_sizes": dict(sorted(sizes.items(), key=lambda item: int(item[0]))),
         "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in histograms},
     }
-
-
-def outcomes(requests: Mapping[str, Any]) -> dict[str, int]:
-    """Counts by outcome, whatever the method."""
-    counted: dict[str, int] = {}
-    for found in requests["by_method"].values():
-        for outcome, count in found.items():
-            counted[outcome] = counted.get(outcome, 0) + count
-    return counted
