@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import cv2
 import numpy as np
 import onnx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
 from examples import drawing, measure, networks
 from examples.shared import postprocess
 from make_examples import LINE_AXES, export, export_reader, first_of_each_length, first_right, write_scenes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from loadtest import wire
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType, TProcessor
 from thriftpy2.transport import TSocket
@@ -25,9 +26,6 @@ from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # for the tests too, which import this file before `loadtest`
-
-from loadtest import wire  # noqa: E402
 
 IDL = wire.load_idl()
 

@@ -5,15 +5,11 @@ The long forms are ``bash scripts/soak.sh``. Times are the table's bounds, or co
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from chaos import scenarios
 from chaos.service import MEBIBYTE
 from chaos.tally import Report

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fake_servers  # noqa: F401, puts the scripts where `loadtest` is found
 import pytest
 from loadtest import axes, charts, compare, lateness, search, series, stability, sweeps, verdict
 from loadtest.arrivals import ClosedLoop, OpenLoop, Turn
