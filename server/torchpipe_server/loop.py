@@ -27,6 +27,7 @@ class Loop:
         self._on_error = on_error
         self.steps: list[Step] = []
         self._selector = selectors.DefaultSelector()
+        self._watched: set[Any] = set()  # the selector's own mapping describes the socket at length to say no
         self._calls: deque[Callable[[], object]] = deque()
         self._is_stopped = False
         self._wake_out, self._wake_in = socket.socketpair()
@@ -49,14 +50,15 @@ class Loop:
 
     def watch(self, source: Any, events: int, handler: Callable[[int], object]) -> None:
         """Call ``handler(events)`` when ``source`` is ready; replaces what was said of it before, 0 ends it."""
-        is_known = source in self._selector.get_map()
         if not events:
-            if is_known:
+            if source in self._watched:
+                self._watched.discard(source)
                 self._selector.unregister(source)
-        elif is_known:
+        elif source in self._watched:
             self._selector.modify(source, events, handler)
         else:
             self._selector.register(source, events, handler)
+            self._watched.add(source)
 
     def run(self) -> None:
         """Until ``stop``."""
