@@ -14,6 +14,7 @@ from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
 from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
+LONG_SECONDS = 0.002  # shorter work is spun for: on an H200 naps in it cost a single process a fifth of its rate
 SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
 SHORTEST_NAP, LONGEST_NAP = 0.0003, 0.002
 
@@ -90,7 +91,7 @@ class Patience:
             return
         began, usual = self._clock(), self._usual.get(batch, 0.0)
         # NOTE: in slices, since the last batch may have been slow for once.
-        while (nap := began + usual - SPIN_SECONDS - self._clock()) >= SHORTEST_NAP:
+        while usual >= LONG_SECONDS and (nap := began + usual - SPIN_SECONDS - self._clock()) >= SHORTEST_NAP:
             self._sleep(min(nap, LONGEST_NAP))
             if stream.query():
                 self._usual[batch] = min(0.9 * usual, self._clock() - began)  # overslept: it took less than that
