@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
@@ -38,6 +39,12 @@ class DecodeTensor(GuardedBackend):
         self._out_of_memory = torch.cuda.OutOfMemoryError
         self._decode: Any = decode_jpeg
         self._rgb = ImageReadMode.RGB
+        with warnings.catch_warnings():
+            # NOTE: said once in a process, of memory that is not writable; nobody writes to an encoded image.
+            warnings.simplefilter("ignore")
+            encoded = self._frombuffer(_small_jpeg(), dtype=self._uint8)
+        for count in {1, self.max()}:  # nvJPEG starts at its first call: no request waits for that
+            self._decode([encoded] * count, mode=self._rgb, device=self.device)
 
     def max(self) -> int:
         return int(self.max_batch)
@@ -52,8 +59,7 @@ class DecodeTensor(GuardedBackend):
             except DecodeError as error:
                 item[TASK_ERROR_KEY] = error
             else:
-                # NOTE: a copy, since PyTorch wants writable memory and bytes are not.
-                good.append((item, self._frombuffer(bytearray(data), dtype=self._uint8), orientation))
+                good.append((item, self._frombuffer(data, dtype=self._uint8), orientation))
         if good:
             self._decode_batch(good)
 
@@ -83,3 +89,11 @@ def oriented(image: Any, orientation: int) -> Any:
         image = image.transpose(1, 2)
     dims = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
     return (image.flip(dims) if dims else image).contiguous()
+
+
+def _small_jpeg() -> bytes:
+    """16×16 pixels, black."""
+    import cv2
+    import numpy as np
+
+    return bytes(cv2.imencode(".jpg", np.zeros((16, 16, 3), np.uint8))[1])
