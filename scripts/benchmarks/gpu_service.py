@@ -17,7 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
-from benchmarks.gpu import SIDE, Engines, _cores, cpu_pipe, gpu_pipe
+from benchmarks.gpu import SIDE, WARM_UP, Engines, _cores, cpu_pipe, gpu_pipe
 from benchmarks.servers import client_report, free_port, load_in, run_clients, serving, started
 from torchpipe_py.loadtest.nodes import node_figures
 
@@ -48,7 +48,7 @@ def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
 
 
 def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment: Mapping[str, str]) -> Report:
-    """One service after the other, each beside the baseline: idle ones would still hold memory and contexts."""
+    """One service after the other, and the baseline in between: idle ones would still hold memory and contexts."""
     report = Report(f"G3, G4: over Thrift, client processes on the same {_cores()} cores, {how}")
     classic = [str(REPOSITORY / "scripts" / "baseline_server.py"), "--port", "0", "--engine", engines.engine(1)]
     with ExitStack() as stack:
@@ -58,15 +58,17 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
         found: dict[str, list[Load]] = {}
         notes: dict[str, str] = {}
         for workers in WORKERS:
+            found.setdefault(f"baseline, {FEW} clients", []).append(run_clients(base, folder, FEW, seconds))
             for name, config in _configs(engines, workers).items():
                 path = folder / f"{name}{workers}.toml".replace(" ", "_")
                 path.write_text(to_toml(config), encoding="utf-8")
                 what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}"
-                subjects = {f"baseline, {FEW} clients": partial(run_clients, base, folder, FEW, seconds)}
+                subjects = {}
                 http, began = free_port(), monotonic()
                 options = ["--workers", str(workers), "--http-port", str(http)]
                 with serving(str(path), options, environment) as port:
                     print(f"{what}: ready after {monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+                    run_clients(port, folder, MANY, WARM_UP)
                     for clients in (FEW, MANY):
                         one = f"{what}, {clients} clients"
                         subjects[one] = partial(_observed, notes, one, http, port, folder, clients, seconds)

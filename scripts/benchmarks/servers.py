@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,12 @@ def run_clients(port: int, images: Path, clients: int, seconds: float) -> Load:
 
 def client_report(port: int, images: Path, clients: int, seconds: float) -> dict[str, Any]:
     """The load tester's report of that."""
-    return client_qps(port, images, clients, max(clients, int(seconds * _rate(port, images, clients))))
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
+        command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--duration", str(seconds), "--no-progress"]
+        subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
+        report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
+    return report
 
 
 def load_in(report: Mapping[str, Any]) -> Load:
@@ -63,19 +67,3 @@ def free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     return port
-
-
-@lru_cache
-def _rate(port: int, images: Path, clients: int) -> float:
-    """About how many requests the service answers in a second."""
-    return float(client_qps(port, images, clients, 20 * clients)["qps"])
-
-
-def client_qps(port: int, images: Path, clients: int, total: int) -> dict[str, Any]:
-    """The load tester's report of ``total`` requests."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
-        command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--total_number", str(total), "--no-progress"]
-        subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
-        report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
-    return report
