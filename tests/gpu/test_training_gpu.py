@@ -1,0 +1,257 @@
+"""The training loader on a GPU: its streams, its generators, its agreement with the pipe; two GPUs where there are."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import jpeg, needs_gpu, needs_torchvision, photo
+from torch.utils.data import DataLoader
+
+from torchpipe_py import pipe
+from torchpipe_py.training import (
+    BadSample,
+    CudaPrefetcher,
+    ImageFiles,
+    TensorToTensor,
+    TorchpipeLoader,
+    cv2Resize,
+    wrap_dataloader_torchpipe,
+)
+
+pytestmark = [
+    needs_gpu,
+    needs_torchvision,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*more than the suggested max number of workers.*:UserWarning"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+H, W = 48, 40
+COUNT = 23
+
+
+def config(instances: int = 1) -> dict[str, Any]:
+    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
+    return {
+        "preprocess": {"backend": backend, "resize_h": H, "resize_w": W, "max": 8, "instance_num": instances},
+    }
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> ImageFiles:
+    """JPEGs of several sizes, three classes."""
+    return write(tmp_path, [jpeg(photo(90 + number % 4, 120 - number % 5, number)) for number in range(COUNT)])
+
+
+def write(folder: Path, images: list[bytes]) -> ImageFiles:
+    samples = []
+    for number, encoded in enumerate(images):
+        path = folder / f"{number:02d}.jpg"
+        path.write_bytes(encoded)
+        samples.append((str(path), number % 3))
+    return ImageFiles(samples)
+
+
+def wrapped(
+    dataset: Any, *, workers: int = 0, shuffle: bool = False, instances: int = 1, **more: Any
+) -> TorchpipeLoader:
+    loader = DataLoader(dataset, batch_size=4, shuffle=shuffle, num_workers=workers)
+    return wrap_dataloader_torchpipe(more.pop("kind", "single"), loader, config(instances), **more)
+
+
+def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
+    return [(one.images.cpu(), one.labels.tolist(), one.indices.tolist(), one.mask.tolist()) for one in loader]
+
+
+def same(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(left[0], right[0]) and left[1:] == right[1:] for left, right in zip(one, other, strict=True)
+    )
+
+
+class Noise:
+    """Draws from every generator there is, that of the GPU too; lasts a while on the GPU."""
+
+    def __call__(self, image: Any) -> Any:
+        drawn = float(torch.rand(1)) + random.random() + float(np.random.random())
+        image = TensorToTensor()(image) + drawn
+        return image + torch.rand(image.shape, device=image.device)
+
+
+class OnTheCpu:
+    def __call__(self, picture: Any) -> Any:
+        return TensorToTensor()(cv2Resize(H, W)(picture)) + torch.rand(1)
+
+
+def test_a_batch_is_what_the_pipe_gives(dataset: ImageFiles) -> None:
+    with wrapped(dataset) as loader, pipe(config()) as run:
+        seen = 0
+        for images, labels in loader:
+            assert images.is_cuda
+            assert labels.is_cuda
+            assert images.shape[1:] == (3, H, W)
+            for image in images:
+                run(item := {"data": dataset[seen][0]})
+                assert torch.equal(image, item["result"][0])
+                seen += 1
+        assert seen == COUNT
+
+
+def test_batches_are_the_same_for_any_number_of_workers_and_instances(dataset: ImageFiles) -> None:
+    more: dict[str, Any] = {
+        "transforms_gpu": Noise(),
+        "transforms_batch": lambda images: images + torch.rand(images.shape, device=images.device),
+        "transforms_cpu": OnTheCpu(),
+        "cpu_percentage": 0.4,
+        "shuffle": True,
+    }
+    epochs: list[list[Any]] = []
+    for workers, prefetch, instances in ((0, 0, 1), (2, 3, 3)):
+        torch.cuda.manual_seed(workers)  # of no consequence
+        with wrapped(dataset, workers=workers, prefetch=prefetch, instances=instances, **more) as loader:
+            epochs.append([])
+            for _ in range(3):
+                epochs[-1] += taken(loader)
+                loader.reset()
+            assert 0 < loader.stats()["cpu_batches"] < loader.stats()["batches"]
+    assert same(*epochs)
+
+
+def test_the_programs_generators_are_left_alone(dataset: ImageFiles) -> None:
+    with wrapped(dataset, transforms_gpu=Noise()) as loader:
+        torch.cuda.manual_seed(5)
+        before = torch.cuda.get_rng_state(), torch.get_rng_state()
+        list(loader)
+        assert all(map(torch.equal, before, (torch.cuda.get_rng_state(), torch.get_rng_state())))
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_memory_of_a_batch_lasts_until_the_model_has_read_it(dataset: ImageFiles, prefetch: int) -> None:
+    """The model's stream is far behind, and nobody holds the batch: its memory must not become the next one's."""
+    with wrapped(dataset, transforms_gpu=TensorToTensor(), prefetch=prefetch) as loader:
+        expected = [images.double().sum(dim=(1, 2, 3)).tolist() for images, _ in loader]
+        for _ in range(3):
+            loader.reset()
+            sums = []
+            for images, _labels in loader:
+                torch.cuda._sleep(30_000_000)
+                sums.append(images.double().sum(dim=(1, 2, 3)))
+                del images
+            assert [one.tolist() for one in sums] == expected
+
+
+def test_bad_samples(dataset: ImageFiles, tmp_path: Path) -> None:
+    Path(dataset.samples[5][0]).write_bytes(b"no image")
+    Path(dataset.samples[9][0]).write_bytes(jpeg(photo(60, 60, 1))[:900])
+    with wrapped(dataset, bad_samples="mask") as loader:
+        batches = taken(loader)
+        masked = [
+            index for _, _, indices, mask in batches for index, good in zip(indices, mask, strict=True) if not good
+        ]
+        assert masked == [5, 9]
+        assert all(float(images.sum()) == 0.0 for images in (batches[1][0][1], batches[2][0][1]))
+        assert loader.stats()["bad"]["kinds"] == {"corrupt": 2}
+    with wrapped(dataset, bad_samples="skip") as loader:
+        assert sum(len(one[1]) for one in taken(loader)) == COUNT - 2
+    with wrapped(dataset) as loader, pytest.raises(BadSample, match=re.escape(dataset.samples[5][0])):
+        list(loader)
+
+
+def test_resuming_in_mid_epoch(dataset: ImageFiles) -> None:
+    more: dict[str, Any] = {"transforms_gpu": Noise(), "shuffle": True, "workers": 1}
+    with wrapped(dataset, **more) as loader:
+        whole = taken(loader)
+    with wrapped(dataset, **more) as loader:
+        for _ in range(2):
+            next(loader)
+        state = loader.state_dict()
+    with wrapped(dataset, **more) as loader:
+        loader.load_state_dict(state)
+        assert same(taken(loader), whole[2:])
+
+
+def test_the_prefetcher_gives_every_batch_unharmed() -> None:
+    batches = [(torch.full((4, 1000), float(number)), [torch.tensor([number])]) for number in range(12)]
+    loader = DataLoader(batches, batch_size=None, pin_memory=True)  # type: ignore[arg-type]
+    sums = []
+    for values, (number,) in CudaPrefetcher(loader):
+        assert values.is_cuda
+        torch.cuda._sleep(10_000_000)
+        sums.append((values.sum(), number))
+        del values
+    assert [(float(total), int(number)) for total, number in sums] == [(4000.0 * n, n) for n in range(12)]
+
+
+# -- the scripts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes that differ in color; 32 images to train on, 9 to validate with."""
+    for part, count in (("train", 32), ("val", 9)):
+        for number in range(count):
+            name, color = (("blue", (40, 60, 220)), ("red", (220, 60, 40)))[number % 2]
+            mat = np.clip(photo(64, 80, number) * 0.2 + np.array(color) * 0.8, 0, 255).astype(np.uint8)
+            place = tmp_path / "data" / part / name
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{number:02d}.jpg").write_bytes(jpeg(mat))
+    return tmp_path / "data"
+
+
+def started(folder: Path, *command: object) -> list[tuple[float, int]]:
+    """Accuracy and number of images of each epoch that the script prints."""
+    toml = folder / "pipe.toml"
+    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
+    toml.write_text(f'[preprocess]\nbackend = "{backend}"\nresize_h = 64\nresize_w = 64\nmax = 8\n', encoding="utf-8")
+    options = ["--data", folder, "--toml", toml, "--batch-size", 4, "--workers", 1, "--lr", 0.003]
+    done = subprocess.run(
+        [*map(str, command), *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [(float(share), int(seen)) for share, seen in re.findall(r"accuracy ([\d.]+) of (\d+) images", done.stdout)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(folder: Path, precision: str) -> None:
+    script = [sys.executable, SCRIPTS / "train_amp.py", "--precision", precision]
+    assert started(folder, *script, "--epochs", 6)[-1] == (1.0, 9)
+
+
+def test_a_training_goes_on(folder: Path, tmp_path: Path) -> None:
+    script = [sys.executable, SCRIPTS / "train.py", "--epochs", 6, "--checkpoint", tmp_path / "last.pt"]
+    first = started(folder, *script, "--max-steps", 11)  # of eight in an epoch
+    assert len(first) == 1
+    assert len(first + started(folder, *script)) == 6
+
+
+@needs_two
+def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
+    with wrapped(dataset, transforms_gpu=TensorToTensor()) as loader:
+        single = taken(loader)
+    with wrapped(dataset, kind="dp", transforms_gpu=TensorToTensor()) as loader:
+        assert same(taken(loader), single)
+    with wrapped(dataset, kind="dp", gather=False) as loader:
+        images, labels = next(loader)
+        assert [one.device.index for one in images] == [one.device.index for one in labels] == [0, 1]
+
+
+@needs_two
+def test_two_processes_over_nccl(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    figures = started(folder, *torchrun, SCRIPTS / "train_ddp.py", "--epochs", 6)
+    assert figures[-1] == (1.0, 9)
