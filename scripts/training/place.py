@@ -30,6 +30,25 @@ class Place:
     def is_distributed(self) -> bool:
         return self.parallel_type == "ddp"
 
+    def wait(self, device: Any) -> None:
+        """Until what was started on ``device``, and in "dp" on the others, is done."""
+        if device.type == "cuda":
+            devices = range(torch.cuda.device_count()) if self.parallel_type == "dp" else [device]
+            for one in devices:
+                torch.cuda.synchronize(one)
+
+    def memory(self, device: Any) -> list[int]:
+        """MiB in use on each process's GPU, in "dp" on each GPU, by anyone; empty on the CPU."""
+        if device.type != "cuda":
+            return []
+        if self.parallel_type == "dp":
+            return [_used(one) for one in range(torch.cuda.device_count())]
+        if not self.is_distributed:
+            return [_used(device)]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, _used(device))
+        return found
+
     def summed(self, values: list[float], device: Any) -> list[float]:
         """Each value, summed over the processes."""
         if not self.is_distributed:
@@ -57,3 +76,8 @@ def torchrun_place(device: str | None) -> Place:
         return nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])
 
     return Place("ddp", local_rank, None if on_gpu else "cpu", dist.get_rank(), wrap)
+
+
+def _used(device: Any) -> int:
+    free, whole = torch.cuda.mem_get_info(device)
+    return (whole - free) >> 20

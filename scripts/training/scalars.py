@@ -17,6 +17,11 @@ class Scalars:
             module = library("torch.utils.tensorboard", "tensorboard", "--tensorboard")
             self._writer = module.SummaryWriter(str(folder))
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether anybody sees them."""
+        return self._writer is not None
+
     def add(self, step: int, **values: float) -> None:
         if self._writer is not None:
             for name, value in values.items():

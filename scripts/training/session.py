@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from training.place import Place
 from training.scalars import Scalars
 
 IGNORED = -100
+LOG_EVERY = 10  # steps between two points of a curve in TensorBoard
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,6 +40,8 @@ class Session:
         self._args, self._place, self._loaders = args, place, loaders
         self.device = loaders.train.devices[0]
         self.bare = make_model(args.arch, len(loaders.classes), args.seed).to(self.device)
+        if self.device.type == "cuda":
+            self.bare = self.bare.to(memory_format=torch.channels_last)  # what tensor cores want
         self.model = place.wrap(self.bare)
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.bare = self.model.module  # with synchronised batch norms it is another one
@@ -50,7 +54,10 @@ class Session:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.scalars = Scalars(args.tensorboard if place.rank == 0 else None)
         self._steps = self._steps_now = 0
-        self._sums = [0.0, 0.0]  # loss and samples of this epoch
+        # Of this epoch: the losses, on the device, since to ask for one is to wait for the step; samples; seconds.
+        self._loss: Any = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._samples = 0
+        self._timed = 0.0, 0  # seconds of it in this run, and the samples before those
         self._resume()
 
     def train(self) -> dict[str, Any]:
@@ -72,6 +79,7 @@ class Session:
         shown = tqdm(
             initial=loader.state_dict()["position"], total=len(loader), desc=f"epoch {loader.epoch}", **self._quiet()
         )
+        began, before = perf_counter(), self._samples
         with shown:
             for batch in loader:
                 self._step(batch)
@@ -80,6 +88,8 @@ class Session:
                     return False
                 if args.save_every and self._steps % args.save_every == 0:
                     self._save()
+        self._place.wait(self.device)
+        self._timed = perf_counter() - began, before
         return True
 
     def _quiet(self) -> dict[str, Any]:
@@ -97,24 +107,32 @@ class Session:
         self._steps += 1
         self._steps_now += 1
         count = int(batch.mask.sum())
-        self._sums[0] += float(loss.detach()) * count
-        self._sums[1] += count
-        self.scalars.add(self._steps, loss=float(loss.detach()), lr=self._schedule.get_last_lr()[0])
+        self._loss += loss.detach() * count
+        self._samples += count
+        if self.scalars.are_wanted and self._steps % LOG_EVERY == 0:
+            self.scalars.add(self._steps, loss=float(loss.detach()), lr=self._schedule.get_last_lr()[0])
 
     def _finish_epoch(self) -> dict[str, Any]:
         epoch = self._loaders.train.epoch
-        loss, samples = self._place.summed(self._sums, self.device)
+        seconds, before = self._timed
+        loss, samples, timed = self._place.summed(
+            [float(self._loss), self._samples, self._samples - before], self.device
+        )
         accuracy, seen = self.validate()
         stats = self._loaders.train.stats()
         figures = {"epoch": epoch, "loss": loss / max(1.0, samples), "accuracy": accuracy, "validated": seen}
-        self.scalars.add(self._steps, accuracy=accuracy, samples_per_s=stats["samples_per_s"])
+        self.scalars.add(self._steps, accuracy=accuracy, samples_per_s=timed / seconds)
+        memory = self._place.memory(self.device)
         if self._place.rank == 0:
             print(
                 f"epoch {epoch}: loss {figures['loss']:.4f}, accuracy {accuracy:.4f} of {seen} images, "
+                f"{seconds:.2f} s, {timed / seconds:.0f} images/s, "
                 f"waited for data {stats['stall_share']:.0%} of the time, bad samples {stats['bad']['count']}"
+                + (f", GPU memory in use {' '.join(map(str, memory))} MiB" if memory else "")
             )
         self._loaders.train.reset()
-        self._sums = [0.0, 0.0]
+        self._loss.zero_()
+        self._samples = 0
         self._save()
         return figures
 
@@ -137,7 +155,7 @@ class Session:
     def _save(self) -> None:
         if self._args.checkpoint is None:
             return
-        loss, samples = self._place.summed(self._sums, self.device)
+        loss, samples = self._place.summed([float(self._loss), self._samples], self.device)
         if self._place.rank == 0:
             state = {name: part.state_dict() for name, part in self._parts().items()}
             checkpoints.save(
@@ -152,7 +170,9 @@ class Session:
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         self._steps = state["steps"]
-        self._sums = list(state["sums"]) if self._place.rank == 0 else [0.0, 0.0]
+        if self._place.rank == 0:
+            self._loss += state["sums"][0]
+            self._samples = int(state["sums"][1])
 
     def _parts(self) -> dict[str, Any]:
         return {
