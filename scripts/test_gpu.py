@@ -1,0 +1,159 @@
+"""How good a trained model is on labelled images, served by a pipe or run by PyTorch; on a GPU, or the CPU.
+
+    python scripts/test_gpu.py --checkpoint last.pt --data DIR/val --toml configs/preprocess_gpu.toml --solution both
+
+"pipe": preprocessing and model in one pipe, called from several threads, as a service does. "torch": the pipe
+preprocesses only, and PyTorch runs the model in batches, as in training. DIR/val has a folder for each class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from training.data import Normalise
+from training.evaluation import Agreement, Predictions, Scores
+from training.serving import PRECISIONS, check_preprocessing, load_model, serving_config
+
+from torchpipe_py import TorchpipeError, pipe
+from torchpipe_py.training import ImageFolder, TensorToTensor, UnreadableFile, wrap_dataloader_torchpipe
+
+SOLUTIONS = ("pipe", "torch")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A solution's predictions, in the dataset's order, and how long all took once everything was loaded."""
+
+    predictions: Predictions
+    seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when evaluated, 2 with one line on stderr otherwise."""
+    args = _parser().parse_args(argv)
+    try:
+        report = evaluate(args)
+        if args.json is not None:
+            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except (TorchpipeError, OSError) as error:
+        print(f"test_gpu: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Run and print what ``--solution`` asks for; all figures. Raises ``TorchpipeError``."""
+    dataset = ImageFolder(args.data)
+    labels = [label for _, label in dataset.samples]
+    runs: dict[str, Run] = {}
+    report: dict[str, Any] = {"data": str(args.data), "precision": args.precision, "solutions": {}}
+    for name in SOLUTIONS if args.solution == "both" else (args.solution,):
+        run = runs[name] = {"pipe": by_pipe, "torch": by_torch}[name](args, dataset)
+        scores = Scores.of(labels, run.predictions.classes, len(dataset.classes))
+        rate = len(labels) / run.seconds
+        print(f"{name}: {scores}, {rate:.1f} images/s", flush=True)
+        report["solutions"][name] = {**asdict(scores), "images_per_s": rate}
+    if len(runs) == 2:
+        found = Agreement.of(*(run.predictions for run in runs.values()))
+        print(f"top-1 agreement {found.share:.4f}, scores differ by {found.largest:.2g} at most")
+        report["agreement"] = asdict(found)
+    return report
+
+
+def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
+    """Preprocessing and model in one pipe, called from ``--clients`` threads."""
+    found = Predictions.none(len(dataset))
+    numbers = {name: number for number, name in enumerate(dataset.classes)}
+    with ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = serving_config(
+            args.checkpoint, args.toml, args.arch, args.size, args.precision, args.engine, folder, dataset.classes
+        )
+        run = stack.enter_context(pipe(config))
+        clients = stack.enter_context(ThreadPoolExecutor(args.clients))
+
+        def predict(index: int) -> None:
+            try:
+                request: dict[str, Any] = {"data": dataset[index][0]}
+            except UnreadableFile:
+                return
+            run(request)
+            if "result" in request:
+                name, found.scores[index] = request["result"]
+                found.classes[index] = numbers[name]
+
+        predict(0)
+        began = perf_counter()
+        for _ in clients.map(predict, range(len(dataset))):
+            pass
+        return Run(found, perf_counter() - began)
+
+
+def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
+    """Preprocessing by the pipe, the model by PyTorch in batches: what validates in training."""
+    model = load_model(args.checkpoint, args.arch, dataset.classes)
+    check_preprocessing(args.toml, args.size)
+    plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
+    found = Predictions.none(len(dataset))
+    with wrap_dataloader_torchpipe(
+        "single", plain, args.toml, TensorToTensor(), bad_samples="mask", transforms_batch=Normalise()
+    ) as loader:
+        device = loader.devices[0]
+        model.to(device)
+        _probabilities(model, torch.zeros(args.batch_size, 3, args.size, args.size, device=device), args.precision)
+        began = perf_counter()
+        for batch in loader:
+            scores, named = _probabilities(model, batch.images, args.precision).max(dim=1)
+            indices = batch.indices[batch.mask].numpy()
+            found.classes[indices] = named.cpu()[batch.mask].numpy()
+            found.scores[indices] = scores.cpu()[batch.mask].numpy()
+        return Run(found, perf_counter() - began)
+
+
+@torch.inference_mode()
+def _probabilities(model: Any, images: Any, precision: str) -> Any:
+    """float32 N×classes."""
+    with torch.autocast(images.device.type, torch.float16, enabled=precision == "fp16"):
+        return model(images).float().softmax(dim=1)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="written by scripts/train.py")
+    parser.add_argument("--data", type=Path, required=True, help="a folder of class folders, DIR/val say")
+    parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as in training")
+    parser.add_argument("--solution", choices=(*SOLUTIONS, "both"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--engine", choices=("onnx", "tensorrt"), help="of the pipe (default: TensorRT where it works, else ONNX)"
+    )
+    parser.add_argument("--arch", default="small", help="as in training (default: %(default)s)")
+    parser.add_argument("--size", type=_count, default=224, help="the TOML's, in pixels (default: %(default)s)")
+    parser.add_argument("--clients", type=_count, default=8, help="threads that call the pipe (default: %(default)s)")
+    parser.add_argument("--batch-size", type=_count, default=32, help="of PyTorch (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="keeps model, labels and engine (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
