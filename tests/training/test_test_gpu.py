@@ -11,13 +11,13 @@ import pytest
 import test_gpu
 import torch
 from benchmarks.gpu_service import to_toml
-from conftest import encode
 from training.data import Normalise
 from training.evaluation import Agreement, Predictions, Scores
 from training.options import make_parser
 from training.place import Place
 from training.serving import load_model, serving_config
 from training.session import run as train
+from training_data import write_classes
 
 from torchpipe_py import pipe
 from torchpipe_py.training import TrainingError
@@ -37,21 +37,11 @@ device = "cpu"
 """
 
 
-def write_data(folder: Path, train_count: int, val_count: int) -> None:
-    rng = np.random.default_rng(0)
-    for part, count in (("train", train_count), ("val", val_count)):
-        for number in range(count):
-            name, color = (("blue", (220, 60, 40)), ("red", (40, 60, 220)))[number % 2]
-            mat = np.clip(np.array(color) + rng.normal(0, 15, (26, 22, 3)), 0, 255).astype(np.uint8)
-            (folder / part / name).mkdir(parents=True, exist_ok=True)
-            (folder / part / name / f"{number:02d}.jpg").write_bytes(encode(mat))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``data``, ``cpu.toml`` and ``last.pt`` of nine steps."""
     folder = tmp_path_factory.mktemp("trained")
-    write_data(folder / "data", 12, 7)
+    write_classes(folder / "data", 12, 7)
     (folder / "cpu.toml").write_text(TOML, encoding="utf-8")
     options = ["--data", folder / "data", "--toml", folder / "cpu.toml", "--checkpoint", folder / "last.pt"]
     options += ["--device", "cpu", "--batch-size", 4, "--workers", 0, "--epochs", 3]
@@ -95,7 +85,7 @@ def test_both_solutions_agree(
 def test_one_solution_and_an_image_that_cannot_be_read(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_data(tmp_path, 0, 4)
+    write_classes(tmp_path, 0, 4)
     (tmp_path / "val" / "red" / "01.jpg").write_bytes(b"no image")
     (tmp_path / "val" / "red" / "03.jpg").write_bytes(b"")
     for solution in ("pipe", "torch"):

@@ -9,11 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import encode
-from training_data import write_toml
+from training_data import write_classes, write_toml
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -21,14 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two classes that differ in color: twelve images to train on, five to validate with."""
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 12), ("val", 5)):
-        for number in range(count):
-            name, color = (("blue", (220, 60, 40)), ("red", (40, 60, 220)))[number % 2]
-            mat = np.clip(np.array(color) + rng.normal(0, 15, (26, 22, 3)), 0, 255).astype(np.uint8)
-            place = tmp_path / "data" / part / name
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"{number:02d}.jpg").write_bytes(encode(mat))
+    write_classes(tmp_path / "data", 12, 5)
     return tmp_path / "data"
 
 

@@ -48,6 +48,18 @@ def write_images(folder: Path, count: int, corrupt: Sequence[int] = (), missing:
     return ImageFiles(samples)
 
 
+def write_classes(folder: Path, train: int, val: int) -> None:
+    """JPEGs in ``train/`` and ``val/``, so many in each, of two classes that differ in color."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", val)):
+        for number in range(count):
+            name, color = (("blue", (220, 60, 40)), ("red", (40, 60, 220)))[number % 2]
+            mat = np.clip(np.array(color) + rng.normal(0, 15, (26, 22, 3)), 0, 255).astype(np.uint8)
+            place = folder / part / name
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{number:02d}.jpg").write_bytes(encode(mat))
+
+
 class RandomOffset:
     """Adds a number drawn from each of the three global generators."""
 
