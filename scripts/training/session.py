@@ -82,7 +82,7 @@ class Session:
         began, before = perf_counter(), self._samples
         with shown:
             for batch in loader:
-                self._step(batch)
+                self.step(batch)
                 shown.update()
                 if self._steps_now == args.max_steps:
                     return False
@@ -95,7 +95,8 @@ class Session:
     def _quiet(self) -> dict[str, Any]:
         return {"disable": True if self._place.rank else None, "leave": False}
 
-    def _step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> None:
+        """Forward, backward and update on one batch, of a model in training mode."""
         images, labels = batch
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
             loss = masked_loss(self.model(images), labels)
