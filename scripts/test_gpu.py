@@ -11,33 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-from training.data import Normalise
-from training.evaluation import Agreement, Predictions, Scores
-from training.serving import PRECISIONS, check_preprocessing, load_model, serving_config
+from training.evaluation import Agreement, Scores
+from training.serving import PRECISIONS
+from training.solutions import Run, by_pipe, by_torch
 
-from torchpipe_py import TorchpipeError, pipe
-from torchpipe_py.training import ImageFolder, TensorToTensor, UnreadableFile, wrap_dataloader_torchpipe
+from torchpipe_py import TorchpipeError
+from torchpipe_py.training import ImageFolder
 
 SOLUTIONS = ("pipe", "torch")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A solution's predictions, in the dataset's order, and how long all took once everything was loaded."""
-
-    predictions: Predictions
-    seconds: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,63 +56,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         print(f"top-1 agreement {found.share:.4f}, scores differ by {found.largest:.2g} at most")
         report["agreement"] = asdict(found)
     return report
-
-
-def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
-    """Preprocessing and model in one pipe, called from ``--clients`` threads."""
-    found = Predictions.none(len(dataset))
-    numbers = {name: number for number, name in enumerate(dataset.classes)}
-    with ExitStack() as stack:
-        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = serving_config(
-            args.checkpoint, args.toml, args.arch, args.size, args.precision, args.engine, folder, dataset.classes
-        )
-        run = stack.enter_context(pipe(config))
-        clients = stack.enter_context(ThreadPoolExecutor(args.clients))
-
-        def predict(index: int) -> None:
-            try:
-                request: dict[str, Any] = {"data": dataset[index][0]}
-            except UnreadableFile:
-                return
-            run(request)
-            if "result" in request:
-                name, found.scores[index] = request["result"]
-                found.classes[index] = numbers[name]
-
-        predict(0)
-        began = perf_counter()
-        for _ in clients.map(predict, range(len(dataset))):
-            pass
-        return Run(found, perf_counter() - began)
-
-
-def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
-    """Preprocessing by the pipe, the model by PyTorch in batches: what validates in training."""
-    model = load_model(args.checkpoint, args.arch, dataset.classes)
-    check_preprocessing(args.toml, args.size)
-    plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
-    found = Predictions.none(len(dataset))
-    with wrap_dataloader_torchpipe(
-        "single", plain, args.toml, TensorToTensor(), bad_samples="mask", transforms_batch=Normalise()
-    ) as loader:
-        device = loader.devices[0]
-        model.to(device)
-        _probabilities(model, torch.zeros(args.batch_size, 3, args.size, args.size, device=device), args.precision)
-        began = perf_counter()
-        for batch in loader:
-            scores, named = _probabilities(model, batch.images, args.precision).max(dim=1)
-            indices = batch.indices[batch.mask].numpy()
-            found.classes[indices] = named.cpu()[batch.mask].numpy()
-            found.scores[indices] = scores.cpu()[batch.mask].numpy()
-        return Run(found, perf_counter() - began)
-
-
-@torch.inference_mode()
-def _probabilities(model: Any, images: Any, precision: str) -> Any:
-    """float32 N×classes."""
-    with torch.autocast(images.device.type, torch.float16, enabled=precision == "fp16"):
-        return model(images).float().softmax(dim=1)
 
 
 def _count(text: str) -> int:

@@ -127,7 +127,7 @@ def _export(model: nn.Module, path: Path, size: int) -> None:
     served = onnxruntime.InferenceSession(normalized_model(str(path), mean, std), providers=["CPUExecutionProvider"])
     pixels = torch.randint(0, 256, (3, 3, size, size), generator=torch.Generator().manual_seed(0)).float()
     with torch.inference_mode():
-        expected = model(Normalise()(pixels / 255))
+        expected = model(Normalise()(pixels))
     (logits,) = served.run(None, {"input": pixels.numpy()})
     difference, scale = (expected - torch.from_numpy(logits)).abs().max().item(), expected.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, scale):  # NOTE: written so that NaN is refused

@@ -103,7 +103,7 @@ def test_logits_of_the_served_model_are_those_of_pytorch(trained: Path, tmp_path
             served(one := {"data": path.read_bytes()})
             preprocessing(other := {"data": path.read_bytes()})
             with torch.inference_mode():
-                expected = model(Normalise()(other["result"].float() / 255))
+                expected = model(Normalise()(other["result"]))
             torch.testing.assert_close(one["result"], expected, atol=1e-3, rtol=0)
 
 
