@@ -23,7 +23,10 @@ from training.serving import check_preprocessing, load_model, serving_config
 
 @dataclass(frozen=True)
 class Run:
-    """A solution's predictions, in the dataset's order, and how long all took once everything was loaded."""
+    """A solution's predictions, in the dataset's order, and how long all took once the model was loaded and warm.
+
+    With few images the time of ``by_torch`` is mostly that of its first batch: reading processes start with it.
+    """
 
     predictions: Predictions
     seconds: float
