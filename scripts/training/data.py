@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -41,29 +42,7 @@ class FlipAndNormalise(Normalise):
         return super().__call__(torch.where(flips[:, None, None, None], images.flip(-1), images))
 
 
-class Loaders:
-    """``train`` and ``val``, and the names of the ``classes``; a context that closes both."""
-
-    def __init__(self, args: argparse.Namespace, place: Place) -> None:
-        train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
-        if train.classes != val.classes:
-            raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
-        self.classes = train.classes
-        with ExitStack() as stack:
-            self.train = stack.enter_context(_training(args, place, train))
-            if not len(self.train):
-                raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
-            self.val = stack.enter_context(_validation(args, place, val))
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Loaders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-
-def _training(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
+def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
     sampler = DistributedSampler(dataset, seed=args.seed) if place.is_distributed else None
     loader = DataLoader(
         dataset, args.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=args.workers, drop_last=True
@@ -71,10 +50,42 @@ def _training(args: argparse.Namespace, place: Place, dataset: Any) -> Torchpipe
     return _wrapped(args, place, loader, args.toml, FlipAndNormalise())
 
 
-def _validation(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
+def validation_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
     sampler = DistributedEvalSampler(dataset) if place.is_distributed else None
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.workers)
     return _wrapped(args, place, loader, args.val_toml or args.toml, Normalise())
+
+
+class Loaders:
+    """``train`` and ``val``, and the names of the ``classes``; a context that closes both.
+
+    ``training`` and ``validation`` make them from the options, the place and an ``ImageFolder``: of ours, or of others
+    with what ``Session`` uses of ``TorchpipeLoader``.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        place: Place,
+        training: Callable[[argparse.Namespace, Place, Any], Any] = training_loader,
+        validation: Callable[[argparse.Namespace, Place, Any], Any] = validation_loader,
+    ) -> None:
+        train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
+        if train.classes != val.classes:
+            raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
+        self.classes = train.classes
+        with ExitStack() as stack:
+            self.train = stack.enter_context(training(args, place, train))
+            if not len(self.train):
+                raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
+            self.val = stack.enter_context(validation(args, place, val))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Loaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms: Any) -> TorchpipeLoader:

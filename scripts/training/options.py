@@ -11,12 +11,13 @@ def to_device(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """All options but those of one script alone."""
+def make_parser(description: str, toml: bool = True) -> argparse.ArgumentParser:
+    """All options but those of one script alone; ``toml``: whether a pipe does the preprocessing."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
-    parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")
-    parser.add_argument("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
+    if toml:
+        parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")
+        parser.add_argument("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
     parser.add_argument("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="of each process (default: %(default)s)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -23,9 +24,14 @@ LOG_EVERY = 10  # steps between two points of a curve in TensorBoard
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run(args: argparse.Namespace, place: Place, precision: str = "fp32") -> dict[str, Any]:
+def run(
+    args: argparse.Namespace,
+    place: Place,
+    precision: str = "fp32",
+    open_loaders: Callable[[argparse.Namespace, Place], Loaders] = Loaders,
+) -> dict[str, Any]:
     """Train; the last epoch's figures. Prints a line for each epoch on rank 0."""
-    with Loaders(args, place) as loaders:
+    with open_loaders(args, place) as loaders:
         session = Session(args, place, loaders, precision)
         try:
             return session.train()
