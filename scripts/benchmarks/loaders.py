@@ -1,0 +1,144 @@
+"""Data loaders that all do one thing: a folder's JPEGs as normalised batches on the device, flipped at random.
+
+Each subject is a context, whose value gives batches without end: float32 N×3×224×224. Closing it ends its threads and
+processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from training.dali import DaliLoader, Recipe
+from training.data import MEAN, STD, Normalise
+
+from torchpipe_py.training import ImageFolder, TorchpipeLoader, TrainingError, wrap_dataloader_torchpipe
+from torchpipe_py.training.libraries import library
+
+SIZE = 224
+CPU_TOML = Path(__file__).resolve().parents[2] / "configs" / "preprocess_cpu.toml"
+
+Batches = Iterator[Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``folder`` has a folder of JPEGs for each class; ``workers`` are processes, or the threads of DALI."""
+
+    folder: Path
+    batch_size: int
+    workers: int
+    device: Any
+
+
+class FlipAndNormalise:
+    """For ``transforms_batch``: N×3×H×W in 0..255; each image is flipped with probability 1/2, then normalised."""
+
+    def __init__(self) -> None:
+        self._normalise = Normalise()
+
+    def __call__(self, images: Any) -> Any:
+        flips = (torch.rand(len(images)) < 0.5).to(images.device, non_blocking=True)
+        images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+        return self._normalise(images.to(torch.float32) / 255.0)
+
+
+@contextmanager
+def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
+    """What most trainings have: Pillow in the workers of a DataLoader, pinned memory, a copy to the device."""
+    transforms = library("torchvision.transforms", "torchvision", "this loader")
+    datasets = library("torchvision.datasets", "torchvision", "this loader")
+    steps = [
+        transforms.Resize((SIZE, SIZE)),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(MEAN, STD),
+    ]
+    loader = DataLoader(
+        datasets.ImageFolder(str(setting.folder), transforms.Compose(steps)),
+        setting.batch_size,
+        shuffle=True,
+        num_workers=setting.workers,
+        drop_last=True,
+        pin_memory=setting.device.type == "cuda",
+        persistent_workers=setting.workers > 0,
+    )
+    _check(loader, setting)
+
+    def endless() -> Batches:
+        while True:
+            for images, _ in loader:
+                yield images.to(setting.device, non_blocking=True)
+
+    with closing(endless()) as batches:
+        try:
+            yield batches
+        finally:
+            loader._iterator = None  # ends the workers, which a persistent iterator keeps
+
+
+def ours(config: Any) -> Callable[[Setting], AbstractContextManager[Batches]]:
+    """Decoded by a pipe, flipped and normalised once for a batch."""
+
+    @contextmanager
+    def opened(setting: Setting) -> Iterator[Batches]:
+        dataloader = DataLoader(
+            ImageFolder(setting.folder), setting.batch_size, shuffle=True, num_workers=setting.workers, drop_last=True
+        )
+        _check(dataloader, setting)
+        with wrap_dataloader_torchpipe(
+            "single",
+            dataloader,
+            config(setting.batch_size),
+            devices=setting.device,
+            transforms_batch=FlipAndNormalise(),
+        ) as loader:
+            yield _endless(loader)
+
+    return opened
+
+
+def dali(decode: str) -> Callable[[Setting], AbstractContextManager[Batches]]:
+    """``decode``: where DALI decodes, resizes, flips and normalises, "cpu" or "gpu"."""
+
+    @contextmanager
+    def opened(setting: Setting) -> Iterator[Batches]:
+        recipe = Recipe(SIZE, setting.batch_size, decode, is_training=True, threads=max(1, setting.workers))
+        with DaliLoader(ImageFolder(setting.folder), setting.device, recipe) as loader:
+            _check(loader, setting)
+            yield _endless(loader)
+
+    return opened
+
+
+def pipe_on_gpu(batch_size: int) -> dict[str, Any]:
+    """Decoded and resized in batches by instances on the GPU."""
+    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
+    return {"preprocess": {"backend": backend, "resize_h": SIZE, "resize_w": SIZE, "max": batch_size}}
+
+
+SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
+    # NOTE: DALI comes last, since it keeps its GPU memory when it is closed.
+    "torchvision": torchvision_cpu,
+    "ours-cpu": ours(lambda _: CPU_TOML),
+    "ours-gpu": ours(pipe_on_gpu),
+    "dali-cpu": dali("cpu"),
+    "dali-gpu": dali("gpu"),
+}
+
+
+def _endless(loader: TorchpipeLoader | DaliLoader) -> Batches:
+    while True:
+        for batch in loader:
+            yield batch.images
+        loader.reset()
+
+
+def _check(loader: Any, setting: Setting) -> None:
+    if not len(loader):
+        raise TrainingError(f"{setting.folder}: fewer images than a batch of {setting.batch_size}")
