@@ -13,14 +13,16 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from training.options import make_parser
 from training.place import torchrun_place
-from training.session import run
+from training.session import PRECISIONS, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser(__doc__ or "").parse_args(argv)
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="(default: %(default)s)")
+    args = parser.parse_args(argv)
     place = torchrun_place(args.device)
     try:
-        run(args, place)
+        run(args, place, args.precision)
     finally:
         dist.destroy_process_group()
     return 0

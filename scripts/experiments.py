@@ -1,0 +1,84 @@
+"""``python scripts/experiments.py accuracy|throughput|epochs|report --work DIR``: the tables of training and serving.
+
+``accuracy``: recall and precision where training and serving decode alike, and where they do not, on generated
+textures. ``throughput``: loaders side by side. ``epochs``: plain, mixed precision, DP, DDP. Each writes its figures
+to DIR; ``report`` makes tables (``report.md``) and plots of those that are there, and needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from training.report import report
+
+SCRIPTS = Path(__file__).resolve().parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.name == "report":
+        print(report(args.work))
+        return 0
+    if args.name == "throughput":
+        command = [sys.executable, str(SCRIPTS / "loader_throughput.py"), "--data", str(args.data or _textures(args))]
+        options = ["--json", str(args.work / "throughput.json"), *args.more]
+        return subprocess.run([*command, *options], check=False).returncode
+    if args.name == "accuracy":
+        from training.accuracy_table import accuracy_table
+
+        found = accuracy_table(args)
+    else:
+        from training.epochs_table import epochs_table
+
+        args.data = args.data or _textures(args)
+        found = epochs_table(args)
+    found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    (args.work / f"{args.name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(report(args.work, only=args.name))
+    return 0
+
+
+def _textures(args: argparse.Namespace) -> Path:
+    """The generated set, made where it is not there."""
+    from os import cpu_count
+
+    from training.textures import write_set
+
+    folder: Path = args.work / "textures"
+    write_set(folder, args.train, args.val, args.classes, args.seed, jobs=cpu_count() or 1)
+    return folder
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    option = parser.add_argument
+    option("name", choices=("accuracy", "throughput", "epochs", "report"))
+    option("--work", type=Path, required=True, help="a folder for data, checkpoints and figures")
+    option("--data", type=Path, help="of throughput and epochs: a folder with train/ and val/ (default: textures)")
+    option("--train", type=int, default=200, help="generated images of each class (default: %(default)s)")
+    option("--val", type=int, default=250, help="and to validate with (default: %(default)s)")
+    option("--classes", type=int, default=8, help="(default: %(default)s)")
+    option("--seed", type=int, default=0, help="of images and training (default: %(default)s)")
+    option("--arch", default="resnet18", help="'small' or a torchvision classifier (default: %(default)s)")
+    option("--size", type=int, default=224, help="of accuracy: side of the network's input (default: %(default)s)")
+    option("--epochs", type=int, default=8, help="(default: %(default)s)")
+    option("--share", type=float, default=0.05, help="of the images, for the small training (default: %(default)s)")
+    option("--part-epochs", type=float, default=5.0, help="so many times the epochs for it (default: %(default)s)")
+    option("--batch-size", type=int, default=64, help="(default: %(default)s)")
+    option("--lr", type=float, default=1e-3, help="of accuracy (default: %(default)s)")
+    option("--workers", type=int, default=4, help="processes that read files (default: %(default)s)")
+    option("--toml", default=str(SCRIPTS.parent / "configs" / "preprocess_gpu.toml"), help="of epochs")
+    option("--only", nargs="+", help="of epochs: plain, bf16, fp16, DP, DDP")
+    option("--more", nargs=argparse.REMAINDER, default=[], help="of throughput: options of loader_throughput.py")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

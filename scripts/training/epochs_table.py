@@ -1,0 +1,77 @@
+"""How long an epoch takes: plain, in mixed precision, with DataParallel and with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+LINE = re.compile(
+    r"epoch (\d+): .* accuracy [\d.]+ of (\d+) images, ([\d.]+) s, (\d+) images/s, "
+    r"waited for data (\d+)%.*?(?:GPU memory in use ([\d ]+) MiB)?$",
+    re.MULTILINE,
+)
+
+
+def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
+    """A row for each way to train: of its last epoch seconds, images/s, and MiB in use on each GPU.
+
+    Each of N processes or GPUs gets ``--batch-size`` images a step, and the learning is the same otherwise.
+    """
+    gpus = torch.cuda.device_count()
+    some = max(2, gpus)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(some)]
+    batch = args.batch_size
+    ways: dict[str, tuple[list[str], int]] = {
+        "plain": ([str(SCRIPTS / "train.py")], batch),
+        "bf16": ([str(SCRIPTS / "train_amp.py"), "--precision", "bf16"], batch),
+        "fp16": ([str(SCRIPTS / "train_amp.py"), "--precision", "fp16"], batch),
+        f"DP, {some} devices": (
+            [str(SCRIPTS / "train_dp.py"), *([] if gpus else ["--devices", "cpu", "cpu"])],
+            some * batch,
+        ),
+        f"DDP, {some} processes": ([*torchrun, str(SCRIPTS / "train_ddp.py")], batch),
+        f"DDP, {some} processes, bf16": ([*torchrun, str(SCRIPTS / "train_ddp.py"), "--precision", "bf16"], batch),
+    }
+    rows = []
+    for name, (command, size) in ways.items():
+        if gpus == 1 and name.startswith(("DP", "DDP")):
+            rows.append({"name": name, "not_measured": "PyTorch finds one CUDA device"})
+        elif not args.only or name.split(",")[0] in args.only:
+            rows.append({"name": name, **_measured(args, command, size)})
+            print(rows[-1], flush=True)
+    by_name = {row["name"]: row for row in rows}
+    for single, parallel in (("plain", f"DDP, {some} processes"), ("bf16", f"DDP, {some} processes, bf16")):
+        one, many = by_name.get(single, {}), by_name.get(parallel, {})
+        if "images_per_s" in one and "images_per_s" in many:
+            many["scaling"] = many["images_per_s"] / one["images_per_s"]
+    return {"arch": args.arch, "batch": batch, "devices": gpus, "rows": rows}
+
+
+def _measured(args: argparse.Namespace, command: list[str], batch: int) -> dict[str, Any]:
+    options = ["--data", args.data, "--toml", args.toml, "--arch", args.arch, "--epochs", args.epochs]
+    options += ["--batch-size", batch, "--workers", args.workers]
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, options)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        check=False,
+    )
+    lines = LINE.findall(done.stdout)
+    if done.returncode or not lines:
+        return {"not_measured": " ".join((done.stderr or done.stdout).split())[-400:]}
+    _, _, seconds, rate, waited, memory = lines[-1]
+    return {
+        "seconds": float(seconds),
+        "images_per_s": float(rate),
+        "waited_for_data": int(waited) / 100,
+        "memory_mib": [int(one) for one in memory.split()],
+    }

@@ -1,0 +1,161 @@
+"""The experiments' figures as tables in Markdown and as plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.training.libraries import library
+
+Figures = dict[str, Any]
+
+
+def report(folder: Path, only: str | None = None) -> str:
+    """Tables of what ``folder`` holds; without ``only`` they go to ``report.md`` there, with a plot each."""
+    parts = []
+    for name, (title, table, plot) in PARTS.items():
+        path = folder / f"{name}.json"
+        if (only not in (None, name)) or not path.exists():
+            continue
+        figures: Figures = json.loads(path.read_text(encoding="utf-8"))
+        machine = figures.get("machine", "")
+        machine = machine.get("device", "") if isinstance(machine, dict) else machine
+        parts.append(f"## {title}\n\n{machine}\n\n{table(figures)}")
+        if only is None:
+            plot(figures, folder / f"{name}.png")
+            parts[-1] += f"\n![{title}]({name}.png)\n"
+    text = "\n".join(parts)
+    if only is None:
+        (folder / "report.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _plots() -> Any:
+    pyplot = library("matplotlib.pyplot", "matplotlib", "the report's plots")
+    pyplot.switch_backend("agg")
+    return pyplot
+
+
+# -- accuracy -------------------------------------------------------------------------------------------------------
+
+
+def _accuracy(figures: Figures) -> str:
+    rows = []
+    for row in figures["rows"]:
+        if "not_measured" in row:
+            rows.append([row["name"], f"not measured: {row['not_measured']}", *[""] * 5])
+            continue
+        found = [f"{row['accuracy']:.2%} ({row['low']:.2%} to {row['high']:.2%})"]
+        found += [f"{row['recall']:.2%}", f"{row['precision']:.2%}"]
+        gap = row.get("difference")
+        found += ["", "", ""] if gap is None else _gap(row, gap)
+        rows.append([row["name"], *found])
+    header = ["", "top-1 (95 % interval)", "recall", "precision", "difference (95 %)", "same class", "score differs by"]
+    return _markdown(header, rows)
+
+
+def _gap(row: Figures, gap: Figures) -> list[str]:
+    interval = f"{100 * gap['value']:+.2f} ({100 * gap['low']:+.2f} to {100 * gap['high']:+.2f}) points"
+    return [interval, f"{row['agreement']['share']:.2%}", f"{row['agreement']['largest']:.2g}"]
+
+
+def _plot_accuracy(figures: Figures, path: Path) -> None:
+    pyplot = _plots()
+    rows = [row for row in figures["rows"] if "accuracy" in row][::-1]
+    figure, axes = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.2), layout="constrained")
+    for place, row in enumerate(rows):
+        value, low, high = (100 * row[key] for key in ("accuracy", "low", "high"))
+        axes.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", capsize=4, color="tab:blue")
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.set_xlabel(f"top-1 accuracy of {figures['images']} images, %, with 95 % intervals")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# -- throughput -----------------------------------------------------------------------------------------------------
+
+
+def _throughput(figures: Figures) -> str:
+    workers, sizes = (sorted({row[key] for row in figures["rows"]}) for key in ("workers", "batch_size"))
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in figures["rows"]):
+        for size in sizes:
+            found = {row["workers"]: row for row in figures["rows"] if (row["name"], row["batch_size"]) == (name, size)}
+            if found:
+                rows.append([f"{name}, batches of {size}", *(_rate(found.get(count)) for count in workers)])
+    return _markdown(["images/s", *(f"{count} workers" for count in workers)], rows)
+
+
+def _rate(row: Figures | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['images_per_s']:.0f}" if row.get("images_per_s") else "not measured"
+
+
+def _plot_throughput(figures: Figures, path: Path) -> None:
+    pyplot = _plots()
+    rows = [row for row in figures["rows"] if row.get("images_per_s")]
+    size = max(row["batch_size"] for row in rows)
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name in dict.fromkeys(row["name"] for row in rows):
+        points = sorted(
+            (row["workers"], row["images_per_s"]) for row in rows if (row["name"], row["batch_size"]) == (name, size)
+        )
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(f"workers (threads of DALI); batches of {size}")
+    axes.set_ylabel("images/s")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# -- epochs ---------------------------------------------------------------------------------------------------------
+
+
+def _epochs(figures: Figures) -> str:
+    rows = []
+    for row in figures["rows"]:
+        if "not_measured" in row:
+            rows.append([row["name"], f"not measured: {row['not_measured']}", "", "", "", ""])
+            continue
+        scaling = f"{row['scaling']:.2f}" if "scaling" in row else ""
+        memory = " / ".join(map(str, row["memory_mib"]))
+        found = [
+            f"{row['seconds']:.2f}",
+            f"{row['images_per_s']:.0f}",
+            scaling,
+            f"{row['waited_for_data']:.0%}",
+            memory,
+        ]
+        rows.append([row["name"], *found])
+    header = ["", "s per epoch", "images/s", "against one GPU", "waited for data", "MiB on each GPU"]
+    return _markdown([f"{figures['arch']}, batches of {figures['batch']} a GPU", *header[1:]], rows)
+
+
+def _plot_epochs(figures: Figures, path: Path) -> None:
+    pyplot = _plots()
+    rows = [row for row in figures["rows"] if "images_per_s" in row][::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
+    axes.barh([row["name"] for row in rows], [row["images_per_s"] for row in rows])
+    axes.set_xlabel(f"images/s, {figures['arch']}")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+PARTS: dict[str, tuple[str, Callable[[Figures], str], Callable[[Figures, Path], None]]] = {
+    "accuracy": ("Trained and served on the same pixels, and not", _accuracy, _plot_accuracy),
+    "throughput": ("Loaders", _throughput, _plot_throughput),
+    "epochs": ("An epoch", _epochs, _plot_epochs),
+}
