@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from training.dali import DaliLoader, Recipe
-from training.data import MEAN, STD, Normalise
+from training.data import MEAN, STD, FlipAndNormalise
 
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, TrainingError, wrap_dataloader_torchpipe
 from torchpipe_py.training.libraries import library
@@ -34,18 +33,6 @@ class Setting:
     batch_size: int
     workers: int
     device: Any
-
-
-class FlipAndNormalise:
-    """For ``transforms_batch``: N×3×H×W in 0..255; each image is flipped with probability 1/2, then normalised."""
-
-    def __init__(self) -> None:
-        self._normalise = Normalise()
-
-    def __call__(self, images: Any) -> Any:
-        flips = (torch.rand(len(images)) < 0.5).to(images.device, non_blocking=True)
-        images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
-        return self._normalise(images.to(torch.float32) / 255.0)
 
 
 @contextmanager

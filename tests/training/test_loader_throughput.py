@@ -12,10 +12,10 @@ from pathlib import Path
 import loader_throughput
 import pytest
 import torch
-from benchmarks.loaders import SUBJECTS, FlipAndNormalise, Setting
+from benchmarks.loaders import SUBJECTS, Setting
 from conftest import encode, picture
 from loader_throughput import Row, images_per_second, measure, ratios
-from training.data import MEAN, STD
+from training.data import MEAN, STD, FlipAndNormalise
 from training_data import FORKS
 
 pytestmark = FORKS
