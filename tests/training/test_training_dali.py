@@ -15,23 +15,20 @@ from conftest import encode, picture
 from test_training_scripts import accuracies
 from training.dali import CutOut, DaliLoader, GridMask, Recipe
 from training.data import MEAN, STD
+from training_data import write_classes
 
 from torchpipe_py.training import ImageFolder, TrainingError
 
 SIZE = 32
 CPU = torch.device("cpu")
+LARGER = np.array((150, 60, 40), np.uint8)  # the color of that image
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes that differ in color: ten images to train on, five to validate with; of several sizes."""
-    for part, count in (("train", 10), ("val", 5)):
-        for number in range(count):
-            name, color = (("blue", (220, 60, 40)), ("red", (40, 60, 220)))[number % 2]
-            mat = (0.6 * np.array(color) + 0.4 * picture(40 + number, 50, seed=number)).astype(np.uint8)
-            place = tmp_path / "data" / part / name
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"{number:02d}.jpg").write_bytes(encode(mat))
+    """Two classes that differ in color: ten images to train on, five to validate with, one of those larger."""
+    write_classes(tmp_path / "data", 10, 5)
+    (tmp_path / "data" / "val" / "blue" / "00.jpg").write_bytes(encode(picture(50, 70) // 3 + LARGER))
     return tmp_path / "data"
 
 
