@@ -29,7 +29,7 @@ class Decoder:
     decode: Callable[[Sequence[bytes]], Sequence[Any]]
     pixels: Callable[[Any], np.ndarray] = np.asarray
     batch: int = 1
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], object] = lambda: None
 
 
 def subjects(threads: int) -> dict[str, Callable[[], Decoder]]:

@@ -17,6 +17,9 @@ from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
 from compare_decoders import Outcome, batch_call, compare_pixels, main, measure, read_images, sideways, table
 from conftest import encode, picture
 
+# torchvision 0.29 says that TorchCodec will take over; where torchvision is installed, it is compared all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
