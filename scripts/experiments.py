@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--batch-size", type=int, default=64, help="(default: %(default)s)")
     option("--lr", type=float, default=1e-3, help="of accuracy (default: %(default)s)")
     option("--workers", type=int, default=4, help="processes that read files (default: %(default)s)")
-    option("--toml", default=str(SCRIPTS.parent / "configs" / "preprocess_gpu.toml"), help="of epochs")
+    option("--toml", default=str(SCRIPTS.parent / "configs" / "train_gpu.toml"), help="of epochs")
     option("--only", nargs="+", help="of epochs: plain, bf16, fp16, DP, DDP")
     option("--more", nargs=argparse.REMAINDER, default=[], help="of throughput: options of loader_throughput.py")
     return parser

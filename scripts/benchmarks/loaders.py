@@ -104,9 +104,10 @@ def dali(decode: str) -> Callable[[Setting], AbstractContextManager[Batches]]:
 
 
 def pipe_on_gpu(batch_size: int) -> dict[str, Any]:
-    """Decoded and resized in batches by instances on the GPU."""
+    """Decoded and resized in batches by two instances on the GPU: one prepares while the other one decodes."""
     backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
-    return {"preprocess": {"backend": backend, "resize_h": SIZE, "resize_w": SIZE, "max": batch_size}}
+    node = {"backend": backend, "resize_h": SIZE, "resize_w": SIZE, "max": min(64, batch_size), "instance_num": 2}
+    return {"preprocess": node}
 
 
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {

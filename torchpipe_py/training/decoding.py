@@ -40,28 +40,14 @@ class Decoder:
             raise
         self._limit: int = self._pipes[0].stats()["max_inflight"]
 
-    def decode(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with Tensors for bytes, each on the device of its share; those without bytes as they are."""
+    def start(self, samples: Sequence[Sample]) -> Decoding:
+        """Begin to decode: two batches are under way at once where the pipes accept that many requests."""
         requests = [None if one.image is None else {TASK_DATA_KEY: one.image} for one in samples]
         shares = [[one for one in share if one is not None] for share in shares_of(requests, len(self._pipes))]
-        problem = self._run(shares)
-        decoded = [
-            sample if request is None else _outcome(sample, request, problem)
-            for sample, request in zip(samples, requests, strict=True)
-        ]
-        if problem is not None and not any(one.kind == WRONG for one in decoded):
-            raise problem
-        return decoded
-
-    def _run(self, shares: Sequence[Sequence[Data]]) -> BaseException | None:
-        """All requests through the pipes; the first error that is more than an image that cannot be read."""
-        problem: BaseException | None = None
-        for start in range(0, max(map(len, shares)), self._limit):
-            parts = [share[start : start + self._limit] for share in shares]
-            futures = [run.submit(part) for run, part in zip(self._pipes, parts, strict=True)]
-            for future in futures:
-                problem = problem or future.exception()
-        return problem
+        decoding = Decoding(self._pipes, samples, requests, shares, self._limit)
+        if 2 * max(map(len, shares)) <= self._limit:
+            decoding.submit()
+        return decoding
 
     def _try_out(self) -> Any:
         request = {TASK_DATA_KEY: small_jpeg()}
@@ -75,6 +61,51 @@ class Decoder:
         """Close the pipes. Idempotent."""
         for one in self._pipes:
             one.close()
+
+
+class Decoding:
+    """A batch on its way through the pipes."""
+
+    def __init__(
+        self,
+        pipes: Sequence[pipe],
+        samples: Sequence[Sample],
+        requests: Sequence[Data | None],
+        shares: Sequence[Sequence[Data]],
+        limit: int,
+    ) -> None:
+        self._pipes, self._samples, self._requests, self._shares, self._limit = pipes, samples, requests, shares, limit
+        self._begun = 0  # requests of each share
+        self._futures: list[Any] = []
+        self._problem: BaseException | None = None
+
+    def submit(self) -> None:
+        """As many requests as the pipes accept."""
+        parts = [share[self._begun : self._begun + self._limit] for share in self._shares]
+        self._begun += self._limit
+        self._futures = [run.submit(part) for run, part in zip(self._pipes, parts, strict=True)]
+
+    def wait(self) -> None:
+        """Until the pipes have nothing of it."""
+        for future in self._futures:
+            # The first error that is more than an image that cannot be read.
+            self._problem = self._problem or future.exception()
+        self._futures = []
+
+    def finish(self) -> list[Sample]:
+        """The samples with Tensors for bytes, each on the device of its share; those without bytes as they were."""
+        self.wait()
+        while self._begun < max(map(len, self._shares)):
+            self.submit()
+            self.wait()
+        problem = self._problem
+        decoded = [
+            sample if request is None else _outcome(sample, request, problem)
+            for sample, request in zip(self._samples, self._requests, strict=True)
+        ]
+        if problem is not None and not any(one.kind == WRONG for one in decoded):
+            raise problem
+        return decoded
 
 
 def on_device(config: Config, device: Any) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,11 @@ from torchpipe_py.training.assembly import Read
 from torchpipe_py.training.background import BackgroundIterator
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.composition import Parts
-from torchpipe_py.training.decoding import Decoder
+from torchpipe_py.training.decoding import Decoder, Decoding
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import tensors_in
-from torchpipe_py.training.reading import BatchReader
+from torchpipe_py.training.reading import BatchReader, Sample
 from torchpipe_py.training.statistics import LoaderStatistics
 
 STATE_VERSION = 1
@@ -150,8 +151,15 @@ class TorchpipeLoader:
             return
         plan = self._parts.planner.plan(self._epoch)
         self._planned = len(plan)
-        source = decoded(self._parts.reader, self._parts.decoder, self._statistics, self._epoch, plan[self._position :])
         depth = self._parts.options.prefetch
+        source = decoded(
+            self._parts.reader,
+            self._parts.decoder,
+            self._statistics,
+            self._epoch,
+            plan[self._position :],
+            min(1, depth),
+        )
         self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
 
     def _stop(self) -> None:
@@ -215,16 +223,45 @@ class TorchpipeLoader:
 
 
 def decoded(
-    reader: BatchReader, decoder: Decoder, statistics: LoaderStatistics, epoch: int, plan: list[PlannedBatch]
+    reader: BatchReader,
+    decoder: Decoder,
+    statistics: LoaderStatistics,
+    epoch: int,
+    plan: list[PlannedBatch],
+    ahead: int,
 ) -> Generator[Read, None, None]:
-    """The planned batches read and decoded; runs on the background thread, and touches no global generator."""
+    """The planned batches read and decoded; runs on the background thread, and touches no global generator.
+
+    While a batch is decoded the next ``ahead`` are read. An error comes after the batches before it.
+    """
     batches = reader.read(epoch, plan)
-    for planned in plan:
-        with statistics.stage("read"):
-            samples = next(batches, None)
-        if samples is None:
-            raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
-        if not planned.on_cpu:
-            with statistics.stage("decode"):
-                samples = decoder.decode(samples)
-        yield planned, samples
+    under_way: deque[tuple[PlannedBatch, list[Sample] | Decoding]] = deque()
+    error: Exception | None = None
+    try:
+        for planned in plan:
+            try:
+                with statistics.stage("read"):
+                    samples = next(batches, None)
+                if samples is None:
+                    raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
+                under_way.append((planned, samples if planned.on_cpu else decoder.start(samples)))
+            except Exception as raised:
+                error = raised
+                break
+            if len(under_way) > ahead:
+                yield _finished(statistics, *under_way.popleft())
+        while under_way:
+            yield _finished(statistics, *under_way.popleft())
+        if error is not None:
+            raise error
+    finally:
+        for _, left in under_way:
+            if isinstance(left, Decoding):
+                left.wait()
+
+
+def _finished(statistics: LoaderStatistics, planned: PlannedBatch, samples: list[Sample] | Decoding) -> Read:
+    if isinstance(samples, Decoding):
+        with statistics.stage("decode"):
+            samples = samples.finish()
+    return planned, samples
