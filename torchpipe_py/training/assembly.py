@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,13 +20,20 @@ from torchpipe_py.training.statistics import LoaderStatistics
 from torchpipe_py.training.streams import SideStreams
 from torchpipe_py.training.transforms import shape_text
 
-Read = tuple[PlannedBatch, list[Sample]]
+
+class Read(NamedTuple):
+    """A batch that is read and decoded; ``images``: already in one piece, as ``Assembler.stacked`` gives them."""
+
+    planned: PlannedBatch
+    samples: list[Sample]
+    images: list[Any] | None = None
+
 
 NOBODY = -1  # the index of a sample that was not planned
 
 
 class Assembler:
-    """Makes batches on the thread that trains, since transforms draw from its global generators.
+    """Makes batches on the thread that trains, since transforms draw from its global generators; but for ``stacked``.
 
     ``trial``: a Tensor as the pipe gives it; the transforms are tried on it, and masked samples look like the outcome.
     """
@@ -43,35 +50,55 @@ class Assembler:
         self._options, self._devices, self._reader, self._name_of = options, list(devices), reader, name_of
         self._statistics = statistics
         self.streams = SideStreams(devices)
+        self._aside = SideStreams(devices)  # of the background thread
         self._label: Any = None  # the last one seen: what ignored labels look like
         with self.streams.active(), forked(self._devices) as fork:
             fork.seed(key_of(SAMPLE, options.seed))
             self.streams.adopt(trial)
             self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
 
+    def stacked(self, samples: Sequence[Sample]) -> list[Any] | None:
+        """The images of each share in one piece; ``None`` where that has to wait for the transforms, or for an error.
+
+        On the background thread: there a thousand small calls do not keep the training loop from its next step.
+        """
+        if self._options.transforms_gpu is not None or not any(one.image is not None for one in samples):
+            return None
+        if self._options.bad_samples == "raise" and any(one.kind for one in samples):
+            return None
+        shares = self._kept(shares_of(samples, len(self._devices)))
+        with self._aside.active():
+            images = self._images([one for share in shares for one in share], shares, self._aside)
+        self._aside.synchronize()
+        return images
+
     def assemble(self, epoch: int, read: Read) -> Batch | None:
         """The batch; ``None`` where every sample was bad and is skipped. ``BadSample`` under "raise"."""
-        planned, samples = read
+        planned, samples, images = read
         samples = [self._by_transforms_cpu(one, epoch) for one in samples] if planned.on_cpu else samples
         self._look_for_bad(epoch, samples)
         with self.streams.active(), forked(self._devices) as fork:
-            samples = [self._on_device(one, planned, epoch, fork.seed) for one in samples]
-            shares = shares_of(samples, len(self._devices))
-            if self._options.bad_samples == "skip":
-                shares = [[one for one in share if one.image is not None] for share in shares]
+            if images is None:
+                samples = [self._on_device(one, planned, epoch, fork.seed) for one in samples]
+            shares = self._kept(shares_of(samples, len(self._devices)))
             kept = [one for share in shares for one in share]
             self._statistics.count(masked=sum(one.image is None for one in kept), skipped=len(samples) - len(kept))
             if not kept:
                 return None
-            return self._joined(kept, shares, planned, epoch, fork.seed)
+            if images is None:
+                images = self._images(kept, shares, self.streams)
+            else:
+                for one in images:
+                    self.streams.adopt(one)
+            return self._joined(kept, shares, images, planned, epoch, fork.seed)
 
     def filler(self, epoch: int, number: int) -> Batch:
         """One masked sample, so that this rank makes a step while others have samples."""
         nothing = [Sample(NOBODY)]
+        shares = shares_of(nothing, len(self._devices))
         with self.streams.active(), forked(self._devices) as fork:
-            return self._joined(
-                nothing, shares_of(nothing, len(self._devices)), PlannedBatch(number, (), False), epoch, fork.seed
-            )
+            images = self._images(nothing, shares, self.streams)
+            return self._joined(nothing, shares, images, PlannedBatch(number, (), False), epoch, fork.seed)
 
     # -- samples --------------------------------------------------------------------------------------------------
 
@@ -95,13 +122,17 @@ class Assembler:
     def _on_device(self, sample: Sample, planned: PlannedBatch, epoch: int, seed: Callable[[int], None]) -> Sample:
         if sample.image is None:
             return sample
-        name = self._name_of(sample.index)
         if planned.on_cpu:
-            return replace(sample, image=_as_image(sample.image, name))
+            return replace(sample, image=_as_image(sample.image, self._name_of(sample.index)))
         self.streams.adopt(sample.image)
-        if self._options.transforms_gpu is not None:  # to seed takes a tenth of the time that a sample takes in all
-            seed(key_of(SAMPLE, self._options.seed, epoch, sample.index))
-        return replace(sample, image=self._transformed(sample.image, name))
+        seed(key_of(SAMPLE, self._options.seed, epoch, sample.index))
+        return replace(sample, image=self._transformed(sample.image, self._name_of(sample.index)))
+
+    def _kept(self, shares: Sequence[Sequence[Sample]]) -> Sequence[Sequence[Sample]]:
+        """The shares, under "skip" without bad samples."""
+        if self._options.bad_samples != "skip":
+            return shares
+        return [[one for one in share if one.image is not None] for share in shares]
 
     def _transformed(self, image: Any, name: str) -> Any:
         """C×H×W after ``transforms_gpu``."""
@@ -115,11 +146,11 @@ class Assembler:
         self,
         kept: Sequence[Sample],
         shares: Sequence[Sequence[Sample]],
+        images: list[Any],
         planned: PlannedBatch,
         epoch: int,
         seed: Callable[[int], None],
     ) -> Batch:
-        images = self._images(kept, shares)
         if self._options.transforms_batch is not None:
             key = key_of(BATCH, self._options.seed, epoch, planned.number)
             images = [self._batch_transformed(one, seed, key) for one in images]
@@ -150,7 +181,7 @@ class Assembler:
     def _label_like(self, sample: Sample) -> Any:
         return self._label if sample.label is None else sample.label
 
-    def _images(self, kept: Sequence[Sample], shares: Sequence[Sequence[Sample]]) -> list[Any]:
+    def _images(self, kept: Sequence[Sample], shares: Sequence[Sequence[Sample]], streams: SideStreams) -> list[Any]:
         """The images of each share on its device; of all shares on the first device, unless they stay apart."""
         blank = self._blank_like(kept)
         stacks = []
@@ -159,10 +190,10 @@ class Assembler:
             if images:
                 # Images on the host go over in one piece; blank ones go where the others are.
                 home = next((one.image.device for one in share if one.image is not None), device)
-                stacks.append(self.streams.to(torch.stack([one.to(home) for one in images]), device))
+                stacks.append(streams.to(_in_one([one.to(home) for one in images]), device))
         if len(stacks) == 1 or not self._options.gather:
             return stacks
-        return [torch.cat([self.streams.to(one, self._devices[0]) for one in stacks])]
+        return [torch.cat([streams.to(one, self._devices[0]) for one in stacks])]
 
     def _blank_like(self, kept: Sequence[Sample]) -> Any:
         """Zeros like the images of this batch, which must be of one shape and dtype."""
@@ -198,6 +229,11 @@ def _call(what: str, function: Callable[[Any], Any], argument: Any) -> Any:
         return function(argument)
     except Exception as error:
         raise TrainingError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _in_one(images: list[Any]) -> Any:
+    """N×C×H×W from images of one shape, C×H×W, or 1×C×H×W as pipes give them."""
+    return torch.cat(images) if images[0].ndim == 4 else torch.stack(images)
 
 
 def _as_image(image: Any, name: str) -> Any:

@@ -12,12 +12,11 @@ from torchpipe_py.training.assembly import Read
 from torchpipe_py.training.background import BackgroundIterator
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.composition import Parts
-from torchpipe_py.training.decoding import Decoder, Decoding
+from torchpipe_py.training.decoding import Decoding
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import tensors_in
-from torchpipe_py.training.reading import BatchReader, Sample
-from torchpipe_py.training.statistics import LoaderStatistics
+from torchpipe_py.training.reading import Sample
 
 STATE_VERSION = 1
 
@@ -152,14 +151,7 @@ class TorchpipeLoader:
         plan = self._parts.planner.plan(self._epoch)
         self._planned = len(plan)
         depth = self._parts.options.prefetch
-        source = decoded(
-            self._parts.reader,
-            self._parts.decoder,
-            self._statistics,
-            self._epoch,
-            plan[self._position :],
-            min(1, depth),
-        )
+        source = decoded(self._parts, self._epoch, plan[self._position :], min(1, depth))
         self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
 
     def _stop(self) -> None:
@@ -197,10 +189,10 @@ class TorchpipeLoader:
                 with self._statistics.stage("transform"):
                     batch = self._parts.assembler.assemble(self._epoch, read)
                     if batch is None and self._agreement is not None:
-                        batch = self._filler(read[0].number)
+                        batch = self._filler(read.planned.number)
             except Exception as error:
                 return _Outcome(FAILED, position, error=error)
-            position = read[0].number + 1
+            position = read.planned.number + 1
             if batch is not None:
                 return _Outcome(BATCH, position, batch, events=self._parts.assembler.streams.mark())
 
@@ -222,19 +214,12 @@ class TorchpipeLoader:
         return self._parts.assembler.filler(self._epoch, number)
 
 
-def decoded(
-    reader: BatchReader,
-    decoder: Decoder,
-    statistics: LoaderStatistics,
-    epoch: int,
-    plan: list[PlannedBatch],
-    ahead: int,
-) -> Generator[Read, None, None]:
+def decoded(parts: Parts, epoch: int, plan: list[PlannedBatch], ahead: int) -> Generator[Read, None, None]:
     """The planned batches read and decoded; runs on the background thread, and touches no global generator.
 
     While a batch is decoded the next ``ahead`` are read. An error comes after the batches before it.
     """
-    batches = reader.read(epoch, plan)
+    batches, statistics = parts.reader.read(epoch, plan), parts.statistics
     under_way: deque[tuple[PlannedBatch, list[Sample] | Decoding]] = deque()
     error: Exception | None = None
     try:
@@ -244,14 +229,14 @@ def decoded(
                     samples = next(batches, None)
                 if samples is None:
                     raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
-                under_way.append((planned, samples if planned.on_cpu else decoder.start(samples)))
+                under_way.append((planned, samples if planned.on_cpu else parts.decoder.start(samples)))
             except Exception as raised:
                 error = raised
                 break
             if len(under_way) > ahead:
-                yield _finished(statistics, *under_way.popleft())
+                yield _finished(parts, *under_way.popleft())
         while under_way:
-            yield _finished(statistics, *under_way.popleft())
+            yield _finished(parts, *under_way.popleft())
         if error is not None:
             raise error
     finally:
@@ -260,8 +245,9 @@ def decoded(
                 left.wait()
 
 
-def _finished(statistics: LoaderStatistics, planned: PlannedBatch, samples: list[Sample] | Decoding) -> Read:
-    if isinstance(samples, Decoding):
-        with statistics.stage("decode"):
-            samples = samples.finish()
-    return planned, samples
+def _finished(parts: Parts, planned: PlannedBatch, samples: list[Sample] | Decoding) -> Read:
+    if not isinstance(samples, Decoding):
+        return Read(planned, samples)
+    with parts.statistics.stage("decode"):
+        samples = samples.finish()
+        return Read(planned, samples, parts.assembler.stacked(samples))

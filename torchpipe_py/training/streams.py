@@ -45,6 +45,11 @@ class SideStreams:
         """Events for what is on the streams so far."""
         return [stream.record_event() for stream in self._streams.values()]
 
+    def synchronize(self) -> None:
+        """Wait for everything on the streams."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def hand_over(self, events: Sequence[Any], tensors: Sequence[Any]) -> None:
         """The model's stream waits for ``events``, and ``tensors`` live until it has used them."""
         for device, event in zip(self._streams, events, strict=True):
