@@ -1,6 +1,6 @@
 """Train a classifier in mixed precision on one GPU, or in bf16 on the CPU.
 
-python scripts/train_amp.py --data DIR --toml configs/preprocess_gpu.toml --precision fp16
+python scripts/train_amp.py --data DIR --toml configs/train_gpu.toml --precision fp16
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Train a classifier with a process for each GPU, or several on the CPU.
 
-    torchrun --nproc_per_node 2 scripts/train_ddp.py --data DIR --toml configs/preprocess_gpu.toml
+    torchrun --nproc_per_node 2 scripts/train_ddp.py --data DIR --toml configs/train_gpu.toml
 
-Each process decodes its share on its own GPU. Batch norms are synchronised on GPUs; every validation image counts once.
+Each process decodes its share on its own GPU. On GPUs batch norms are synchronised, unless told otherwise. Every
+validation image counts once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from training.session import PRECISIONS, run
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="(default: %(default)s)")
+    parser.add_argument(
+        "--batch-norm",
+        choices=("sync", "local"),
+        default="sync",
+        help="over the batches of all GPUs, which takes its time, or over each one's own (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
-    place = torchrun_place(args.device)
+    place = torchrun_place(args.device, args.batch_norm == "sync")
     try:
         run(args, place, args.precision)
     finally:

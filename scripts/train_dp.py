@@ -1,6 +1,6 @@
 """Train a classifier in one process on several GPUs: each decodes its share of a batch, and runs the model on one.
 
-    python scripts/train_dp.py --data DIR --toml configs/preprocess_gpu.toml
+    python scripts/train_dp.py --data DIR --toml configs/train_gpu.toml
 
 ``train_ddp.py`` is faster; this one needs no torchrun.
 """

@@ -20,7 +20,6 @@ from torchpipe_py.training import ImageFolder, TorchpipeLoader, TrainingError, w
 from torchpipe_py.training.libraries import library
 
 SIZE = 224
-CPU_TOML = Path(__file__).resolve().parents[2] / "configs" / "preprocess_cpu.toml"
 
 Batches = Iterator[Any]
 
@@ -70,7 +69,7 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
 
 
 def ours(config: Any) -> Callable[[Setting], AbstractContextManager[Batches]]:
-    """Decoded by a pipe, flipped and normalised once for a batch."""
+    """Read by worker processes, decoded by a pipe, flipped and normalised once for a batch."""
 
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
@@ -81,7 +80,7 @@ def ours(config: Any) -> Callable[[Setting], AbstractContextManager[Batches]]:
         with wrap_dataloader_torchpipe(
             "single",
             dataloader,
-            config(setting.batch_size),
+            config(setting),
             devices=setting.device,
             transforms_batch=FlipAndNormalise(),
         ) as loader:
@@ -103,17 +102,30 @@ def dali(decode: str) -> Callable[[Setting], AbstractContextManager[Batches]]:
     return opened
 
 
-def pipe_on_gpu(batch_size: int) -> dict[str, Any]:
+def pipe_on_cpu(setting: Setting) -> dict[str, Any]:
+    """Decoded and resized by OpenCV, in as many threads as the loader has workers."""
+    backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
+    node = {"backend": backend, "resize_h": SIZE, "resize_w": SIZE, "color": "rgb", "device": "cpu"}
+    return {"preprocess": {**node, "instance_num": setting.workers}}
+
+
+def pipe_on_gpu(setting: Setting) -> dict[str, Any]:
     """Decoded and resized in batches by two instances on the GPU: one prepares while the other one decodes."""
     backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
-    node = {"backend": backend, "resize_h": SIZE, "resize_w": SIZE, "max": min(64, batch_size), "instance_num": 2}
+    node = {
+        "backend": backend,
+        "resize_h": SIZE,
+        "resize_w": SIZE,
+        "max": min(64, setting.batch_size),
+        "instance_num": 2,
+    }
     return {"preprocess": node}
 
 
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     # NOTE: DALI comes last, since it keeps its GPU memory when it is closed.
     "torchvision": torchvision_cpu,
-    "ours-cpu": ours(lambda _: CPU_TOML),
+    "ours-cpu": ours(pipe_on_cpu),
     "ours-gpu": ours(pipe_on_gpu),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),

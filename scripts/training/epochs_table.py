@@ -39,6 +39,10 @@ def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
         ),
         f"DDP, {some} processes": ([*torchrun, str(SCRIPTS / "train_ddp.py")], batch),
         f"DDP, {some} processes, bf16": ([*torchrun, str(SCRIPTS / "train_ddp.py"), "--precision", "bf16"], batch),
+        f"DDP, {some} processes, bf16, own batch norms": (
+            [*torchrun, str(SCRIPTS / "train_ddp.py"), "--precision", "bf16", "--batch-norm", "local"],
+            batch,
+        ),
     }
     rows = []
     for name, (command, size) in ways.items():
@@ -48,9 +52,9 @@ def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
             rows.append({"name": name, **_measured(args, command, size)})
             print(rows[-1], flush=True)
     by_name = {row["name"]: row for row in rows}
-    for single, parallel in (("plain", f"DDP, {some} processes"), ("bf16", f"DDP, {some} processes, bf16")):
-        one, many = by_name.get(single, {}), by_name.get(parallel, {})
-        if "images_per_s" in one and "images_per_s" in many:
+    for parallel, many in by_name.items():
+        one = by_name.get("bf16" if "bf16" in parallel else "plain", {})
+        if parallel.startswith("D") and "images_per_s" in one and "images_per_s" in many:
             many["scaling"] = many["images_per_s"] / one["images_per_s"]
     return {"arch": args.arch, "batch": batch, "devices": gpus, "rows": rows}
 

@@ -59,8 +59,11 @@ class Place:
         return found
 
 
-def torchrun_place(device: str | None) -> Place:
-    """This process's place among those that torchrun started; joins the process group: NCCL, or gloo on the CPU."""
+def torchrun_place(device: str | None, synchronise_norms: bool = True) -> Place:
+    """This process's place among those that torchrun started; joins the process group: NCCL, or gloo on the CPU.
+
+    ``synchronise_norms``: on GPUs, batch norms see the batches of all processes.
+    """
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --nproc_per_node 2 scripts/train_ddp.py …")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -72,7 +75,8 @@ def torchrun_place(device: str | None) -> Place:
     def wrap(model: nn.Module) -> nn.Module:
         if not on_gpu:
             return nn.parallel.DistributedDataParallel(model)
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if synchronise_norms:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])
 
     return Place("ddp", local_rank, None if on_gpu else "cpu", dist.get_rank(), wrap)
