@@ -13,6 +13,7 @@ from pathlib import Path
 
 import thriftpy2
 from thriftpy2.rpc import make_client
+from thriftpy2.thrift import TException
 
 IDL = thriftpy2.load(
     str(Path(__file__).resolve().parents[1] / "idl" / "inference.thrift"), module_name="inference_thrift"
@@ -21,7 +22,7 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where enough labels are right, 1 where not."""
+    """0 where enough labels are right, 1 where not, 2 where the service does not answer."""
     parser = argparse.ArgumentParser(description="Accuracy of a service on labelled images.")
     parser.add_argument("--img_dir", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -31,9 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = sorted(path for path in args.img_dir.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
         parser.error(f"no image below {args.img_dir}")
-    client = make_client(IDL.InferenceService, args.host, args.port, timeout=10_000)
-    right = sum(_is_right(client, path) for path in paths)
-    client.close()
+    try:
+        client = make_client(IDL.InferenceService, args.host, args.port, timeout=10_000)
+        right = sum(_is_right(client, path) for path in paths)
+        client.close()
+    except (OSError, TException) as error:
+        print(f"accuracy: no answer from {args.host}:{args.port}: {error}", file=sys.stderr)
+        return 2
     print(f"accuracy {right / len(paths):.3f} ({right} of {len(paths)} images)")
     return 0 if right >= args.at_least * len(paths) else 1
 

@@ -155,11 +155,11 @@ def test_slow_clients_keep_nobody_waiting(served: Served):
 
 def test_garbage_harms_nobody(served: Served):
     for data in (b"\0" * 100, b"\x16\x03\x01" * 50, b"GET\r\n\r\n", b"x" * 100_000 + b"\r\n\r\n"):
-        with connect(served.http_port) as sock:
-            with contextlib.suppress(OSError):  # it may hang up before all of it is sent
-                sock.sendall(data)
-                sock.shutdown(socket.SHUT_WR)
-                read_all(sock)
+        # It may hang up before all of it is sent.
+        with connect(served.http_port) as sock, contextlib.suppress(OSError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            read_all(sock)
     assert served.get("/live").status == 200
     assert "Traceback" not in served.process.stderr
 
