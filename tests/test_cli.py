@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -124,3 +126,13 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert problem in capsys.readouterr().err
     assert main(["graph", str(tmp_path / "none.toml")]) == 1
     assert "no such file" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_had_enough_is_no_traceback():
+    code = "from torchpipe_py.cli import main; raise SystemExit(main(['backends', '--markdown']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1

@@ -45,7 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in getattr(args, "imports", None) or ():
             registry.import_code(name)
-        return args.run(args) or 0
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return int(status)
+    except BrokenPipeError:
+        # Whoever reads has had enough, as head does; Python would complain once more as it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except TorchpipeError as error:
         for line in str(error).split("\n"):
             print(f"torchpipe: {line}", file=sys.stderr)
