@@ -43,8 +43,13 @@ class DecodeTensor(GuardedBackend):
             # NOTE: said once in a process, of memory that is not writable; nobody writes to an encoded image.
             warnings.simplefilter("ignore")
             encoded = self._frombuffer(_small_jpeg(), dtype=self._uint8)
-        for count in {1, self.max()}:  # nvJPEG starts at its first call: no request waits for that
-            self._decode([encoded] * count, mode=self._rgb, device=self.device)
+        try:
+            for count in {1, self.max()}:  # nvJPEG starts at its first call: no request waits for that
+                self._decode([encoded] * count, mode=self._rgb, device=self.device)
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
 
     def max(self) -> int:
         return int(self.max_batch)
