@@ -14,11 +14,11 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 chaos=(tests/server/test_chaos.py tests/server/test_chaos_judges.py tests/server/test_supervision.py)
 run() { .venv/bin/python -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
-run chaos "${chaos[@]}" tests/training & first=$!
+run slow "${chaos[@]}" tests/training & first=$!
 run server tests/server "${chaos[@]/#/--ignore=}" & second=$!
 status=0
 run rest tests --ignore=tests/server --ignore=tests/training || status=$?
 wait $first || status=$?
 wait $second || status=$?
-cat "$logs"/chaos "$logs"/server "$logs"/rest
+cat "$logs"/slow "$logs"/server "$logs"/rest
 exit $status

@@ -135,10 +135,13 @@ def test_the_programs_generators_are_left_alone(dataset: ImageFiles) -> None:
         assert all(map(torch.equal, before, (torch.cuda.get_rng_state(), torch.get_rng_state())))
 
 
+@pytest.mark.parametrize("transforms", [TensorToTensor(), None])
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_memory_of_a_batch_lasts_until_the_model_has_read_it(dataset: ImageFiles, prefetch: int) -> None:
+def test_memory_of_a_batch_lasts_until_the_model_has_read_it(
+    dataset: ImageFiles, prefetch: int, transforms: Any
+) -> None:
     """The model's stream is far behind, and nobody holds the batch: its memory must not become the next one's."""
-    with wrapped(dataset, transforms_gpu=TensorToTensor(), prefetch=prefetch) as loader:
+    with wrapped(dataset, transforms_gpu=transforms, prefetch=prefetch) as loader:
         expected = [images.double().sum(dim=(1, 2, 3)).tolist() for images, _ in loader]
         for _ in range(3):
             loader.reset()
@@ -245,9 +248,10 @@ def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
         single = taken(loader)
     with wrapped(dataset, kind="dp", transforms_gpu=TensorToTensor()) as loader:
         assert same(taken(loader), single)
-    with wrapped(dataset, kind="dp", gather=False) as loader:
-        images, labels = next(loader)
-        assert [one.device.index for one in images] == [one.device.index for one in labels] == [0, 1]
+    with wrapped(dataset) as whole, wrapped(dataset, kind="dp", gather=False) as apart:
+        for batch, (images, labels) in zip(whole, apart, strict=True):
+            assert [one.device.index for one in images] == [one.device.index for one in labels] == [0, 1][: len(images)]
+            assert torch.equal(torch.cat([one.cpu() for one in images]), batch.images.cpu())
 
 
 @needs_two

@@ -64,7 +64,7 @@ def test_images_of_several_sizes(tmp_path: Path) -> None:
     dataset = write_images(tmp_path / "images", 6)
     with (
         wrapped(dataset, {"decode": ANY_SIZE}, transforms_gpu=None) as loader,
-        pytest.raises(TrainingError, match=r"the images of a batch differ: sample 0 .* is 1x3x30x40 .*, sample 1 "),
+        pytest.raises(TrainingError, match=r"the images of a batch differ: sample 0 .* is 3x30x40 .*, sample 1 "),
     ):
         next(loader)
 

@@ -39,10 +39,9 @@ class DecodeTensor(GuardedBackend):
         self._out_of_memory = torch.cuda.OutOfMemoryError
         self._decode: Any = decode_jpeg
         self._rgb = ImageReadMode.RGB
-        with warnings.catch_warnings():
-            # NOTE: said once in a process, of memory that is not writable; nobody writes to an encoded image.
-            warnings.simplefilter("ignore")
-            encoded = self._frombuffer(_small_jpeg(), dtype=self._uint8)
+        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        encoded = self._frombuffer(_small_jpeg(), dtype=self._uint8)
         try:
             for count in {1, self.max()}:  # nvJPEG starts at its first call: no request waits for that
                 self._decode([encoded] * count, mode=self._rgb, device=self.device)

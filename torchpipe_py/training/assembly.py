@@ -29,6 +29,7 @@ class Read(NamedTuple):
     images: list[Any] | None = None
 
 
+STACKED = "in the batch's images"  # in the place of an image that was copied there
 NOBODY = -1  # the index of a sample that was not planned
 
 
@@ -57,20 +58,23 @@ class Assembler:
             self.streams.adopt(trial)
             self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
 
-    def stacked(self, samples: Sequence[Sample]) -> list[Any] | None:
-        """The images of each share in one piece; ``None`` where that has to wait for the transforms, or for an error.
+    def stacked(self, planned: PlannedBatch, samples: list[Sample]) -> Read:
+        """The batch with the images of each share in one piece, unless that has to wait for transforms or an error.
 
-        On the background thread: there a thousand small calls do not keep the training loop from its next step.
+        It is done where batches are decoded: on the background thread a thousand small calls do not keep the training
+        loop from its next step.
         """
+        read = Read(planned, samples)
         if self._options.transforms_gpu is not None or not any(one.image is not None for one in samples):
-            return None
-        if self._options.bad_samples == "raise" and any(one.kind for one in samples):
-            return None
+            return read
         shares = self._kept(shares_of(samples, len(self._devices)))
-        with self._aside.active():
-            images = self._images([one for share in shares for one in share], shares, self._aside)
+        try:
+            with self._aside.active():
+                images = self._images([one for share in shares for one in share], shares, self._aside)
+        except TrainingError:
+            return read  # told in its turn, after bad samples
         self._aside.synchronize()
-        return images
+        return Read(planned, [one if one.image is None else replace(one, image=STACKED) for one in samples], images)
 
     def assemble(self, epoch: int, read: Read) -> Batch | None:
         """The batch; ``None`` where every sample was bad and is skipped. ``BadSample`` under "raise"."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,16 +39,35 @@ class Decoder:
         except BaseException:
             self.close()
             raise
-        self._limit: int = self._pipes[0].stats()["max_inflight"]
+        self.limit: int = self._pipes[0].stats()["max_inflight"]
+        self._lock = threading.Lock()
+        self._unfinished: list[Decoding] = []
 
     def start(self, samples: Sequence[Sample]) -> Decoding:
-        """Begin to decode: two batches are under way at once where the pipes accept that many requests."""
+        """Begin to decode, if the pipes accept that many requests beside those of batches that are not finished."""
         requests = [None if one.image is None else {TASK_DATA_KEY: one.image} for one in samples]
         shares = [[one for one in share if one is not None] for share in shares_of(requests, len(self._pipes))]
-        decoding = Decoding(self._pipes, samples, requests, shares, self._limit)
-        if 2 * max(map(len, shares)) <= self._limit:
+        decoding = Decoding(self, samples, requests, shares)
+        with self._lock:
+            fits = sum(one.size for one in self._unfinished) + decoding.size <= self.limit
+            self._unfinished.append(decoding)
+        if fits:
             decoding.submit()
         return decoding
+
+    def submit(self, parts: Sequence[Sequence[Data]]) -> Iterator[Any]:
+        """A future of each pipe for its part."""
+        return (run.submit(part) for run, part in zip(self._pipes, parts, strict=True))
+
+    def ended(self, decoding: Decoding) -> None:
+        """The pipes have nothing of it any more."""
+        with self._lock:
+            self._unfinished.remove(decoding)
+
+    def abandon(self) -> None:
+        """Wait for what was started and will not be finished; nothing is started meanwhile."""
+        for one in list(self._unfinished):
+            one.abandon()
 
     def _try_out(self) -> Any:
         request = {TASK_DATA_KEY: small_jpeg()}
@@ -64,40 +84,46 @@ class Decoder:
 
 
 class Decoding:
-    """A batch on its way through the pipes."""
+    """A batch on its way through a decoder's pipes; to be waited for in the order in which batches were started."""
 
     def __init__(
         self,
-        pipes: Sequence[pipe],
+        decoder: Decoder,
         samples: Sequence[Sample],
         requests: Sequence[Data | None],
         shares: Sequence[Sequence[Data]],
-        limit: int,
     ) -> None:
-        self._pipes, self._samples, self._requests, self._shares, self._limit = pipes, samples, requests, shares, limit
-        self._begun = 0  # requests of each share
+        self._decoder, self._samples, self._requests, self._shares = decoder, samples, requests, shares
+        self.size = max(map(len, shares))  # of its largest share
+        self._submitted = 0  # requests of each share
         self._futures: list[Any] = []
         self._problem: BaseException | None = None
 
     def submit(self) -> None:
         """As many requests as the pipes accept."""
-        parts = [share[self._begun : self._begun + self._limit] for share in self._shares]
-        self._begun += self._limit
-        self._futures = [run.submit(part) for run, part in zip(self._pipes, parts, strict=True)]
+        start, self._submitted = self._submitted, self._submitted + self._decoder.limit
+        for future in self._decoder.submit([share[start : self._submitted] for share in self._shares]):
+            self._futures.append(future)
 
-    def wait(self) -> None:
-        """Until the pipes have nothing of it."""
+    def abandon(self) -> None:
+        """Wait until the pipes have nothing of it, and do not finish it."""
         for future in self._futures:
-            # The first error that is more than an image that cannot be read.
-            self._problem = self._problem or future.exception()
-        self._futures = []
+            future.exception()
+        self._decoder.ended(self)
 
     def finish(self) -> list[Sample]:
         """The samples with Tensors for bytes, each on the device of its share; those without bytes as they were."""
-        self.wait()
-        while self._begun < max(map(len, self._shares)):
-            self.submit()
-            self.wait()
+        try:
+            while True:
+                for future in self._futures:
+                    error = future.exception()
+                    self._problem = self._problem or error  # more than an image that cannot be read
+                self._futures = []
+                if self._submitted >= self.size:
+                    break
+                self.submit()
+        finally:
+            self.abandon()  # which waits for nothing, but after an error
         problem = self._problem
         decoded = [
             sample if request is None else _outcome(sample, request, problem)

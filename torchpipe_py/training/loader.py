@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,37 +217,38 @@ class TorchpipeLoader:
 def decoded(parts: Parts, epoch: int, plan: list[PlannedBatch], ahead: int) -> Generator[Read, None, None]:
     """The planned batches read and decoded; runs on the background thread, and touches no global generator.
 
-    While a batch is decoded the next ``ahead`` are read. An error comes after the batches before it.
+    While a batch is decoded, up to ``ahead`` more are read and started, on a thread of their own. An error comes after
+    the batches before it.
     """
-    batches, statistics = parts.reader.read(epoch, plan), parts.statistics
-    under_way: deque[tuple[PlannedBatch, list[Sample] | Decoding]] = deque()
-    error: Exception | None = None
+    under_way = threading.Semaphore(ahead + 1)
+    source = _started(parts, epoch, plan, under_way)
+    started = BackgroundIterator(source, ahead, "torchpipe-read") if ahead else source
     try:
-        for planned in plan:
-            try:
-                with statistics.stage("read"):
-                    samples = next(batches, None)
-                if samples is None:
-                    raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
-                under_way.append((planned, samples if planned.on_cpu else parts.decoder.start(samples)))
-            except Exception as raised:
-                error = raised
-                break
-            if len(under_way) > ahead:
-                yield _finished(parts, *under_way.popleft())
-        while under_way:
-            yield _finished(parts, *under_way.popleft())
-        if error is not None:
-            raise error
+        for planned, samples in started:
+            read = _finished(parts, planned, samples)
+            under_way.release()
+            yield read
     finally:
-        for _, left in under_way:
-            if isinstance(left, Decoding):
-                left.wait()
+        under_way.release(ahead + 1)
+        started.close()
+        parts.decoder.abandon()
+
+
+def _started(
+    parts: Parts, epoch: int, plan: list[PlannedBatch], under_way: threading.Semaphore
+) -> Generator[tuple[PlannedBatch, list[Sample] | Decoding], None, None]:
+    batches = parts.reader.read(epoch, plan)
+    for planned in plan:
+        with parts.statistics.stage("read"):
+            samples = next(batches, None)
+        if samples is None:
+            raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
+        under_way.acquire()
+        yield planned, samples if planned.on_cpu else parts.decoder.start(samples)
 
 
 def _finished(parts: Parts, planned: PlannedBatch, samples: list[Sample] | Decoding) -> Read:
     if not isinstance(samples, Decoding):
         return Read(planned, samples)
     with parts.statistics.stage("decode"):
-        samples = samples.finish()
-        return Read(planned, samples, parts.assembler.stacked(samples))
+        return parts.assembler.stacked(planned, samples.finish())

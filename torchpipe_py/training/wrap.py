@@ -50,7 +50,8 @@ def wrap_dataloader_torchpipe(
     are the same for any number of workers, ``prefetch`` and instances, and the program's own random numbers are left
     alone. A dataset that draws random numbers itself is not covered.
 
-    ``prefetch``: decoded batches that a background thread keeps ready; 0: none, and no thread. ``bad_samples``:
+    ``prefetch``: decoded batches that a background thread keeps ready, beside two on their way; 0: none, and no
+    thread. ``bad_samples``:
     "raise" a ``BadSample``; "skip" drops the sample, and a batch of nothing else (in "ddp" that one is masked, since
     all ranks make equally many steps); "mask" keeps its place, with an image of zeros, the label ``ignore_index`` and
     ``False`` in the batch's ``mask``. ``gather``: in "dp" one Tensor on the first device, as ``DataParallel`` takes
