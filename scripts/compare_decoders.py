@@ -22,6 +22,7 @@ import cv2
 import numpy as np
 from benchmarks.common import Load, interleave, machine, run_threads
 from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
+from training.command import whole
 
 SUFFIXES = (".jpg", ".jpeg")
 ORIENTATION = 0x0112  # the EXIF tag
@@ -214,20 +215,14 @@ def _positive(text: str) -> float:
     return float(text)
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--img_dir", type=Path, required=True, help="a folder of JPEGs, of any depth")
-    parser.add_argument("--limit", type=_count, metavar="N", help="most images (default: all)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="most images (default: all)")
     parser.add_argument(
         "--seconds", type=_positive, default=3.0, metavar="S", help="of each decoder and count (default: 3)"
     )
-    parser.add_argument("--rounds", type=_count, default=3, help="that the seconds are split into (default: 3)")
+    parser.add_argument("--rounds", type=whole(1), default=3, help="that the seconds are split into (default: 3)")
     parser.add_argument("--threads", type=_counts, default=[1, 4], help="that call a decoder (default: 1,4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
     return parser

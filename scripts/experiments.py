@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from training.command import guarded
 from training.report import report
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -22,14 +23,22 @@ SCRIPTS = Path(__file__).resolve().parent
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    if args.toml is None:
+        name = "train_gpu.toml" if torch.cuda.is_available() else "preprocess_cpu.toml"
+        args.toml = str(SCRIPTS.parent / "configs" / name)
+    if args.name != "throughput":
+        return guarded("experiments", lambda: _run(args))
+    args.work.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(SCRIPTS / "loader_throughput.py"), "--data", str(args.data or _textures(args))]
+    options = ["--json", str(args.work / "throughput.json"), *args.more]
+    return subprocess.run([*command, *options], check=False).returncode
+
+
+def _run(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     if args.name == "report":
         print(report(args.work))
-        return 0
-    if args.name == "throughput":
-        command = [sys.executable, str(SCRIPTS / "loader_throughput.py"), "--data", str(args.data or _textures(args))]
-        options = ["--json", str(args.work / "throughput.json"), *args.more]
-        return subprocess.run([*command, *options], check=False).returncode
+        return
     if args.name == "accuracy":
         from training.accuracy_table import accuracy_table
 
@@ -42,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     (args.work / f"{args.name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(report(args.work, only=args.name))
-    return 0
 
 
 def _textures(args: argparse.Namespace) -> Path:
@@ -71,11 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--epochs", type=int, default=8, help="(default: %(default)s)")
     option("--share", type=float, default=0.05, help="of the images, for the small training (default: %(default)s)")
     option("--part-epochs", type=float, default=5.0, help="so many times the epochs for it (default: %(default)s)")
-    option("--batch-size", type=int, default=64, help="(default: %(default)s)")
+    option("--batch-size", type=int, default=64, help="of accuracy and epochs (default: %(default)s)")
     option("--lr", type=float, default=1e-3, help="of accuracy (default: %(default)s)")
-    option("--workers", type=int, default=4, help="processes that read files (default: %(default)s)")
-    option("--toml", default=str(SCRIPTS.parent / "configs" / "train_gpu.toml"), help="of epochs")
-    option("--only", nargs="+", help="of epochs: plain, bf16, fp16, DP, DDP")
+    option("--workers", type=int, default=4, help="of accuracy and epochs: reading processes (default: %(default)s)")
+    option("--toml", help="of epochs (default: configs/train_gpu.toml, without a GPU configs/preprocess_cpu.toml)")
+    option("--only", nargs="+", choices=("plain", "bf16", "fp16", "DP", "DDP"), help="of epochs")
     option("--more", nargs=argparse.REMAINDER, default=[], help="of throughput: options of loader_throughput.py")
     return parser
 

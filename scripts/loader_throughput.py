@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -175,18 +173,10 @@ def describe(device: Any) -> str:
     return f"{name}, {here['cores']} cores {here['cpu']}, Python {here['python']}, PyTorch {torch.__version__}"
 
 
-def used_memory(device: Any) -> int | None:
-    """Bytes of the GPU that all processes use, by nvidia-smi; ``None`` where it is not there or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        identity = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-        query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id=GPU-{identity}"]
-        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=20, check=True)
-        return int(done.stdout.split()[0]) * 2**20
-    except (OSError, subprocess.SubprocessError, AttributeError, ValueError, IndexError):
-        return None
+def used_memory(device: Any) -> int:
+    """Bytes of the GPU that all processes use."""
+    free, whole = torch.cuda.mem_get_info(device)
+    return whole - free
 
 
 def numbers(text: str) -> list[int]:

@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         write_set(args.out, args.train, args.val, args.classes, args.seed, args.jobs, args.subsampling)
     except ValueError as error:
-        print(f"make_textures: --{error}", file=sys.stderr)
+        print(f"make_textures: --{str(error).replace('root:', 'out:', 1)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"make_textures: --out: {error}", file=sys.stderr)
         return 2
     counts = f"{args.classes} classes, {args.train} images of each to train on, {args.val} to validate with"
     print(f"{args.out}: {counts}; {time.perf_counter() - start:.0f} s")

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as profiled
+from training.command import guarded, whole
 from training.data import Loaders
 from training.options import make_parser
 from training.place import Place
 from training.session import PRECISIONS, Session
 from training.timeline import STEP, WAIT, GpuUse, gpu_use
 
-from torchpipe_py import TorchpipeError
 from torchpipe_py.training import Batch, TorchpipeLoader, TrainingError
 
 OPERATORS = 10
@@ -66,12 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.trace is not None and args.trace.suffix != ".json":
         parser.error(f"--trace {args.trace}: expected a name that ends in .json")
-    try:
-        print("\n".join(described(profile(args))))
-    except (TorchpipeError, OSError) as error:
-        print(f"profile_training: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    return 0
+    return guarded("profile_training", lambda: print("\n".join(described(profile(args)))))
 
 
 def profile(args: argparse.Namespace) -> Profile:
@@ -192,16 +187,10 @@ def _gpu_lines(gpu: GpuUse, steps: int) -> list[str]:
     return lines if gpu.copies else [*lines, "copies to the GPU: none"]
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--steps", type=_count, default=30, help="that are looked at (default: %(default)s)")
-    parser.add_argument("--warmup", type=_count, default=10, help="steps before these (default: %(default)s)")
+    parser.add_argument("--steps", type=whole(1), default=30, help="that are looked at (default: %(default)s)")
+    parser.add_argument("--warmup", type=whole(1), default=10, help="steps before these (default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="keep the trace, for ui.perfetto.dev")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="(default: %(default)s)")
     return parser

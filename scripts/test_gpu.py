@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from training.command import guarded, whole
 from training.evaluation import Agreement, Scores
 from training.serving import PRECISIONS
 from training.solutions import Run, by_pipe, by_torch
 
-from torchpipe_py import TorchpipeError
 from torchpipe_py.training import ImageFolder
 
 SOLUTIONS = ("pipe", "torch")
@@ -29,14 +29,13 @@ SOLUTIONS = ("pipe", "torch")
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when evaluated, 2 with one line on stderr otherwise."""
     args = _parser().parse_args(argv)
-    try:
+
+    def work() -> None:
         report = evaluate(args)
         if args.json is not None:
             args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except (TorchpipeError, OSError) as error:
-        print(f"test_gpu: {'; '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    return 0
+
+    return guarded("test_gpu", work)
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,12 +57,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="written by scripts/train.py")
@@ -75,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", choices=("onnx", "tensorrt"), help="of the pipe (default: TensorRT where it works, else ONNX)"
     )
     parser.add_argument("--arch", default="small", help="as in training (default: %(default)s)")
-    parser.add_argument("--size", type=_count, default=224, help="the TOML's, in pixels (default: %(default)s)")
-    parser.add_argument("--clients", type=_count, default=8, help="threads that call the pipe (default: %(default)s)")
-    parser.add_argument("--batch-size", type=_count, default=32, help="of PyTorch (default: %(default)s)")
+    parser.add_argument("--size", type=whole(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
+    parser.add_argument("--clients", type=whole(1), default=8, help="threads that call the pipe (default: %(default)s)")
+    parser.add_argument("--batch-size", type=whole(1), default=32, help="of PyTorch (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="keeps model, labels and engine (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")

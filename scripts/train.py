@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from training.command import guarded
 from training.options import make_parser
 from training.place import Place
 from training.session import run
@@ -17,8 +18,7 @@ from training.session import run
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser(__doc__ or "").parse_args(argv)
-    run(args, Place("single", devices=args.device))
-    return 0
+    return guarded("train", lambda: run(args, Place("single", devices=args.device)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from training.command import guarded
 from training.options import make_parser
 from training.place import Place
 from training.session import run
@@ -17,8 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16", help="(default: %(default)s)")
     args = parser.parse_args(argv)
-    run(args, Place("single", devices=args.device), args.precision)
-    return 0
+    return guarded("train_amp", lambda: run(args, Place("single", devices=args.device), args.precision))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from training.command import guarded
 from training.dali import AUGMENTS, dali_loaders
 from training.options import make_parser
 from training.place import Place
@@ -30,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = problem_of(args)
     if reason:
         parser.error(reason)
-    run(args, Place("single", devices=args.device), open_loaders=dali_loaders)
-    return 0
+    place = Place("single", devices=args.device)
+    return guarded("train_dali", lambda: run(args, place, open_loaders=dali_loaders))
 
 
 def problem_of(args: argparse.Namespace) -> str:

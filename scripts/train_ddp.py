@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from training.command import guarded
 from training.options import make_parser
 from training.place import torchrun_place
 from training.session import PRECISIONS, run
@@ -29,10 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     place = torchrun_place(args.device, args.batch_norm == "sync")
     try:
-        run(args, place, args.precision)
+        return guarded("train_ddp", lambda: run(args, place, args.precision))
     finally:
         dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from training.command import guarded
 from training.options import make_parser, to_device
 from training.place import Place, as_it_is
 from training.session import run
@@ -20,8 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--devices", nargs="+", type=to_device, help="CUDA devices, or 'cpu' twice (default: all GPUs)")
     args = parser.parse_args(argv)
-    run(args, Place("dp", devices=args.devices, wrap=_parallel(args.devices)))
-    return 0
+    return guarded("train_dp", lambda: run(args, Place("dp", devices=args.devices, wrap=_parallel(args.devices))))
 
 
 def _parallel(devices: list[int | str] | None) -> Callable[[nn.Module], nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from benchmarks.gpu_service import to_toml
 from benchmarks.servers import serving
 
 from torchpipe_py.parity.compare import Z_95
-from torchpipe_py.training import ImageFolder
+from torchpipe_py.training import ImageFolder, TrainingError
 from training.evaluation import Agreement, Predictions, Scores
 from training.options import make_parser
 from training.place import Place
@@ -61,6 +62,7 @@ def preprocessing(size: int) -> dict[str, dict[str, Any]]:
 
 def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
     """Rows of the table, each with its scores, and its difference to the row it is compared with."""
+    _claim(args)
     whole, part = _data(args)
     pipes = preprocessing(args.size)
     models = {}
@@ -111,6 +113,19 @@ def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
     for engine, precision in (("tensorrt", "fp32"), ("tensorrt", "fp16")) if own == "GPU" else (("onnx", "fp32"),):
         row(f"train {own}; serve {own}, Thrift service, {engine} {precision}", service(precision, engine), reference)
     return {"images": len(dataset), "classes": len(dataset.classes), "arch": args.arch, "rows": rows}
+
+
+def _claim(args: argparse.Namespace) -> None:
+    """Checkpoints and images in the folder are used again: ``TrainingError`` where they were made otherwise."""
+    names = ["train", "val", "classes", "seed", "arch", "size", "epochs", "share", "part_epochs", "batch_size", "lr"]
+    settings = {name: getattr(args, name) for name in names}
+    path = args.work / "accuracy_settings.json"
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        other = [f"--{name.replace('_', '-')} {found.get(name)}" for name in names if found.get(name) != settings[name]]
+        if other:
+            raise TrainingError(f"{args.work} holds models that were made with {', '.join(other)}; take another --work")
+    path.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def _data(args: argparse.Namespace) -> tuple[Path, Path]:

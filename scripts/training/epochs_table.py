@@ -46,9 +46,11 @@ def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
     }
     rows = []
     for name, (command, size) in ways.items():
+        if args.only and name.split(",")[0] not in args.only:
+            continue
         if gpus == 1 and name.startswith(("DP", "DDP")):
             rows.append({"name": name, "not_measured": "PyTorch finds one CUDA device"})
-        elif not args.only or name.split(",")[0] in args.only:
+        else:
             rows.append({"name": name, **_measured(args, command, size)})
             print(rows[-1], flush=True)
     by_name = {row["name"]: row for row in rows}
@@ -57,6 +59,13 @@ def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
         if parallel.startswith("D") and "images_per_s" in one and "images_per_s" in many:
             many["scaling"] = many["images_per_s"] / one["images_per_s"]
     return {"arch": args.arch, "batch": batch, "devices": gpus, "rows": rows}
+
+
+def _reason(printed: str) -> str:
+    """What the script itself said, if it did."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("train")]
+    return (own or lines or ["it printed nothing"])[-1][-400:]
 
 
 def _measured(args: argparse.Namespace, command: list[str], batch: int) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def _measured(args: argparse.Namespace, command: list[str], batch: int) -> dict[
     )
     lines = LINE.findall(done.stdout)
     if done.returncode or not lines:
-        return {"not_measured": " ".join((done.stderr or done.stdout).split())[-400:]}
+        return {"not_measured": _reason(done.stderr)}
     _, _, seconds, rate, waited, memory = lines[-1]
     return {
         "seconds": float(seconds),

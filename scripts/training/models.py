@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchpipe_py.errors import nearest
 from torchpipe_py.training import TrainingError
 from torchpipe_py.training.libraries import library
 
@@ -21,7 +22,7 @@ def make_model(arch: str, classes: int, seed: int) -> nn.Module:
         models = library("torchvision.models", "torchvision", f"--arch {arch}")
         if arch not in models.list_models(module=models):
             raise TrainingError(
-                f"--arch {arch}: no such classifier; {', '.join(models.list_models(module=models)[:8])}…"
+                f"--arch {arch}: no such classifier; {nearest(arch, ['small', *models.list_models(module=models)])}"
             )
         model: nn.Module = models.get_model(arch, num_classes=classes)
         return model

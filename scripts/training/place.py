@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,7 @@ class Place:
     def wait(self, device: Any) -> None:
         """Until what was started on ``device``, and in "dp" on the others, is done."""
         if device.type == "cuda":
-            devices = range(torch.cuda.device_count()) if self.parallel_type == "dp" else [device]
-            for one in devices:
+            for one in self._own(device):
                 torch.cuda.synchronize(one)
 
     def memory(self, device: Any) -> list[int]:
@@ -42,12 +41,18 @@ class Place:
         if device.type != "cuda":
             return []
         if self.parallel_type == "dp":
-            return [_used(one) for one in range(torch.cuda.device_count())]
+            return [_used(one) for one in self._own(device)]
         if not self.is_distributed:
             return [_used(device)]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, _used(device))
         return found
+
+    def _own(self, device: Any) -> Sequence[Any]:
+        """The GPUs of this process; in "dp" several."""
+        if self.parallel_type != "dp":
+            return [device]
+        return self.devices or range(torch.cuda.device_count())
 
     def summed(self, values: list[float], device: Any) -> list[float]:
         """Each value, summed over the processes."""

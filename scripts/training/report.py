@@ -25,7 +25,8 @@ def report(folder: Path, only: str | None = None) -> str:
         parts.append(f"## {title}\n\n{machine}\n\n{table(figures)}")
         if only is None:
             plot(figures, folder / f"{name}.png")
-            parts[-1] += f"\n![{title}]({name}.png)\n"
+            if (folder / f"{name}.png").exists():
+                parts[-1] += f"\n![{title}]({name}.png)\n"
     text = "\n".join(parts)
     if only is None:
         (folder / "report.md").write_text(text, encoding="utf-8")
@@ -38,7 +39,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _plots() -> Any:
-    pyplot = library("matplotlib.pyplot", "matplotlib", "the report's plots")
+    pyplot = library("matplotlib.pyplot", "matplotlib", "a plot of the report")
     pyplot.switch_backend("agg")
     return pyplot
 
@@ -103,6 +104,8 @@ def _rate(row: Figures | None) -> str:
 def _plot_throughput(figures: Figures, path: Path) -> None:
     pyplot = _plots()
     rows = [row for row in figures["rows"] if row.get("images_per_s")]
+    if not rows:
+        return
     size = max(row["batch_size"] for row in rows)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name in dict.fromkeys(row["name"] for row in rows):

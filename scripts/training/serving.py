@@ -36,20 +36,12 @@ def load_model(checkpoint: Path, arch: str, classes: Sequence[str]) -> nn.Module
 
     ``TrainingError`` for a file that is not there or no checkpoint of a training, other classes, or another ``arch``.
     """
-    try:
-        state = checkpoints.load(checkpoint)
-    except Exception as error:
-        raise TrainingError(f"{checkpoint}: cannot be read as a checkpoint: {_one_line(error)}") from error
+    state = checkpoints.load(checkpoint)
     if state is None:
         raise TrainingError(f"{checkpoint}: no such file")
-    if not isinstance(state, dict) or not {"model", "classes"} <= state.keys():
-        raise TrainingError(f"{checkpoint}: no checkpoint of scripts/train.py")
-    _check_classes(checkpoint, state["classes"], classes)
+    checkpoints.check_classes(checkpoint, state["classes"], classes)
     model = make_model(arch, len(classes), seed=0)
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise TrainingError(f"{checkpoint}: holds no weights of --arch {arch}: {_one_line(error)}") from error
+    checkpoints.load_weights(checkpoint, model, state["model"], arch, state.get("arch"))
     return model.eval()
 
 
@@ -105,18 +97,6 @@ def check_preprocessing(toml: Config, size: int) -> None:
         raise TrainingError(f"the TOML gives images of {'x'.join(map(str, shape))}, the model takes 3x{size}x{size}")
 
 
-def _check_classes(checkpoint: Path, trained: Sequence[str], classes: Sequence[str]) -> None:
-    if list(trained) == list(classes):
-        return
-    odd = [f"only {where}: {', '.join(sorted(names)[:3])}" for where, names in _only_in(trained, classes) if names]
-    what = f"its {len(trained)} classes are not the folder's {len(classes)}"
-    raise TrainingError(f"{checkpoint}: {what} ({'; '.join(odd) or 'another order'})")
-
-
-def _only_in(trained: Sequence[str], classes: Sequence[str]) -> list[tuple[str, set[str]]]:
-    return [("trained", set(trained) - set(classes)), ("in the folder", set(classes) - set(trained))]
-
-
 def _export(model: nn.Module, path: Path, size: int) -> None:
     """Write ``model`` for normalised input, and compare it, fed with pixels as a node feeds it, with PyTorch's."""
     try:
@@ -152,7 +132,3 @@ def _followed_by(tables: dict[str, Any], node: Mapping[str, Any]) -> dict[str, A
 def _numbers(values: Sequence[float]) -> str:
     """On the scale 0..255, as a node's ``mean`` and ``std`` are."""
     return ", ".join(f"{255 * value:.10g}" for value in values)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from torchpipe_py.training import Batch
+from torchpipe_py.training import Batch, TrainingError
 from training import checkpoints
 from training.data import Loaders
 from training.models import make_model
@@ -72,9 +72,14 @@ class Session:
         while self._loaders.train.epoch < self._args.epochs:
             if not self._train_epoch():
                 self._save()
+                self._say(f"stopped after {self._steps_now} steps, in epoch {self._loaders.train.epoch}")
                 break
             figures = self._finish_epoch()
         return figures
+
+    def _say(self, line: str) -> None:
+        if self._place.rank == 0:
+            print(line, flush=True)
 
     # -- one epoch ------------------------------------------------------------------------------------------------
 
@@ -130,13 +135,12 @@ class Session:
         figures = {"epoch": epoch, "loss": loss / max(1.0, samples), "accuracy": accuracy, "validated": seen}
         self.scalars.add(self._steps, accuracy=accuracy, samples_per_s=timed / seconds)
         memory = self._place.memory(self.device)
-        if self._place.rank == 0:
-            print(
-                f"epoch {epoch}: loss {figures['loss']:.4f}, accuracy {accuracy:.4f} of {seen} images, "
-                f"{seconds:.2f} s, {timed / seconds:.0f} images/s, "
-                f"waited for data {stats['stall_share']:.0%} of the time, bad samples {stats['bad']['count']}"
-                + (f", GPU memory in use {' '.join(map(str, memory))} MiB" if memory else "")
-            )
+        self._say(
+            f"epoch {epoch}: loss {figures['loss']:.4f}, accuracy {accuracy:.4f} of {seen} images, "
+            f"{seconds:.2f} s, {timed / seconds:.0f} images/s, "
+            f"waited for data {stats['stall_share']:.0%} of the time, bad samples {stats['bad']['count']}"
+            + (f", GPU memory in use {' '.join(map(str, memory))} MiB" if memory else "")
+        )
         self._loaders.train.reset()
         self._loss.zero_()
         self._samples = 0
@@ -167,16 +171,30 @@ class Session:
             state = {name: part.state_dict() for name, part in self._parts().items()}
             checkpoints.save(
                 self._args.checkpoint,
-                {**state, "classes": self._loaders.classes, "steps": self._steps, "sums": [loss, samples]},
+                {
+                    **state,
+                    "arch": self._args.arch,
+                    "classes": self._loaders.classes,
+                    "steps": self._steps,
+                    "sums": [loss, samples],
+                },
             )
 
     def _resume(self) -> None:
         state = checkpoints.load(self._args.checkpoint)
         if state is None:
             return
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+        path = self._args.checkpoint
+        checkpoints.check_classes(path, state["classes"], self._loaders.classes)
+        parts = self._parts()
+        checkpoints.load_weights(path, parts.pop("model"), state["model"], self._args.arch, state.get("arch"))
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+        except TrainingError as error:
+            raise TrainingError(f"{path}: {error}; go on with the options it was made with") from error
         self._steps = state["steps"]
+        self._say(f"{path}: goes on in epoch {self._loaders.train.epoch} of {self._args.epochs}, step {self._steps}")
         if self._place.rank == 0:
             self._loss += state["sums"][0]
             self._samples = int(state["sums"][1])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import train
 from training_data import write_classes, write_toml
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -91,3 +92,59 @@ def test_scalars_for_tensorboard(folder: Path, tmp_path: Path) -> None:
     script = [sys.executable, str(SCRIPTS / "train.py")]
     started(script, *options(folder, write_toml(tmp_path), "--epochs", 1, "--tensorboard", tmp_path / "board"))
     assert list((tmp_path / "board").glob("events.*"))
+
+
+# -- what a user can mend -------------------------------------------------------------------------------------------
+
+
+def told(capsys: pytest.CaptureFixture[str], folder: Path, toml: str, *more: object) -> str:
+    """The one line on stderr of a training that cannot be."""
+    capsys.readouterr()
+    assert train.main(list(map(str, options(folder, toml, *more)))) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("train: ")
+    return line
+
+
+def test_errors_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = write_toml(tmp_path)
+    assert "nowhere" in told(capsys, tmp_path / "nowhere", toml)
+    assert "12 images are no batch of 100" in told(capsys, folder, toml, "--batch-size", 100)
+    assert str(tmp_path / "no.toml") in told(capsys, folder, str(tmp_path / "no.toml"))
+    (folder / "train" / "red" / "01.jpg").write_bytes(b"no image")
+    assert str(folder / "train" / "red" / "01.jpg") in told(capsys, folder, toml, "--epochs", 1)
+
+
+def test_a_checkpoint_of_something_else(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml, last = write_toml(tmp_path), tmp_path / "last.pt"
+    last.write_bytes(b"junk")
+    assert f"{last}: cannot be read as a checkpoint" in told(capsys, folder, toml, "--checkpoint", last)
+    last.unlink()
+    assert train.main(list(map(str, options(folder, toml, "--epochs", 1, "--checkpoint", last)))) == 0
+    saved = torch.load(last, weights_only=True)
+
+    more = ["--checkpoint", last, "--epochs", 2]
+    line = told(capsys, folder, toml, *more, "--batch-size", 3)
+    assert f"{last}: the state was saved with batches = 3, here it is 4" in line
+    torch.save({**saved, "model": {"0.weight": torch.zeros(1)}, "arch": "resnet18"}, last)
+    line = told(capsys, folder, toml, *more)
+    assert f"{last}: holds no weights of --arch small; it was trained with --arch resnet18" in line
+    torch.save(saved, last)
+    for part in ("train", "val"):
+        (folder / part / "blue").rename(folder / part / "zebra")
+    assert "(only trained: blue; only in the folder: zebra)" in told(capsys, folder, toml, *more)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--batch-size", "0", "expected at least 1, got 0"),
+        ("--workers", "-1", "expected at least 0, got -1"),
+        ("--epochs", "0", "expected at least 1, got 0"),
+        ("--bad-samples", "maybe", "choose from"),
+    ],
+)
+def test_options_that_make_no_sense(option: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--data", "nowhere", "--toml", "none", option, value])
+    assert reason in capsys.readouterr().err
