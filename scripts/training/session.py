@@ -194,7 +194,9 @@ class Session:
         except TrainingError as error:
             raise TrainingError(f"{path}: {error}; go on with the options it was made with") from error
         self._steps = state["steps"]
-        self._say(f"{path}: goes on in epoch {self._loaders.train.epoch} of {self._args.epochs}, step {self._steps}")
+        epoch, epochs = self._loaders.train.epoch, self._args.epochs
+        where = f"goes on after step {self._steps}, in epoch {epoch} of 0 to {epochs - 1}"
+        self._say(f"{path}: {where if epoch < epochs else f'has all {epochs} epochs'}")
         if self._place.rank == 0:
             self._loss += state["sums"][0]
             self._samples = int(state["sums"][1])
