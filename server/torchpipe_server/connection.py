@@ -108,6 +108,11 @@ class Connection:
             self.busy = False
         return spent, request_id
 
+    def await_reply(self) -> None:
+        """Let a reply that is being written end its request: the client has read it, and sent the next one, already."""
+        with self.lock:
+            pass
+
     def send_rest(self) -> bool:
         """Write what remained; ``False`` if something still does."""
         with self.lock:

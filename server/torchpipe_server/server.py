@@ -315,6 +315,8 @@ class Server:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _start_next(self, connection: Connection) -> None:
+        if connection.backlog and connection.busy:
+            connection.await_reply()
         while connection.backlog and not connection.busy and connection.unsent is None:
             self._dispatch(connection, connection.backlog.popleft())
         if connection.broken is not None and not (connection.busy or connection.backlog or connection.unsent):
