@@ -14,7 +14,7 @@ from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
 from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
-LONG_SECONDS = 0.002  # shorter work is spun for: on an H200 naps in it cost a single process a fifth of its rate
+LONG_SECONDS = 0.002  # shorter work is spun for: a nap gives up the GIL once more, and the core's waking comes on top
 SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
 SHORTEST_NAP, LONGEST_NAP = 0.0003, 0.002
 
