@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import torch
 from torch import nn
 
 from torchpipe_py.training import TrainingError
+from training.files import in_the_place_of
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write beside it, then take its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    torch.save(state, unfinished)
-    os.replace(unfinished, path)
+    with in_the_place_of(path) as unfinished:
+        torch.save(state, unfinished)
 
 
 def load(path: Path | None) -> dict[str, Any] | None:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from training.files import in_the_place_of
+
 WIDTH, HEIGHT = 500, 375  # pixels of a picture
 SIDE = 224  # pixels of the network's input, which the picture is shrunk to without keeping its aspect ratio
 QUALITY = 90
@@ -165,7 +167,8 @@ def _claim(root: Path, made_with: str) -> None:
     """Remember what the pictures are made with; ``ValueError`` where some are there that were made otherwise."""
     path = root / "textures.txt"
     if not path.exists():
-        _write_whole(path, made_with.encode())
+        with in_the_place_of(path) as unfinished:
+            unfinished.write_text(made_with, encoding="utf-8")
     found = path.read_text(encoding="utf-8")
     if found != made_with:
         raise ValueError(f"root: {root} holds pictures of {found.strip()}, not {made_with.strip()}")
@@ -182,11 +185,5 @@ def _missing(root: Path, counts: dict[str, int], classes: int) -> Iterator[tuple
 def _write(root: Path, seed: int, subsampling: str, picture: tuple[str, int, int]) -> None:
     split, kind, number = picture
     path = root / split / class_name(kind) / f"{number:04d}.jpg"
-    _write_whole(path, encode(draw(seed, split, kind, number), subsampling))
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write beside it, then take its place."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    with in_the_place_of(path) as unfinished:
+        unfinished.write_bytes(encode(draw(seed, split, kind, number), subsampling))
