@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from training.dali import DaliLoader, Recipe
 from training.data import MEAN, STD, FlipAndNormalise
+from training.pipes import pipe_on_cpu, pipe_on_gpu
 
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, TrainingError, wrap_dataloader_torchpipe
 from torchpipe_py.training.libraries import library
@@ -102,31 +103,11 @@ def dali(decode: str) -> Callable[[Setting], AbstractContextManager[Batches]]:
     return opened
 
 
-def pipe_on_cpu(setting: Setting) -> dict[str, Any]:
-    """Decoded and resized by OpenCV, in as many threads as the loader has workers."""
-    backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
-    node = {"backend": backend, "resize_h": SIZE, "resize_w": SIZE, "color": "rgb", "device": "cpu"}
-    return {"preprocess": {**node, "instance_num": setting.workers}}
-
-
-def pipe_on_gpu(setting: Setting) -> dict[str, Any]:
-    """Decoded and resized in batches by two instances on the GPU: one prepares while the other one decodes."""
-    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
-    node = {
-        "backend": backend,
-        "resize_h": SIZE,
-        "resize_w": SIZE,
-        "max": min(64, setting.batch_size),
-        "instance_num": 2,
-    }
-    return {"preprocess": node}
-
-
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     # NOTE: DALI comes last, since it keeps its GPU memory when it is closed.
     "torchvision": torchvision_cpu,
-    "ours-cpu": ours(pipe_on_cpu),
-    "ours-gpu": ours(pipe_on_gpu),
+    "ours-cpu": ours(lambda setting: pipe_on_cpu(SIZE, setting.workers)),
+    "ours-gpu": ours(lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),
 }
