@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from training.accuracy_table import accuracy_table, textures
 from training.command import guarded
+from training.epochs_table import epochs_table
 from training.report import report
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -28,10 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.toml = str(SCRIPTS.parent / "configs" / name)
     if args.name != "throughput":
         return guarded("experiments", lambda: _run(args))
-    args.work.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(SCRIPTS / "loader_throughput.py"), "--data", str(args.data or _textures(args))]
+    status = guarded("experiments", lambda: _prepare(args))
+    command = [sys.executable, str(SCRIPTS / "loader_throughput.py"), "--data", str(args.data)]
     options = ["--json", str(args.work / "throughput.json"), *args.more]
-    return subprocess.run([*command, *options], check=False).returncode
+    return status or subprocess.run([*command, *options], check=False).returncode
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """The folder, and images where none are given."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.data = args.data or textures(args)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -40,28 +48,13 @@ def _run(args: argparse.Namespace) -> None:
         print(report(args.work))
         return
     if args.name == "accuracy":
-        from training.accuracy_table import accuracy_table
-
         found = accuracy_table(args)
     else:
-        from training.epochs_table import epochs_table
-
-        args.data = args.data or _textures(args)
+        _prepare(args)
         found = epochs_table(args)
     found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     (args.work / f"{args.name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(report(args.work, only=args.name))
-
-
-def _textures(args: argparse.Namespace) -> Path:
-    """The generated set, made where it is not there."""
-    from os import cpu_count
-
-    from training.textures import write_set
-
-    folder: Path = args.work / "textures"
-    write_set(folder, args.train, args.val, args.classes, args.seed, jobs=cpu_count() or 1)
-    return folder
 
 
 def _parser() -> argparse.ArgumentParser:

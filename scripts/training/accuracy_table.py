@@ -21,6 +21,7 @@ from torchpipe_py.parity.compare import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
 from training.evaluation import Agreement, Predictions, Scores
 from training.options import make_parser
+from training.pipes import pipe_on_cpu, pipe_on_gpu
 from training.place import Place
 from training.serving import serving_config
 from training.session import run
@@ -53,11 +54,8 @@ class Difference:
 
 def preprocessing(size: int) -> dict[str, dict[str, Any]]:
     """A pipe on the CPU, and one on the GPU where there is one; both to float32 1×3×``size``×``size`` of 0..255."""
-    sides = {"resize_h": size, "resize_w": size}
-    cpu = {"backend": "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]", "color": "rgb", "device": "cpu", **sides}
-    gpu = {"backend": "S[DecodeTensor,ResizeTensor,SyncTensor]", "max": 16, **sides}
-    found = {"CPU": {"preprocess": {**cpu, "instance_num": min(8, os.cpu_count() or 1)}}}
-    return {**found, "GPU": {"preprocess": gpu}} if torch.cuda.is_available() else found
+    found = {"CPU": pipe_on_cpu(size, min(8, os.cpu_count() or 1))}
+    return {**found, "GPU": pipe_on_gpu(size, 16)} if torch.cuda.is_available() else found
 
 
 def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,6 +113,16 @@ def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
     return {"images": len(dataset), "classes": len(dataset.classes), "arch": args.arch, "rows": rows}
 
 
+def textures(args: argparse.Namespace) -> Path:
+    """The generated set in the folder of the experiments, made where it is not there."""
+    folder: Path = args.work / "textures"
+    try:
+        write_set(folder, args.train, args.val, args.classes, args.seed, jobs=os.cpu_count() or 1)
+    except ValueError as error:
+        raise TrainingError(f"--{error}") from error
+    return folder
+
+
 def _claim(args: argparse.Namespace) -> None:
     """Checkpoints and images in the folder are used again: ``TrainingError`` where they were made otherwise."""
     names = ["train", "val", "classes", "seed", "arch", "size", "epochs", "share", "part_epochs", "batch_size", "lr"]
@@ -130,8 +138,7 @@ def _claim(args: argparse.Namespace) -> None:
 
 def _data(args: argparse.Namespace) -> tuple[Path, Path]:
     """The whole set, and one with a share of its training images and the same validation images."""
-    whole, part = args.work / "textures", args.work / f"textures_{args.share:g}"
-    write_set(whole, args.train, args.val, args.classes, args.seed, jobs=os.cpu_count() or 1)
+    whole, part = textures(args), args.work / f"textures_{args.share:g}"
     kept = max(1, round(args.share * args.train))
     for source in sorted((whole / "train").iterdir()):
         target = part / "train" / source.name
