@@ -200,7 +200,7 @@ class Assembler:
         return [torch.cat([streams.to(one, self._devices[0]) for one in stacks])]
 
     def _blank_like(self, kept: Sequence[Sample]) -> Any:
-        """Zeros like the images of this batch, which must be of one shape and dtype."""
+        """Zeros like the images of this batch, if there is a blank one; they must be of one shape and dtype."""
         first: Sample | None = None
         for one in kept:
             if one.image is None:
@@ -212,7 +212,10 @@ class Assembler:
                     f"{first.image.dtype}, {self._name_of(one.index)} is {shape_text(one.image)} of {one.image.dtype}; "
                     "end the TOML with one size (resize_h, resize_w), or crop in the transforms"
                 )
-        return self._blank if first is None else torch.zeros_like(first.image, device="cpu")
+        if first is None or all(one.image is not None for one in kept):
+            # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
+            return self._blank
+        return torch.zeros_like(first.image, device="cpu")
 
     def _batch_transformed(self, images: Any, seed: Callable[[int], None], key: int) -> Any:
         assert self._options.transforms_batch is not None
