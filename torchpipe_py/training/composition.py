@@ -13,7 +13,8 @@ from torchpipe_py.training.devices import choose_devices
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import Planner
-from torchpipe_py.training.reading import BatchReader
+from torchpipe_py.training.production import DecodedHere
+from torchpipe_py.training.reading import BatchReader, SampleReader, check, collate
 from torchpipe_py.training.statistics import LoaderStatistics
 
 
@@ -35,21 +36,19 @@ class Parts:
         self.statistics = LoaderStatistics()
         with ExitStack() as stack:
             # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
-            self.reader = BatchReader(dataloader, options.transforms_cpu, options.seed)
-            stack.callback(self.reader.close)
+            check(dataloader)
+            samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
+            reader = BatchReader(dataloader, samples, collate, options.seed)
+            stack.callback(reader.close)
             if agreement is not None:
                 _check_ranks(dataloader, agreement)
             self.planner = Planner(dataloader, options.seed, options.cpu_percentage)
-            self.decoder = Decoder(toml_path, self.devices)
-            stack.callback(self.decoder.close)
+            decoder = Decoder(toml_path, self.devices)
+            stack.callback(decoder.close)
             self.assembler = Assembler(
-                options,
-                self.devices,
-                self.reader.samples,
-                namer(dataloader.dataset),
-                self.statistics,
-                self.decoder.trial,
+                options, self.devices, samples, namer(dataloader.dataset), self.statistics, decoder.trial
             )
+            self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)
             self._stack = stack.pop_all()
         self.batches = length_of(dataloader.batch_sampler)
         self.identity: dict[str, Any] = {

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchpipe_py.training.agreement import BATCH, END, FAILED, Agreement
-from torchpipe_py.training.assembly import Read
 from torchpipe_py.training.background import BackgroundIterator
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.composition import Parts
-from torchpipe_py.training.decoding import Decoding
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import tensors_in
-from torchpipe_py.training.reading import Sample
 
 STATE_VERSION = 1
 
@@ -46,7 +41,7 @@ class TorchpipeLoader:
         self._statistics = parts.statistics
         self._epoch = self._position = 0
         self._planned = 0
-        self._ahead: BackgroundIterator[Read] | Generator[Read, None, None] | None = None
+        self._ahead: BackgroundIterator[Any] | Generator[Any, None, None] | None = None
         self._held: _Outcome | None = None
         self._error: Exception | None = None
         self._is_over = self._is_closed = False
@@ -151,7 +146,7 @@ class TorchpipeLoader:
         plan = self._parts.planner.plan(self._epoch)
         self._planned = len(plan)
         depth = self._parts.options.prefetch
-        source = decoded(self._parts, self._epoch, plan[self._position :], min(1, depth))
+        source = self._parts.source.ahead(self._epoch, plan[self._position :], min(1, depth))
         self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
 
     def _stop(self) -> None:
@@ -186,10 +181,9 @@ class TorchpipeLoader:
             except Exception as error:
                 return _Outcome(FAILED, position, error=error)
             try:
-                with self._statistics.stage("transform"):
-                    batch = self._parts.assembler.assemble(self._epoch, read)
-                    if batch is None and self._agreement is not None:
-                        batch = self._filler(read.planned.number)
+                batch = self._parts.source.batch(self._epoch, read)
+                if batch is None and self._agreement is not None:
+                    batch = self._filler(read.planned.number)
             except Exception as error:
                 return _Outcome(FAILED, position, error=error)
             position = read.planned.number + 1
@@ -212,43 +206,3 @@ class TorchpipeLoader:
     def _filler(self, number: int) -> Batch:
         self._statistics.count(filler_batches=1)
         return self._parts.assembler.filler(self._epoch, number)
-
-
-def decoded(parts: Parts, epoch: int, plan: list[PlannedBatch], ahead: int) -> Generator[Read, None, None]:
-    """The planned batches read and decoded; runs on the background thread, and touches no global generator.
-
-    While a batch is decoded, up to ``ahead`` more are read and started, on a thread of their own. An error comes after
-    the batches before it.
-    """
-    under_way = threading.Semaphore(ahead + 1)
-    source = _started(parts, epoch, plan, under_way)
-    started = BackgroundIterator(source, ahead, "torchpipe-read") if ahead else source
-    try:
-        for planned, samples in started:
-            read = _finished(parts, planned, samples)
-            under_way.release()
-            yield read
-    finally:
-        under_way.release(ahead + 1)
-        started.close()
-        parts.decoder.abandon()
-
-
-def _started(
-    parts: Parts, epoch: int, plan: list[PlannedBatch], under_way: threading.Semaphore
-) -> Generator[tuple[PlannedBatch, list[Sample] | Decoding], None, None]:
-    batches = parts.reader.read(epoch, plan)
-    for planned in plan:
-        with parts.statistics.stage("read"):
-            samples = next(batches, None)
-        if samples is None:
-            raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
-        under_way.acquire()
-        yield planned, samples if planned.on_cpu else parts.decoder.start(samples)
-
-
-def _finished(parts: Parts, planned: PlannedBatch, samples: list[Sample] | Decoding) -> Read:
-    if not isinstance(samples, Decoding):
-        return Read(planned, samples)
-    with parts.statistics.stage("decode"):
-        return parts.assembler.stacked(planned, samples.finish())

@@ -41,9 +41,10 @@ class Sample:
 
 
 class Ask(NamedTuple):
-    """What a worker is asked for."""
+    """What a worker is asked for: a sample, for batch ``number`` of ``epoch``."""
 
     epoch: int
+    number: int
     sample: int
     on_cpu: bool
 
@@ -102,15 +103,21 @@ def collate(samples: list[Sample]) -> tuple[list[Sample], Any]:
     return [replace(one, image=None) for one in samples], torch.stack(images)
 
 
+def unpacked(samples: list[Sample], images: Any) -> list[Sample]:
+    """What ``collate`` was given."""
+    if images is None:
+        return samples
+    return [replace(one, image=image) for one, image in zip(samples, images, strict=True)]
+
+
 class BatchReader:
-    """Reads planned batches with the dataset, workers and worker settings of the user's DataLoader.
+    """Planned batches through ``dataset``, a dataset over ``Ask``s, by workers as the user's DataLoader has them.
 
     The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
+    ``collated`` makes of a batch's samples what comes back.
     """
 
-    def __init__(self, dataloader: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
-        _check(dataloader)
-        self.samples = SampleReader(dataloader.dataset, transforms_cpu, seed)
+    def __init__(self, dataloader: Any, dataset: Any, collated: Callable[[Any], Any], seed: int) -> None:
         self._asked = _Asked()
         workers = dataloader.num_workers
         several: dict[str, Any] = {
@@ -122,10 +129,10 @@ class BatchReader:
         generator = torch.Generator()
         generator.manual_seed(key_of(WORKERS, seed))
         self._loader: Any = DataLoader(
-            self.samples,
+            dataset,
             batch_sampler=self._asked,
             num_workers=workers,
-            collate_fn=collate,
+            collate_fn=collated,
             worker_init_fn=dataloader.worker_init_fn,
             generator=generator,
             **(several if workers else {}),
@@ -136,14 +143,10 @@ class BatchReader:
             run_aside(lambda: iter(self._loader))
             _widen(getattr(self._loader, "_iterator", None))
 
-    def read(self, epoch: int, batches: Sequence[PlannedBatch]) -> Iterator[list[Sample]]:
-        """The samples of each batch. A worker that died is a ``RuntimeError``."""
+    def read(self, epoch: int, batches: Sequence[PlannedBatch]) -> Iterator[Any]:
+        """What ``collated`` made of each batch. A worker that died is a ``RuntimeError``."""
         self._asked.epoch, self._asked.batches = epoch, batches
-        for samples, images in self._loader:
-            if images is None:
-                yield samples
-            else:
-                yield [replace(one, image=image) for one, image in zip(samples, images, strict=True)]
+        yield from self._loader
 
     def close(self) -> None:
         """End the workers."""
@@ -172,13 +175,14 @@ class _Asked:
     def __iter__(self) -> Iterator[list[Ask]]:
         epoch, batches = self.epoch, self.batches
         for batch in batches:
-            yield [Ask(epoch, index, batch.on_cpu) for index in batch.indices]
+            yield [Ask(epoch, batch.number, index, batch.on_cpu) for index in batch.indices]
 
     def __len__(self) -> int:
         return len(self.batches)
 
 
-def _check(dataloader: Any) -> None:
+def check(dataloader: Any) -> None:
+    """``TrainingError`` for what cannot be wrapped."""
     if not isinstance(dataloader, DataLoader):
         raise TrainingError(f"expected a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
     if isinstance(dataloader.dataset, IterableDataset):
