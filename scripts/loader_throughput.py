@@ -27,7 +27,12 @@ from benchmarks.loaders import SUBJECTS, Setting
 
 LEAST = 3  # batches to warm up with, and to measure
 PATIENCE = 10  # times --seconds: how long one measurement may take
-RATIOS = (("ours-gpu", "dali-gpu", None), ("ours-gpu", "torchvision", 8))
+RATIOS = (
+    ("ours-gpu", "dali-gpu", None),
+    ("ours-workers", "dali-gpu", None),
+    ("ours-gpu", "torchvision", 8),
+    ("ours-workers", "torchvision", 8),
+)
 
 
 @dataclass(frozen=True)

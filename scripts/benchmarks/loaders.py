@@ -21,6 +21,7 @@ from torchpipe_py.training import ImageFolder, TorchpipeLoader, TrainingError, w
 from torchpipe_py.training.libraries import library
 
 SIZE = 224
+EPOCH = 50_000  # images at least; shorter epochs would show how loaders end and begin, which trainings seldom do
 
 Batches = Iterator[Any]
 
@@ -47,7 +48,7 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
         transforms.Normalize(MEAN, STD),
     ]
     loader = DataLoader(
-        datasets.ImageFolder(str(setting.folder), transforms.Compose(steps)),
+        _long(datasets.ImageFolder(str(setting.folder), transforms.Compose(steps))),
         setting.batch_size,
         shuffle=True,
         num_workers=setting.workers,
@@ -69,14 +70,13 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
             loader._iterator = None  # ends the workers, which a persistent iterator keeps
 
 
-def ours(config: Any) -> Callable[[Setting], AbstractContextManager[Batches]]:
-    """Read by worker processes, decoded by a pipe, flipped and normalised once for a batch."""
+def ours(config: Any, workers_decode: bool = False) -> Callable[[Setting], AbstractContextManager[Batches]]:
+    """Read by worker processes, decoded by a pipe here or in each of them, flipped and normalised once for a batch."""
 
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
-        dataloader = DataLoader(
-            ImageFolder(setting.folder), setting.batch_size, shuffle=True, num_workers=setting.workers, drop_last=True
-        )
+        dataset = _long(ImageFolder(setting.folder))
+        dataloader = DataLoader(dataset, setting.batch_size, shuffle=True, num_workers=setting.workers, drop_last=True)
         _check(dataloader, setting)
         with wrap_dataloader_torchpipe(
             "single",
@@ -84,6 +84,7 @@ def ours(config: Any) -> Callable[[Setting], AbstractContextManager[Batches]]:
             config(setting),
             devices=setting.device,
             transforms_batch=FlipAndNormalise(),
+            workers_decode=workers_decode,
         ) as loader:
             yield _endless(loader)
 
@@ -96,7 +97,7 @@ def dali(decode: str) -> Callable[[Setting], AbstractContextManager[Batches]]:
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
         recipe = Recipe(SIZE, setting.batch_size, decode, is_training=True, threads=max(1, setting.workers))
-        with DaliLoader(ImageFolder(setting.folder), setting.device, recipe) as loader:
+        with DaliLoader(_long(ImageFolder(setting.folder)), setting.device, recipe) as loader:
             _check(loader, setting)
             yield _endless(loader)
 
@@ -108,9 +109,16 @@ SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     "torchvision": torchvision_cpu,
     "ours-cpu": ours(lambda setting: pipe_on_cpu(SIZE, setting.workers)),
     "ours-gpu": ours(lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)),
+    "ours-workers": ours(lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size)), workers_decode=True),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),
 }
+
+
+def _long(dataset: Any) -> Any:
+    """An epoch has every image as often as it takes."""
+    dataset.samples = dataset.samples * -(-EPOCH // len(dataset.samples))
+    return dataset
 
 
 def _endless(loader: TorchpipeLoader | DaliLoader) -> Batches:

@@ -97,5 +97,6 @@ def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, tra
         devices=place.devices,
         seed=args.seed,
         bad_samples=args.bad_samples,
+        workers_decode=args.workers_decode,
         transforms_batch=transforms,
     )

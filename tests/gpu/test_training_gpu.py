@@ -88,6 +88,11 @@ class Noise:
         return image + torch.rand(image.shape, device=image.device)
 
 
+class BatchNoise:
+    def __call__(self, images: Any) -> Any:
+        return images + torch.rand(images.shape, device=images.device)
+
+
 class OnTheCpu:
     def __call__(self, picture: Any) -> Any:
         return TensorToTensor()(cv2Resize(H, W)(picture)) + torch.rand(1)
@@ -110,21 +115,23 @@ def test_a_batch_is_what_the_pipe_gives(dataset: ImageFiles) -> None:
 def test_batches_are_the_same_for_any_number_of_workers_and_instances(dataset: ImageFiles) -> None:
     more: dict[str, Any] = {
         "transforms_gpu": Noise(),
-        "transforms_batch": lambda images: images + torch.rand(images.shape, device=images.device),
+        "transforms_batch": BatchNoise(),
         "transforms_cpu": OnTheCpu(),
         "cpu_percentage": 0.4,
         "shuffle": True,
     }
     epochs: list[list[Any]] = []
-    for workers, prefetch, instances in ((0, 0, 1), (2, 3, 3)):
+    for workers, prefetch, instances, decode in ((0, 0, 1, False), (2, 3, 3, False), (2, 3, 1, True), (1, 0, 1, True)):
         torch.cuda.manual_seed(workers)  # of no consequence
-        with wrapped(dataset, workers=workers, prefetch=prefetch, instances=instances, **more) as loader:
+        with wrapped(
+            dataset, workers=workers, prefetch=prefetch, instances=instances, workers_decode=decode, **more
+        ) as loader:
             epochs.append([])
             for _ in range(3):
                 epochs[-1] += taken(loader)
                 loader.reset()
             assert 0 < loader.stats()["cpu_batches"] < loader.stats()["batches"]
-    assert same(*epochs)
+    assert all(same(epochs[0], other) for other in epochs[1:])
 
 
 def test_the_programs_generators_are_left_alone(dataset: ImageFiles) -> None:
@@ -136,12 +143,14 @@ def test_the_programs_generators_are_left_alone(dataset: ImageFiles) -> None:
 
 
 @pytest.mark.parametrize("transforms", [TensorToTensor(), None])
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize(("prefetch", "workers"), [(0, 0), (3, 0), (3, 2)])
 def test_memory_of_a_batch_lasts_until_the_model_has_read_it(
-    dataset: ImageFiles, prefetch: int, transforms: Any
+    dataset: ImageFiles, prefetch: int, workers: int, transforms: Any
 ) -> None:
     """The model's stream is far behind, and nobody holds the batch: its memory must not become the next one's."""
-    with wrapped(dataset, transforms_gpu=transforms, prefetch=prefetch) as loader:
+    with wrapped(
+        dataset, transforms_gpu=transforms, prefetch=prefetch, workers=workers, workers_decode=bool(workers)
+    ) as loader:
         expected = [images.double().sum(dim=(1, 2, 3)).tolist() for images, _ in loader]
         for _ in range(3):
             loader.reset()
@@ -246,8 +255,11 @@ def test_a_training_goes_on(folder: Path, tmp_path: Path) -> None:
 def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
     with wrapped(dataset, transforms_gpu=TensorToTensor()) as loader:
         single = taken(loader)
-    with wrapped(dataset, kind="dp", transforms_gpu=TensorToTensor()) as loader:
-        assert same(taken(loader), single)
+    for workers in (0, 2):
+        with wrapped(
+            dataset, kind="dp", transforms_gpu=TensorToTensor(), workers=workers, workers_decode=bool(workers)
+        ) as loader:
+            assert same(taken(loader), single)
     with wrapped(dataset) as whole, wrapped(dataset, kind="dp", gather=False) as apart:
         for batch, (images, labels) in zip(whole, apart, strict=True):
             assert [one.device.index for one in images] == [one.device.index for one in labels] == [0, 1][: len(images)]
@@ -255,7 +267,8 @@ def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
 
 
 @needs_two
-def test_two_processes_over_nccl(folder: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--workers-decode"]])
+def test_two_processes_over_nccl(folder: Path, options: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    figures = started(folder, *torchrun, SCRIPTS / "train_ddp.py", "--epochs", 6)
+    figures = started(folder, *torchrun, SCRIPTS / "train_ddp.py", "--epochs", 6, *options)
     assert figures[-1] == (1.0, 9)

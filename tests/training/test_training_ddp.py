@@ -57,6 +57,11 @@ def test_a_rank_that_skips_a_whole_batch_makes_its_step(told: list[dict[str, Any
     assert zero[1] == ([-1], [False], [-100])
 
 
+def test_workers_that_decode(told: list[dict[str, Any]]) -> None:
+    for rank in told:
+        assert rank["workers_decode_and_skip_on_one_rank"] == rank["skip_on_one_rank"][0]
+
+
 def test_masks_on_one_rank(told: list[dict[str, Any]]) -> None:
     zero, one = (rank["mask_on_one_rank"] for rank in told)
     assert [len(zero), len(one)] == [3, 3]

@@ -59,6 +59,16 @@ def skip_on_one_rank(rank: int, home: Path) -> Any:
     return steps(loader), len(loader), loader.stats()["filler_batches"]
 
 
+def workers_decode_and_skip_on_one_rank(rank: int, home: Path) -> Any:
+    dataset = write_images(home / "images", 9, corrupt=[4, 6, 8])
+    loader = DataLoader(dataset, batch_size=2, sampler=DistributedEvalSampler(dataset), num_workers=1)
+    return steps(
+        wrap_dataloader_torchpipe(
+            "ddp", loader, write_toml(home), local_rank=rank, bad_samples="skip", workers_decode=True
+        )
+    )
+
+
 def mask_on_one_rank(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 9, corrupt=[4, 6, 8]), bad_samples="mask"))
 
@@ -129,6 +139,7 @@ SCENARIOS: dict[str, Callable[[int, Path], Any]] = {
     for one in (
         validate,
         skip_on_one_rank,
+        workers_decode_and_skip_on_one_rank,
         mask_on_one_rank,
         raise_on_one_rank,
         fewer_samples_than_ranks,

@@ -52,7 +52,7 @@ class Assembler:
         self._statistics = statistics
         self.streams = SideStreams(devices)
         self._aside = SideStreams(devices)  # of the background thread
-        self._label: Any = None  # the last one seen: what ignored labels look like
+        self.label: Any = None  # the last one seen: what ignored labels look like
         with self.streams.active(), forked(self._devices) as fork:
             fork.seed(key_of(SAMPLE, options.seed))
             self.streams.adopt(trial)
@@ -113,7 +113,7 @@ class Assembler:
     def _look_for_bad(self, epoch: int, samples: Sequence[Sample]) -> None:
         for sample in samples:
             if sample.label is not None:
-                self._label = sample.label
+                self.label = sample.label
             if not sample.kind:
                 continue
             name = self._name_of(sample.index)
@@ -183,7 +183,7 @@ class Assembler:
         )
 
     def _label_like(self, sample: Sample) -> Any:
-        return self._label if sample.label is None else sample.label
+        return self.label if sample.label is None else sample.label
 
     def _images(self, kept: Sequence[Sample], shares: Sequence[Sequence[Sample]], streams: SideStreams) -> list[Any]:
         """The images of each share on its device; of all shares on the first device, unless they stay apart."""

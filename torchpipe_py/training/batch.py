@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+
+from torchpipe_py.training.prefetcher import moved_to
 
 
 class Batch(tuple[Any, Any]):
@@ -32,6 +35,16 @@ class Batch(tuple[Any, Any]):
         batch.epoch, batch.number, batch.on_cpu = epoch, number, on_cpu
         return batch
 
+    def moved(self, move: Callable[[Any], Any]) -> Batch:
+        """The same batch with ``move(tensor)`` in the place of each tensor of its images and labels."""
+        images, labels = moved_to((self[0], self[1]), move)
+        return _batch(images, labels, self.mask, self.indices, self.epoch, self.number, self.on_cpu)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As arrays, what is on the CPU anyway goes to another process without a file of its own.
+        mask, indices = self.mask.numpy(), self.indices.numpy()
+        return _unpickled, (self[0], self[1], mask, indices, self.epoch, self.number, self.on_cpu)
+
     @property
     def images(self) -> Any:
         return self[0]
@@ -39,6 +52,14 @@ class Batch(tuple[Any, Any]):
     @property
     def labels(self) -> Any:
         return self[1]
+
+
+def _batch(images: Any, labels: Any, mask: Any, indices: Any, epoch: int, number: int, on_cpu: bool) -> Batch:
+    return Batch(images, labels, mask=mask, indices=indices, epoch=epoch, number=number, on_cpu=on_cpu)
+
+
+def _unpickled(images: Any, labels: Any, mask: Any, indices: Any, *more: Any) -> Batch:
+    return _batch(images, labels, torch.from_numpy(mask), torch.from_numpy(indices), *more)
 
 
 def ignored_label(example: Any, ignore_index: int) -> Any:

@@ -14,8 +14,18 @@ from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import Planner
 from torchpipe_py.training.production import DecodedHere
-from torchpipe_py.training.reading import BatchReader, SampleReader, check, collate
+from torchpipe_py.training.reading import BatchReader, SampleReader, check, collate, namer
 from torchpipe_py.training.statistics import LoaderStatistics
+from torchpipe_py.training.workers import (
+    BatchMaker,
+    DecodedByWorkers,
+    WorkerStart,
+    as_made,
+    check_sendable,
+    start_method,
+)
+
+SENT = ("transforms_gpu", "transforms_cpu", "transforms_batch", "collate_labels")  # options with code of the user's
 
 
 class Parts:
@@ -38,7 +48,7 @@ class Parts:
             # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
             check(dataloader)
             samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
-            reader = BatchReader(dataloader, samples, collate, options.seed)
+            reader = self._reader(dataloader, samples, toml_path)
             stack.callback(reader.close)
             if agreement is not None:
                 _check_ranks(dataloader, agreement)
@@ -48,7 +58,12 @@ class Parts:
             self.assembler = Assembler(
                 options, self.devices, samples, namer(dataloader.dataset), self.statistics, decoder.trial
             )
-            self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)
+            self.source: DecodedHere | DecodedByWorkers
+            if options.workers_decode:
+                decoder.close()  # which has shown that the pipes can be built
+                self.source = DecodedByWorkers(reader, self.devices, self.assembler, self.statistics)
+            else:
+                self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)
             self._stack = stack.pop_all()
         self.batches = length_of(dataloader.batch_sampler)
         self.identity: dict[str, Any] = {
@@ -57,6 +72,17 @@ class Parts:
             "samples": len(dataloader.dataset),
             "batches": self.batches,
         }
+
+    def _reader(self, dataloader: Any, samples: SampleReader, toml_path: Config) -> BatchReader:
+        options = self.options
+        if not options.workers_decode:
+            return BatchReader(dataloader, samples, collate, options.seed)
+        method = start_method(dataloader)
+        maker = BatchMaker(samples, toml_path, self.devices, options)
+        start = WorkerStart(dataloader.worker_init_fn)
+        sent = {"the dataset": dataloader.dataset, "worker_init_fn": dataloader.worker_init_fn}
+        check_sendable(sent | {name: getattr(options, name) for name in SENT})
+        return BatchReader(dataloader, maker, as_made, options.seed, method, start)
 
     def close(self) -> None:
         """End workers and pipes. Idempotent."""
@@ -85,27 +111,6 @@ def agree_on(agreement: Agreement, make: Callable[[], Parts]) -> tuple[Parts, in
     assert parts is not None
     counts = [one["batches"] for one in gathered]
     return parts, None if None in counts else max(counts)
-
-
-def namer(dataset: Any) -> Callable[[int], str]:
-    """From an index to what an error message calls the sample: the path too, where the dataset has ``samples``."""
-
-    def name_of(index: int) -> str:
-        path = _path(dataset, index)
-        return f"sample {index}" if path is None else f"sample {index} ({path})"
-
-    return name_of
-
-
-def _path(dataset: Any, index: int) -> str | None:
-    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
-        dataset, index = dataset.dataset, dataset.indices[index]
-    try:
-        found = dataset.samples[index]
-    except Exception:
-        return None
-    found = found[0] if isinstance(found, (tuple, list)) and found else found
-    return str(found) if isinstance(found, str) or hasattr(found, "__fspath__") else None
 
 
 def length_of(sized: Any) -> int | None:

@@ -26,6 +26,7 @@ class LoaderOptions:
     bad_samples: str = "raise"
     ignore_index: int = -100
     gather: bool = True
+    workers_decode: bool = False
     collate_labels: Callable[[list[Any]], Any] = default_collate
 
     def __post_init__(self) -> None:

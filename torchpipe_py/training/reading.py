@@ -53,15 +53,15 @@ class SampleReader:
     """The user's dataset, so that a sample which cannot be read comes back as one that says why."""
 
     def __init__(self, dataset: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
-        self._dataset, self._transforms_cpu, self._seed = dataset, transforms_cpu, seed
+        self.dataset, self._transforms_cpu, self._seed = dataset, transforms_cpu, seed
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, ask: Ask) -> Sample:
         sample = Sample(ask.sample)
         try:
-            item = self._dataset[ask.sample]
+            item = self.dataset[ask.sample]
         except Exception as error:
             is_file = not isinstance(error, TrainingError) or isinstance(error, UnreadableFile)
             return sample.failed(UNREADABLE if is_file else WRONG, f"{type(error).__name__}: {first_line(error)}")
@@ -114,16 +114,25 @@ class BatchReader:
     """Planned batches through ``dataset``, a dataset over ``Ask``s, by workers as the user's DataLoader has them.
 
     The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
-    ``collated`` makes of a batch's samples what comes back.
+    ``collated`` makes of a batch's samples what comes back. ``start_method`` and ``worker_init_fn`` go before those of
+    the DataLoader.
     """
 
-    def __init__(self, dataloader: Any, dataset: Any, collated: Callable[[Any], Any], seed: int) -> None:
+    def __init__(
+        self,
+        dataloader: Any,
+        dataset: Any,
+        collated: Callable[[Any], Any],
+        seed: int,
+        start_method: str | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
         self._asked = _Asked()
         workers = dataloader.num_workers
         several: dict[str, Any] = {
             "persistent_workers": True,
             "prefetch_factor": dataloader.prefetch_factor,
-            "multiprocessing_context": dataloader.multiprocessing_context,
+            "multiprocessing_context": start_method or dataloader.multiprocessing_context,
             "timeout": dataloader.timeout,
         }
         generator = torch.Generator()
@@ -133,7 +142,7 @@ class BatchReader:
             batch_sampler=self._asked,
             num_workers=workers,
             collate_fn=collated,
-            worker_init_fn=dataloader.worker_init_fn,
+            worker_init_fn=worker_init_fn or dataloader.worker_init_fn,
             generator=generator,
             **(several if workers else {}),
         )
@@ -154,6 +163,27 @@ class BatchReader:
         self._loader = None
         if iterator is not None:
             iterator._shutdown_workers()
+
+
+def namer(dataset: Any) -> Callable[[int], str]:
+    """From an index to what an error message calls the sample: the path too, where the dataset has ``samples``."""
+
+    def name_of(index: int) -> str:
+        path = _path(dataset, index)
+        return f"sample {index}" if path is None else f"sample {index} ({path})"
+
+    return name_of
+
+
+def _path(dataset: Any, index: int) -> str | None:
+    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
+        dataset, index = dataset.dataset, dataset.indices[index]
+    try:
+        found = dataset.samples[index]
+    except Exception:
+        return None
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    return str(found) if isinstance(found, str) or hasattr(found, "__fspath__") else None
 
 
 def _widen(iterator: Any) -> None:

@@ -6,12 +6,23 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 REMEMBERED = 1000  # bad samples named in stats(); all are counted
 
 STAGES = ("read", "decode", "transform", "agree")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted in a worker since it was last asked."""
+
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    kinds: dict[str, int]
+    bad: list[dict[str, Any]]
 
 
 class LoaderStatistics:
@@ -36,6 +47,24 @@ class LoaderStatistics:
             self._bad_kinds[kind] += 1
             if len(self._bad) < REMEMBERED:
                 self._bad.append({"epoch": epoch, "index": index, "name": name, "kind": kind, "reason": reason})
+
+    def taken(self) -> Counted:
+        """All of it but the loop's seconds, which begin anew."""
+        with self._lock:
+            seconds = {name: self._seconds[name] for name in STAGES}
+            found = Counted(dict(self._counts), seconds, dict(self._bad_kinds), self._bad)
+            self._counts, self._bad_kinds, self._bad = Counter(), Counter(), []
+            self._seconds.update(dict.fromkeys(STAGES, 0.0))
+        return found
+
+    def add(self, counted: Counted) -> None:
+        """What a worker counted."""
+        with self._lock:
+            self._counts.update(counted.counts)
+            self._bad_kinds.update(counted.kinds)
+            self._bad += counted.bad[: REMEMBERED - len(self._bad)]
+            for name, seconds in counted.seconds.items():
+                self._seconds[name] += seconds
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

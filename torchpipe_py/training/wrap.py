@@ -31,6 +31,7 @@ def wrap_dataloader_torchpipe(
     ignore_index: int = -100,
     transforms_batch: Callable[[Any], Any] | None = None,
     gather: bool = True,
+    workers_decode: bool = False,
     collate_labels: Callable[[list[Any]], Any] = default_collate,
 ) -> TorchpipeLoader:
     """A loader of ``(images, labels)`` on the device, from a DataLoader of ``(encoded bytes, label)``.
@@ -58,6 +59,12 @@ def wrap_dataloader_torchpipe(
     it; otherwise a list with a Tensor for each device that has samples. ``collate_labels`` is called with the list of
     labels.
 
+    ``workers_decode``: each of the DataLoader's workers has pipes of its own and makes whole batches, transforms
+    included; the training process only copies them. Faster than one process can be, where that one decodes less than
+    the GPU could; each worker takes a CUDA context of GPU memory, and holds ``prefetch_factor`` batches. Batches are
+    the same, bit for bit. Workers are started by "spawn", or as the DataLoader's ``multiprocessing_context`` says, so
+    dataset and transforms must be what can be pickled, and a script needs ``if __name__ == "__main__":``.
+
     Raises ``ValueError`` and ``TrainingError`` for options that do not fit, and what ``pipe`` raises; in "ddp" on all
     ranks.
     """
@@ -74,6 +81,7 @@ def wrap_dataloader_torchpipe(
             bad_samples=bad_samples,
             ignore_index=ignore_index,
             gather=gather,
+            workers_decode=workers_decode,
             collate_labels=collate_labels,
         )
         return Parts(kind, dataloader, toml_path, options, local_rank, devices, agreement)

@@ -1,0 +1,172 @@
+"""Whole batches made by the DataLoader's workers, each with pipes of its own, and their way to the training process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from torchpipe_py.errors import first_line
+from torchpipe_py.training.assembly import Assembler, Read
+from torchpipe_py.training.batch import Batch
+from torchpipe_py.training.decoding import Config, Decoder
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.options import LoaderOptions
+from torchpipe_py.training.plan import PlannedBatch
+from torchpipe_py.training.reading import Ask, BatchReader, SampleReader, namer
+from torchpipe_py.training.statistics import Counted, LoaderStatistics
+from torchpipe_py.training.streams import SideStreams
+
+
+@dataclass(frozen=True)
+class Made:
+    """A batch from a worker, ``None`` where all its samples are skipped; or the error that takes its place."""
+
+    planned: PlannedBatch
+    batch: Batch | None = None
+    error: Exception | None = None
+    label: Any = None
+    counted: Counted | None = None
+
+
+class BatchMaker:
+    """The dataset of workers that decode: ``__getitems__`` gives a batch ``Made``, on the devices.
+
+    It is sent to the workers as it is, and makes pipes there. A worker's devices are those of the training process,
+    its CUDA context and memory are its own.
+    """
+
+    def __init__(
+        self, samples: SampleReader, toml_path: Config, devices: Sequence[Any], options: LoaderOptions
+    ) -> None:
+        self._samples, self._toml_path, self._devices, self._options = samples, toml_path, list(devices), options
+        self._made: tuple[Decoder, Assembler, LoaderStatistics] | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitems__(self, asks: list[Ask]) -> Made:
+        epoch, number, _, on_cpu = asks[0]
+        planned = PlannedBatch(number, tuple(one.sample for one in asks), on_cpu)
+        try:
+            decoder, assembler, statistics = self.open()
+        except Exception as error:
+            return Made(planned, error=portable(error))
+        try:
+            samples = [self._samples[one] for one in asks]
+            if not on_cpu:
+                with statistics.stage("decode"):
+                    samples = decoder.start(samples).finish()
+            with statistics.stage("transform"):
+                batch = assembler.assemble(epoch, Read(planned, samples))
+                assembler.streams.synchronize()
+        except Exception as error:
+            return Made(planned, error=portable(error), counted=statistics.taken())
+        return Made(planned, batch, label=assembler.label, counted=statistics.taken())
+
+    def open(self) -> tuple[Decoder, Assembler, LoaderStatistics]:
+        """Pipes, what makes batches, and what counts; made at the first call."""
+        if self._made is None:
+            if self._devices[0].type == "cuda":
+                torch.cuda.set_device(self._devices[0])  # no context on another one
+            decoder, statistics = Decoder(self._toml_path, self._devices), LoaderStatistics()
+            name_of = namer(self._samples.dataset)
+            assembler = Assembler(self._options, self._devices, self._samples, name_of, statistics, decoder.trial)
+            self._made = decoder, assembler, statistics
+        return self._made
+
+
+class WorkerStart:
+    """For ``worker_init_fn``: the user's, then the worker's pipes, so that its first batch does not wait for them."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_id)
+        info = get_worker_info()
+        assert info is not None
+        try:
+            info.dataset.open()
+        except Exception:
+            pass  # told with the first batch
+
+
+class DecodedByWorkers:
+    """Batches come from the workers as they are to be given away; here they are copied, and the workers' are let go."""
+
+    def __init__(
+        self, reader: BatchReader, devices: Sequence[Any], assembler: Assembler, statistics: LoaderStatistics
+    ) -> None:
+        self._reader, self._assembler, self._statistics = reader, assembler, statistics
+        self._streams = SideStreams(devices)
+
+    def ahead(self, epoch: int, plan: list[PlannedBatch], depth: int) -> Generator[Made, None, None]:
+        """The planned batches; runs on the background thread."""
+        batches = self._reader.read(epoch, plan)
+        for planned in plan:
+            with self._statistics.stage("read"):
+                made: Made | None = next(batches, None)
+            if made is None:
+                raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
+            yield self._own(made)
+
+    def batch(self, epoch: int, made: Made) -> Batch | None:
+        """The batch; raises the error that the worker met. On the thread that trains."""
+        if made.counted is not None:
+            self._statistics.add(made.counted)
+        if made.error is not None:
+            raise made.error
+        self._assembler.label = made.label
+        return made.batch
+
+    def _own(self, made: Made) -> Made:
+        """With tensors of this process, in the place of those that lie in a worker's GPU memory."""
+        if made.batch is None or not self._streams.are_any:
+            return made
+        with self._streams.active():
+            batch = made.batch.moved(lambda tensor: tensor.clone() if tensor.is_cuda else tensor)
+        self._streams.synchronize()
+        return Made(made.planned, batch, label=made.label, counted=made.counted)
+
+
+def as_made(made: Made) -> Made:
+    """For ``collate_fn``."""
+    return made
+
+
+def portable(error: Exception) -> Exception:
+    """``error`` as it is, if it can go to another process; otherwise a ``TrainingError`` that tells the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return TrainingError(f"{type(error).__name__}: {first_line(error)}")
+    return error
+
+
+def start_method(dataloader: Any) -> str:
+    """How workers that decode are started; ``TrainingError`` where they cannot be."""
+    if not dataloader.num_workers:
+        raise TrainingError("workers_decode: the DataLoader has no workers (num_workers=0)")
+    context = dataloader.multiprocessing_context
+    method: str = "spawn" if context is None else context.get_start_method()
+    if method == "fork":
+        raise TrainingError("workers_decode: CUDA and pipes do not survive a fork; use multiprocessing_context='spawn'")
+    return method
+
+
+def check_sendable(parts: dict[str, Any]) -> None:
+    """``TrainingError`` that names the first of ``parts`` that cannot be sent to the workers."""
+    for name, value in parts.items():
+        try:
+            pickle.dumps(value)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            hint = "workers_decode needs what can be pickled: define it at the top of a module"
+            raise TrainingError(f"{name} cannot be sent to the workers ({first_line(error)}); {hint}") from error
+        except RuntimeError:
+            pass  # a lock of multiprocessing, say, which goes along when a process is started
