@@ -74,8 +74,11 @@ def _run(source: Iterator[T], buffer: Buffer[T]) -> None:
         buffer.finish(error)
 
 
-def run_aside(function: Callable[[], object]) -> None:
-    """``function()`` on a thread that is not the caller's, to its end; what it raises is raised here."""
+def run_aside(function: Callable[[], object], timeout: float | None = None) -> None:
+    """``function()`` on a thread that is not the caller's; what it raises is raised here.
+
+    It is waited for, but not for longer than ``timeout`` seconds.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -86,6 +89,6 @@ def run_aside(function: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run, name="torchpipe-aside", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(timeout)
     if errors:
         raise errors[0]

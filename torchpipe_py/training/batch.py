@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-
-from torchpipe_py.training.prefetcher import moved_to
 
 
 class Batch(tuple[Any, Any]):
@@ -35,9 +32,8 @@ class Batch(tuple[Any, Any]):
         batch.epoch, batch.number, batch.on_cpu = epoch, number, on_cpu
         return batch
 
-    def moved(self, move: Callable[[Any], Any]) -> Batch:
-        """The same batch with ``move(tensor)`` in the place of each tensor of its images and labels."""
-        images, labels = moved_to((self[0], self[1]), move)
+    def with_parts(self, images: Any, labels: Any) -> Batch:
+        """The same batch with other images and labels."""
         return _batch(images, labels, self.mask, self.indices, self.epoch, self.number, self.on_cpu)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from torchpipe_py.training.assembly import Assembler
 from torchpipe_py.training.decoding import Config, Decoder
 from torchpipe_py.training.devices import choose_devices
 from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.loans import Borrower
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import Planner
 from torchpipe_py.training.production import DecodedHere
@@ -44,9 +45,10 @@ class Parts:
         self.options = options
         self.devices = choose_devices(parallel_type, local_rank, devices)
         self.statistics = LoaderStatistics()
+        check(dataloader)
+        self._borrower = Borrower(dataloader.num_workers)
         with ExitStack() as stack:
             # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
-            check(dataloader)
             samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
             reader = self._reader(dataloader, samples, toml_path)
             stack.callback(reader.close)
@@ -61,7 +63,8 @@ class Parts:
             self.source: DecodedHere | DecodedByWorkers
             if options.workers_decode:
                 decoder.close()  # which has shown that the pipes can be built
-                self.source = DecodedByWorkers(reader, self.devices, self.assembler, self.statistics)
+                self.source = DecodedByWorkers(reader, self.devices, self.assembler, self.statistics, self._borrower)
+                stack.callback(self.source.close)
             else:
                 self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)
             self._stack = stack.pop_all()
@@ -78,7 +81,7 @@ class Parts:
         if not options.workers_decode:
             return BatchReader(dataloader, samples, collate, options.seed)
         method = start_method(dataloader)
-        maker = BatchMaker(samples, toml_path, self.devices, options)
+        maker = BatchMaker(samples, toml_path, self.devices, options, self._borrower.lent)
         start = WorkerStart(dataloader.worker_init_fn)
         sent = {"the dataset": dataloader.dataset, "worker_init_fn": dataloader.worker_init_fn}
         check_sendable(sent | {name: getattr(options, name) for name in SENT})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,8 +42,9 @@ class Sample:
 
 
 class Ask(NamedTuple):
-    """What a worker is asked for: a sample, for batch ``number`` of ``epoch``."""
+    """What a worker is asked for: a sample, for batch ``number`` of ``epoch``; each ``reading`` has a number too."""
 
+    reading: int
     epoch: int
     number: int
     sample: int
@@ -154,8 +156,19 @@ class BatchReader:
 
     def read(self, epoch: int, batches: Sequence[PlannedBatch]) -> Iterator[Any]:
         """What ``collated`` made of each batch. A worker that died is a ``RuntimeError``."""
+        self._asked.reading += 1
         self._asked.epoch, self._asked.batches = epoch, batches
-        yield from self._loader
+        try:
+            yield from self._loader
+        except (ConnectionError, EOFError) as error:
+            # What it holds is fetched from it: the tensors that it sent before it died.
+            raise RuntimeError("a DataLoader worker exited unexpectedly, with a batch that had not arrived") from error
+
+    def drain(self, seconds: float) -> None:
+        """Receive what the workers still send for batches that nobody wants; not for longer than ``seconds``."""
+        self._asked.batches = ()
+        with suppress(Exception):  # a worker that died
+            run_aside(lambda: iter(self._loader), seconds)
 
     def close(self) -> None:
         """End the workers."""
@@ -199,13 +212,13 @@ class _Asked:
     """A batch sampler of whatever is asked for now."""
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.epoch = self.reading = 0
         self.batches: Sequence[PlannedBatch] = ()
 
     def __iter__(self) -> Iterator[list[Ask]]:
-        epoch, batches = self.epoch, self.batches
+        reading, epoch, batches = self.reading, self.epoch, self.batches
         for batch in batches:
-            yield [Ask(epoch, batch.number, index, batch.on_cpu) for index in batch.indices]
+            yield [Ask(reading, epoch, batch.number, index, batch.on_cpu) for index in batch.indices]
 
     def __len__(self) -> int:
         return len(self.batches)

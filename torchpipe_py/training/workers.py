@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +16,18 @@ from torchpipe_py.training.assembly import Assembler, Read
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.decoding import Config, Decoder
 from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.loans import Borrower, Lender
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import PlannedBatch
+from torchpipe_py.training.prefetcher import moved_to
 from torchpipe_py.training.reading import Ask, BatchReader, SampleReader, namer
 from torchpipe_py.training.statistics import Counted, LoaderStatistics
 from torchpipe_py.training.streams import SideStreams
+
+DRAIN_SECONDS = 5.0
+
+# What every worker needs, imported once in the process that they are forked from: each saves seconds.
+PRELOADED = ["torchpipe_py.training.workers", "torchvision.io", "cv2"]
 
 
 @dataclass(frozen=True)
@@ -34,26 +42,27 @@ class Made:
 
 
 class BatchMaker:
-    """The dataset of workers that decode: ``__getitems__`` gives a batch ``Made``, on the devices.
+    """The dataset of workers that decode: ``__getitems__`` gives a batch ``Made``, its images lent on the devices.
 
     It is sent to the workers as it is, and makes pipes there. A worker's devices are those of the training process,
     its CUDA context and memory are its own.
     """
 
     def __init__(
-        self, samples: SampleReader, toml_path: Config, devices: Sequence[Any], options: LoaderOptions
+        self, samples: SampleReader, toml_path: Config, devices: Sequence[Any], options: LoaderOptions, lent: Any
     ) -> None:
         self._samples, self._toml_path, self._devices, self._options = samples, toml_path, list(devices), options
-        self._made: tuple[Decoder, Assembler, LoaderStatistics] | None = None
+        self._lent = lent
+        self._made: tuple[Decoder, Assembler, LoaderStatistics, Lender] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitems__(self, asks: list[Ask]) -> Made:
-        epoch, number, _, on_cpu = asks[0]
+        reading, epoch, number, _, on_cpu = asks[0]
         planned = PlannedBatch(number, tuple(one.sample for one in asks), on_cpu)
         try:
-            decoder, assembler, statistics = self.open()
+            decoder, assembler, statistics, lender = self.open()
         except Exception as error:
             return Made(planned, error=portable(error))
         try:
@@ -61,22 +70,27 @@ class BatchMaker:
             if not on_cpu:
                 with statistics.stage("decode"):
                     samples = decoder.start(samples).finish()
-            with statistics.stage("transform"):
+            with statistics.stage("transform"), assembler.streams.active():
                 batch = assembler.assemble(epoch, Read(planned, samples))
+                if batch is not None and assembler.streams.are_any:
+                    images = moved_to(batch.images, lambda tensor: lender.lend(reading, tensor))
+                    batch = batch.with_parts(images, moved_to(batch.labels, lambda tensor: tensor.cpu()))
                 assembler.streams.synchronize()
         except Exception as error:
             return Made(planned, error=portable(error), counted=statistics.taken())
         return Made(planned, batch, label=assembler.label, counted=statistics.taken())
 
-    def open(self) -> tuple[Decoder, Assembler, LoaderStatistics]:
-        """Pipes, what makes batches, and what counts; made at the first call."""
+    def open(self) -> tuple[Decoder, Assembler, LoaderStatistics, Lender]:
+        """Pipes, what makes batches, what counts, and what lends; made at the first call, in a worker."""
         if self._made is None:
             if self._devices[0].type == "cuda":
                 torch.cuda.set_device(self._devices[0])  # no context on another one
             decoder, statistics = Decoder(self._toml_path, self._devices), LoaderStatistics()
             name_of = namer(self._samples.dataset)
             assembler = Assembler(self._options, self._devices, self._samples, name_of, statistics, decoder.trial)
-            self._made = decoder, assembler, statistics
+            info = get_worker_info()
+            assert info is not None
+            self._made = decoder, assembler, statistics, Lender(info.id, self._lent)
         return self._made
 
 
@@ -101,20 +115,32 @@ class DecodedByWorkers:
     """Batches come from the workers as they are to be given away; here they are copied, and the workers' are let go."""
 
     def __init__(
-        self, reader: BatchReader, devices: Sequence[Any], assembler: Assembler, statistics: LoaderStatistics
+        self,
+        reader: BatchReader,
+        devices: Sequence[Any],
+        assembler: Assembler,
+        statistics: LoaderStatistics,
+        borrower: Borrower,
     ) -> None:
-        self._reader, self._assembler, self._statistics = reader, assembler, statistics
+        self._reader, self._assembler, self._statistics, self._borrower = reader, assembler, statistics, borrower
         self._streams = SideStreams(devices)
+
+    def close(self) -> None:
+        """Let all that the workers lent go, since it goes with them."""
+        self._borrower.forget()
+        if self._streams.are_any:
+            self._reader.drain(DRAIN_SECONDS)
 
     def ahead(self, epoch: int, plan: list[PlannedBatch], depth: int) -> Generator[Made, None, None]:
         """The planned batches; runs on the background thread."""
+        self._borrower.forget()
         batches = self._reader.read(epoch, plan)
         for planned in plan:
             with self._statistics.stage("read"):
                 made: Made | None = next(batches, None)
             if made is None:
                 raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
-            yield self._own(made)
+            yield made if made.batch is None else replace(made, batch=self._own(made.batch))
 
     def batch(self, epoch: int, made: Made) -> Batch | None:
         """The batch; raises the error that the worker met. On the thread that trains."""
@@ -125,14 +151,24 @@ class DecodedByWorkers:
         self._assembler.label = made.label
         return made.batch
 
-    def _own(self, made: Made) -> Made:
-        """With tensors of this process, in the place of those that lie in a worker's GPU memory."""
-        if made.batch is None or not self._streams.are_any:
-            return made
+    def _own(self, batch: Batch) -> Batch:
+        """With Tensors of this process, in the place of what a worker lent."""
+        if not self._streams.are_any:
+            return batch
+        loans = batch.images if isinstance(batch.images, list) else [batch.images]
         with self._streams.active():
-            batch = made.batch.moved(lambda tensor: tensor.clone() if tensor.is_cuda else tensor)
+            images = [self._borrower.tensor(one).clone() for one in loans]
+            labels = batch.labels if isinstance(batch.images, list) else [batch.labels]
+            labels = [self._beside(one, some) for one, some in zip(images, labels, strict=True)]
         self._streams.synchronize()
-        return Made(made.planned, batch, label=made.label, counted=made.counted)
+        for one in loans:
+            self._borrower.give_back(one)
+        if isinstance(batch.images, list):
+            return batch.with_parts(images, labels)
+        return batch.with_parts(images[0], labels[0])
+
+    def _beside(self, images: Any, labels: Any) -> Any:
+        return moved_to(labels, lambda tensor: self._streams.to(tensor, images.device))
 
 
 def as_made(made: Made) -> Made:
@@ -154,7 +190,11 @@ def start_method(dataloader: Any) -> str:
     if not dataloader.num_workers:
         raise TrainingError("workers_decode: the DataLoader has no workers (num_workers=0)")
     context = dataloader.multiprocessing_context
-    method: str = "spawn" if context is None else context.get_start_method()
+    if context is None:
+        # NOTE: of no effect where the program has such a process already; and nothing else is forked from it here.
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        return "forkserver"
+    method: str = context.get_start_method()
     if method == "fork":
         raise TrainingError("workers_decode: CUDA and pipes do not survive a fork; use multiprocessing_context='spawn'")
     return method

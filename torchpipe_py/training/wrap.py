@@ -62,8 +62,9 @@ def wrap_dataloader_torchpipe(
     ``workers_decode``: each of the DataLoader's workers has pipes of its own and makes whole batches, transforms
     included; the training process only copies them. Faster than one process can be, where that one decodes less than
     the GPU could; each worker takes a CUDA context of GPU memory, and holds ``prefetch_factor`` batches. Batches are
-    the same, bit for bit. Workers are started by "spawn", or as the DataLoader's ``multiprocessing_context`` says, so
-    dataset and transforms must be what can be pickled, and a script needs ``if __name__ == "__main__":``.
+    the same, bit for bit. Workers are started by "forkserver", or by "spawn" where the DataLoader's
+    ``multiprocessing_context`` says so: dataset and transforms must be what can be pickled, and a script needs
+    ``if __name__ == "__main__":``.
 
     Raises ``ValueError`` and ``TrainingError`` for options that do not fit, and what ``pipe`` raises; in "ddp" on all
     ranks.
