@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--batch-size", type=int, default=64, help="of accuracy and epochs (default: %(default)s)")
     option("--lr", type=float, default=1e-3, help="of accuracy (default: %(default)s)")
     option("--workers", type=int, default=4, help="of accuracy and epochs: reading processes (default: %(default)s)")
+    option("--workers-decode", action="store_true", help="of epochs: they make whole batches, on the GPU too")
     option("--toml", help="of epochs (default: configs/train_gpu.toml, without a GPU configs/preprocess_cpu.toml)")
     option("--only", nargs="+", choices=("plain", "bf16", "fp16", "DP", "DDP"), help="of epochs")
     option("--more", nargs=argparse.REMAINDER, default=[], help="of throughput: options of loader_throughput.py")

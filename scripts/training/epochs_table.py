@@ -70,7 +70,7 @@ def _reason(printed: str) -> str:
 
 def _measured(args: argparse.Namespace, command: list[str], batch: int) -> dict[str, Any]:
     options = ["--data", args.data, "--toml", args.toml, "--arch", args.arch, "--epochs", args.epochs]
-    options += ["--batch-size", batch, "--workers", args.workers]
+    options += ["--batch-size", batch, "--workers", args.workers, *(["--workers-decode"] * args.workers_decode)]
     done = subprocess.run(
         [sys.executable, *command, *map(str, options)],
         capture_output=True,

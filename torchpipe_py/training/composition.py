@@ -63,7 +63,9 @@ class Parts:
             self.source: DecodedHere | DecodedByWorkers
             if options.workers_decode:
                 decoder.close()  # which has shown that the pipes can be built
-                self.source = DecodedByWorkers(reader, self.devices, self.assembler, self.statistics, self._borrower)
+                self.source = DecodedByWorkers(
+                    reader, self.devices, self.assembler, self.statistics, self._borrower, options.gather
+                )
                 stack.callback(self.source.close)
             else:
                 self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)

@@ -83,13 +83,15 @@ class BatchMaker:
     def open(self) -> tuple[Decoder, Assembler, LoaderStatistics, Lender]:
         """Pipes, what makes batches, what counts, and what lends; made at the first call, in a worker."""
         if self._made is None:
-            if self._devices[0].type == "cuda":
-                torch.cuda.set_device(self._devices[0])  # no context on another one
-            decoder, statistics = Decoder(self._toml_path, self._devices), LoaderStatistics()
-            name_of = namer(self._samples.dataset)
-            assembler = Assembler(self._options, self._devices, self._samples, name_of, statistics, decoder.trial)
             info = get_worker_info()
             assert info is not None
+            # Of batches that end up on one device anyway, each device decodes some, and not a share of each.
+            devices = [self._devices[info.id % len(self._devices)]] if self._options.gather else self._devices
+            if devices[0].type == "cuda":
+                torch.cuda.set_device(devices[0])  # no context on another one
+            decoder, statistics = Decoder(self._toml_path, devices), LoaderStatistics()
+            name_of = namer(self._samples.dataset)
+            assembler = Assembler(self._options, devices, self._samples, name_of, statistics, decoder.trial)
             self._made = decoder, assembler, statistics, Lender(info.id, self._lent)
         return self._made
 
@@ -121,8 +123,10 @@ class DecodedByWorkers:
         assembler: Assembler,
         statistics: LoaderStatistics,
         borrower: Borrower,
+        gathers: bool,
     ) -> None:
         self._reader, self._assembler, self._statistics, self._borrower = reader, assembler, statistics, borrower
+        self._devices, self._gathers = devices, gathers
         self._streams = SideStreams(devices)
 
     def close(self) -> None:
@@ -157,7 +161,7 @@ class DecodedByWorkers:
             return batch
         loans = batch.images if isinstance(batch.images, list) else [batch.images]
         with self._streams.active():
-            images = [self._borrower.tensor(one).clone() for one in loans]
+            images = [self._copied(self._borrower.tensor(one)) for one in loans]
             labels = batch.labels if isinstance(batch.images, list) else [batch.labels]
             labels = [self._beside(one, some) for one, some in zip(images, labels, strict=True)]
         self._streams.synchronize()
@@ -166,6 +170,10 @@ class DecodedByWorkers:
         if isinstance(batch.images, list):
             return batch.with_parts(images, labels)
         return batch.with_parts(images[0], labels[0])
+
+    def _copied(self, images: Any) -> Any:
+        home = self._devices[0] if self._gathers else images.device
+        return images.clone() if images.device == home else self._streams.to(images, home)
 
     def _beside(self, images: Any, labels: Any) -> Any:
         return moved_to(labels, lambda tensor: self._streams.to(tensor, images.device))
