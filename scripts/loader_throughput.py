@@ -30,6 +30,7 @@ PATIENCE = 10  # times --seconds: how long one measurement may take
 RATIOS = (
     ("ours-gpu", "dali-gpu", None),
     ("ours-workers", "dali-gpu", None),
+    ("ours-workers", "dali-engines", None),
     ("ours-gpu", "torchvision", 8),
     ("ours-workers", "torchvision", 8),
 )
@@ -143,7 +144,10 @@ def images_per_second(batches: Iterator[Any], setting: Setting, seconds: float) 
 def ratios(rows: Iterable[Row]) -> Iterator[tuple[str, tuple[str, float] | None]]:
     """Each ratio as a line of text, and its value: for each the best batch size, and the best number of workers."""
     rows = list(rows)
+    names = {row.name for row in rows}
     for above, below, workers in RATIOS:
+        if not {above, below} <= names:
+            continue
         text = f"{above} / {below}{f' with {workers} workers' if workers else ''}"
         one, other = best(rows, above, None), best(rows, below, workers)
         if one is None or other is None:

@@ -17,11 +17,12 @@ from training.dali import DaliLoader, Recipe
 from training.data import MEAN, STD, FlipAndNormalise
 from training.pipes import pipe_on_cpu, pipe_on_gpu
 
-from torchpipe_py.training import ImageFolder, TorchpipeLoader, TrainingError, wrap_dataloader_torchpipe
+from torchpipe_py.training import ImageFolder, TorchpipeLoader, wrap_dataloader_torchpipe
 from torchpipe_py.training.libraries import library
 
 SIZE = 224
-EPOCH = 50_000  # images at least; shorter epochs would show how loaders end and begin, which trainings seldom do
+EPOCH, LEAST_BATCHES = 50_000, 4
+"""Images of an epoch, and batches, at least: with short ones it would count how loaders end and begin an epoch."""
 
 Batches = Iterator[Any]
 
@@ -48,7 +49,7 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
         transforms.Normalize(MEAN, STD),
     ]
     loader = DataLoader(
-        _long(datasets.ImageFolder(str(setting.folder), transforms.Compose(steps))),
+        _long(datasets.ImageFolder(str(setting.folder), transforms.Compose(steps)), setting),
         setting.batch_size,
         shuffle=True,
         num_workers=setting.workers,
@@ -56,7 +57,6 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
         pin_memory=setting.device.type == "cuda",
         persistent_workers=setting.workers > 0,
     )
-    _check(loader, setting)
 
     def endless() -> Batches:
         while True:
@@ -75,9 +75,8 @@ def ours(config: Any, workers_decode: bool = False) -> Callable[[Setting], Abstr
 
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
-        dataset = _long(ImageFolder(setting.folder))
+        dataset = _long(ImageFolder(setting.folder), setting)
         dataloader = DataLoader(dataset, setting.batch_size, shuffle=True, num_workers=setting.workers, drop_last=True)
-        _check(dataloader, setting)
         with wrap_dataloader_torchpipe(
             "single",
             dataloader,
@@ -91,14 +90,20 @@ def ours(config: Any, workers_decode: bool = False) -> Callable[[Setting], Abstr
     return opened
 
 
-def dali(decode: str) -> Callable[[Setting], AbstractContextManager[Batches]]:
+def dali(decode: str, hardware_share: float | None = None) -> Callable[[Setting], AbstractContextManager[Batches]]:
     """``decode``: where DALI decodes, resizes, flips and normalises, "cpu" or "gpu"."""
 
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
-        recipe = Recipe(SIZE, setting.batch_size, decode, is_training=True, threads=max(1, setting.workers))
-        with DaliLoader(_long(ImageFolder(setting.folder)), setting.device, recipe) as loader:
-            _check(loader, setting)
+        recipe = Recipe(
+            SIZE,
+            setting.batch_size,
+            decode,
+            is_training=True,
+            threads=max(1, setting.workers),
+            hardware_share=hardware_share,
+        )
+        with DaliLoader(_long(ImageFolder(setting.folder), setting), setting.device, recipe) as loader:
             yield _endless(loader)
 
     return opened
@@ -112,12 +117,14 @@ SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     "ours-workers": ours(lambda setting: pipe_on_gpu(SIZE, setting.batch_size), workers_decode=True),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),
+    "dali-engines": dali("gpu", hardware_share=1.0),  # all images by the GPU's JPEG engines, as ours
 }
 
 
-def _long(dataset: Any) -> Any:
+def _long(dataset: Any, setting: Setting) -> Any:
     """An epoch has every image as often as it takes."""
-    dataset.samples = dataset.samples * -(-EPOCH // len(dataset.samples))
+    least = max(EPOCH, LEAST_BATCHES * setting.batch_size)
+    dataset.samples = dataset.samples * -(-least // len(dataset.samples))
     return dataset
 
 
@@ -126,8 +133,3 @@ def _endless(loader: TorchpipeLoader | DaliLoader) -> Batches:
         for batch in loader:
             yield batch.images
         loader.reset()
-
-
-def _check(loader: Any, setting: Setting) -> None:
-    if not len(loader):
-        raise TrainingError(f"{setting.folder}: fewer images than a batch of {setting.batch_size}")

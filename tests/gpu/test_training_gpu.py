@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -272,3 +273,32 @@ def test_two_processes_over_nccl(folder: Path, options: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     figures = started(folder, *torchrun, SCRIPTS / "train_ddp.py", "--epochs", 6, *options)
     assert figures[-1] == (1.0, 9)
+
+
+class Contexts(ImageFiles):
+    """Labels say whether the process that reads has a context on device 0."""
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        encoded, _ = super().__getitem__(index)
+        return encoded, int(torch._C._cuda_hasPrimaryContext(0))
+
+
+ON_THE_OTHER_DEVICE = """
+import pickle, sys, torch
+from torch.utils.data import DataLoader
+from torchpipe_py.training import ImageFiles, wrap_dataloader_torchpipe
+samples, config = pickle.loads(sys.stdin.buffer.read())
+torch.cuda.set_device(1)
+with wrap_dataloader_torchpipe("single", DataLoader(ImageFiles(samples), 4), config, devices=1) as loader:
+    assert all(batch.images.device.index == 1 for batch in loader)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@needs_two
+def test_a_context_takes_memory_of_one_device_alone(dataset: ImageFiles) -> None:
+    """A process of a training on several GPUs must not keep half a GiB of the first one."""
+    with wrapped(Contexts(dataset.samples), devices=1, workers=1, workers_decode=True) as loader:
+        assert [label for _, labels in loader for label in labels.tolist()] == [0] * COUNT
+    given = pickle.dumps((dataset.samples, config()))
+    subprocess.run([sys.executable, "-c", ON_THE_OTHER_DEVICE], input=given, timeout=60, check=True)

@@ -45,12 +45,12 @@ def test_each_loader_is_a_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
             assert rows[name]["images_per_s"] > 0
         else:
             assert f"needs {'nvidia-dali-cuda' if name == 'dali-cpu' else name}" in rows[name]["problem"]
-    assert "ours-gpu / dali-gpu: not measured" in printed
+    assert len(printed.splitlines()) == 5
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_loader_that_cannot_work_says_why(folder: Path, name: str) -> None:
-    row = measure(name, Setting(folder / "train", 100, 1, CPU), 0.05)
+    row = measure(name, Setting(folder / "nothing", 4, 1, CPU), 0.05)
     assert row.images_per_s is None
     assert row.problem
     assert "not measured: " in loader_throughput.line_of(row)

@@ -118,6 +118,9 @@ class StreamGuard:
 
         self.device = cuda_device(config.device_id)
         self._torch: Any = torch
+        # NOTE: before anything else, since a new thread is on device 0, and PyTorch's first look at streams makes a
+        # context there, of half a GiB.
+        torch.cuda.set_device(self.device)
         self._default = torch.cuda.default_stream(self.device)
         self._is_outermost = not getattr(_nesting, "depth", 0)
         self._hands_over = config.reaches_caller
@@ -126,7 +129,6 @@ class StreamGuard:
         self._is_borrowed = bool(self.stream == self._default)
         if self._is_borrowed:
             self.stream = _streams.borrow(self.device)
-            torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self.stream)
 
     @contextmanager

@@ -23,6 +23,9 @@ class SideStreams:
     def active(self) -> Iterator[None]:
         """They are their devices' current streams; the first device is the current one."""
         with ExitStack() as stack:
+            if self._streams:
+                # NOTE: a thread's device is 0 until it is set, and to go back to a stream of it makes a context there.
+                stack.enter_context(torch.cuda.device(next(iter(self._streams))))
             for device in reversed(self._streams):
                 stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
