@@ -114,7 +114,9 @@ SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     "torchvision": torchvision_cpu,
     "ours-cpu": ours(lambda setting: pipe_on_cpu(SIZE, setting.workers)),
     "ours-gpu": ours(lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)),
-    "ours-workers": ours(lambda setting: pipe_on_gpu(SIZE, setting.batch_size), workers_decode=True),
+    "ours-workers": ours(
+        lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2), workers_decode=True
+    ),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),
     "dali-engines": dali("gpu", hardware_share=1.0),  # all images by the GPU's JPEG engines, as ours

@@ -20,6 +20,9 @@ from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
 
 
+DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
+
+
 class BatchOffset:
     """For ``transforms_batch``."""
 
@@ -236,3 +239,23 @@ def test_a_pipe_that_workers_cannot_build(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"no backend 'NowhereElse'.*registered before"),
     ):
         next(loader)
+
+
+def test_a_batch_in_pieces_larger_than_the_pipe_admits(tmp_path: Path) -> None:
+    """Pieces are started one after the other, and the pipe lets in but one and a half."""
+    dataset = write_images(tmp_path / "images", 50, corrupt=[20, 49])
+    found = []
+    for most, workers in ((10000, 0), (24, 1)):
+        toml = {"max_inflight": most, "decode": DECODE}
+        with wrapped(
+            dataset,
+            toml,
+            batch_size=41,
+            workers=workers,
+            workers_decode=bool(workers),
+            transforms_gpu=None,
+            bad_samples="mask",
+        ) as loader:
+            found.append(taken(loader))
+    assert same(*found)
+    assert [len(labels) for _, labels, *_ in found[0]] == [41, 9]

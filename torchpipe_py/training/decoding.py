@@ -19,6 +19,8 @@ from torchpipe_py.pipe import Data, pipe
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.reading import CORRUPT, WRONG, Sample
 
+CHUNK = 16
+
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -40,6 +42,8 @@ class Decoder:
             self.close()
             raise
         self.limit: int = self._pipes[0].stats()["max_inflight"]
+        # Samples that are worth a start of their own; 0: none but the whole batch, since that one has shares.
+        self.chunk: int = max(CHUNK, self._pipes[0].max()) if len(self._pipes) == 1 else 0
         self._lock = threading.Lock()
         self._unfinished: list[Decoding] = []
 

@@ -20,7 +20,7 @@ from torchpipe_py.training.loans import Borrower, Lender
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import moved_to
-from torchpipe_py.training.reading import Ask, BatchReader, SampleReader, namer
+from torchpipe_py.training.reading import Ask, BatchReader, Sample, SampleReader, namer
 from torchpipe_py.training.statistics import Counted, LoaderStatistics
 from torchpipe_py.training.streams import SideStreams
 
@@ -66,12 +66,11 @@ class BatchMaker:
         except Exception as error:
             return Made(planned, error=portable(error))
         try:
-            samples = [self._samples[one] for one in asks]
-            if not on_cpu:
-                with statistics.stage("decode"):
-                    samples = decoder.start(samples).finish()
+            with statistics.stage("decode"):
+                samples = [self._samples[one] for one in asks] if on_cpu else self._decoded(asks, decoder)
+                read = Read(planned, samples) if on_cpu else assembler.stacked(planned, samples)
             with statistics.stage("transform"), assembler.streams.active():
-                batch = assembler.assemble(epoch, Read(planned, samples))
+                batch = assembler.assemble(epoch, read)
                 if batch is not None and assembler.streams.are_any:
                     images = moved_to(batch.images, lambda tensor: lender.lend(reading, tensor))
                     batch = batch.with_parts(images, moved_to(batch.labels, lambda tensor: tensor.cpu()))
@@ -79,6 +78,16 @@ class BatchMaker:
         except Exception as error:
             return Made(planned, error=portable(error), counted=statistics.taken())
         return Made(planned, batch, label=assembler.label, counted=statistics.taken())
+
+    def _decoded(self, asks: Sequence[Ask], decoder: Decoder) -> list[Sample]:
+        """The samples read and decoded; some are read while those before them are decoded."""
+        some = decoder.chunk or len(asks)
+        chunks = (asks[start : start + some] for start in range(0, len(asks), some))
+        try:
+            under_way = [decoder.start([self._samples[one] for one in chunk]) for chunk in chunks]
+            return [sample for decoding in under_way for sample in decoding.finish()]
+        finally:
+            decoder.abandon()
 
     def open(self) -> tuple[Decoder, Assembler, LoaderStatistics, Lender]:
         """Pipes, what makes batches, what counts, and what lends; made at the first call, in a worker."""
