@@ -19,7 +19,6 @@ from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_im
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
 
-
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
 
 
