@@ -107,18 +107,20 @@ def _plot_throughput(figures: Figures, path: Path) -> None:
     if not rows:
         return
     size = max(row["batch_size"] for row in rows)
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for name in dict.fromkeys(row["name"] for row in rows):
         points = sorted(
             (row["workers"], row["images_per_s"]) for row in rows if (row["name"], row["batch_size"]) == (name, size)
         )
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set_xscale("log", base=2)
+    workers = sorted({row["workers"] for row in rows})
+    axes.set_xticks(workers, list(map(str, workers)))
     axes.set_xlabel(f"workers (threads of DALI); batches of {size}")
     axes.set_ylabel("images/s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
