@@ -101,11 +101,20 @@ MAY_IMPORT = {
     "training.decoding": "config errors keys pipe training.errors training.reading",
     "training.assembly": "training.batch training.decoding training.errors training.options training.plan "
     "training.prefetcher training.randomness training.reading training.statistics training.streams training.transforms",
+    "training.loans": "",
+    "training.sending": "errors training.errors",
+    "training.source": "training.assembly training.background training.batch training.decoding training.plan "
+    "training.reading training.statistics",
+    "training.maker": "errors training.assembly training.batch training.decoding training.errors training.loans "
+    "training.options training.plan training.prefetcher training.reading training.sending training.statistics",
+    "training.remote": "training.assembly training.batch training.errors training.loans training.maker training.plan "
+    "training.prefetcher training.reading training.sending training.statistics training.streams",
+    "training.preload": "training.maker",
     "training.composition": "training.agreement training.assembly training.decoding training.devices training.errors "
-    "training.options training.plan training.reading training.statistics",
-    "training.loader": "training.agreement training.assembly training.background training.batch training.composition "
-    "training.decoding training.errors training.plan training.prefetcher training.reading "
-    "training.statistics",
+    "training.loans training.maker training.options training.plan training.reading training.remote training.sending "
+    "training.source training.statistics",
+    "training.loader": "training.agreement training.background training.batch training.composition training.errors "
+    "training.prefetcher",
     "training.wrap": "training.agreement training.composition training.decoding training.devices training.loader "
     "training.options",
     "training": "training.background training.batch training.errors training.feeder training.images training.loader "

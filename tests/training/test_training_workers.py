@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,8 @@ from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_im
 
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
+from torchpipe_py.training.loans import SLOTS, Borrower, Lender
+from torchpipe_py.training.sending import portable
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
 
@@ -30,7 +34,7 @@ class BatchOffset:
 
 
 class FailsInWorkers:
-    """For ``transforms_gpu``: raises what cannot be pickled, at one image that is brighter than the others' trial."""
+    """For ``transforms_gpu``: raises at its third call in a worker."""
 
     def __init__(self) -> None:
         self.home = os.getpid()
@@ -258,3 +262,218 @@ def test_a_batch_in_pieces_larger_than_the_pipe_admits(tmp_path: Path) -> None:
             found.append(taken(loader))
     assert same(*found)
     assert [len(labels) for _, labels, *_ in found[0]] == [41, 9]
+
+
+class Learned:
+    """For ``transforms_batch``: by a parameter, so that what it gives has a gradient to carry."""
+
+    def __init__(self) -> None:
+        self.layer = torch.nn.Conv2d(3, 3, 1)
+
+    def __call__(self, images: Any) -> Any:
+        return self.layer(images)
+
+
+class Keys:
+    """For ``collate_labels``: what cannot be pickled."""
+
+    def __call__(self, labels: list[Any]) -> Any:
+        return dict.fromkeys(labels).keys()
+
+
+def test_what_a_transform_has_learned_goes_along(tmp_path: Path, toml: str) -> None:
+    dataset = write_images(tmp_path / "images", 8)
+    transform = Learned()
+    with wrapped(dataset, toml, transforms_batch=transform) as loader:
+        expected = [images.detach() for images, _ in loader]
+    with wrapped(dataset, toml, transforms_batch=transform, workers=1, workers_decode=True) as loader:
+        found = [images for images, _ in loader]
+    assert not any(images.requires_grad for images in found)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error(tmp_path: Path, toml: str) -> None:
+    dataset = write_images(tmp_path / "images", 8)
+    with (
+        wrapped(dataset, toml, collate_labels=Keys(), workers=1, workers_decode=True) as loader,
+        pytest.raises(TrainingError, match=r"batch 0 cannot be sent to the training process: TypeError.*dict_keys"),
+    ):
+        next(loader)
+
+
+class Vectors:
+    """Labels are two floats; the second batch cannot be read."""
+
+    def __init__(self, dataset: ImageFiles) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index][0], torch.tensor([index, 0.5])
+
+
+def test_ignored_labels_look_like_others_of_other_workers(tmp_path: Path, toml: str) -> None:
+    dataset = Vectors(write_images(tmp_path / "images", 12, missing=[4, 5, 6, 7]))
+    found = []
+    for workers in (0, 2):
+        with wrapped(dataset, toml, bad_samples="mask", workers=workers, workers_decode=bool(workers)) as loader:
+            found.append([labels for _, labels in loader])
+    assert all(map(torch.equal, *found))
+    assert found[1][1].dtype == torch.float32
+    assert found[1][1].tolist() == [[-100.0, -100.0]] * 4
+
+
+class Tagged(ImageFiles):
+    """Holds many Tensors."""
+
+    def __init__(self, samples: Any) -> None:
+        super().__init__(samples)
+        self.tags = [torch.tensor(number) for number in range(400)]
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        return super().__getitem__(index)[0], self.tags[index]
+
+
+def test_a_dataset_of_many_tensors(tmp_path: Path, toml: str) -> None:
+    dataset = Tagged(write_images(tmp_path / "images", 6).samples)
+    with wrapped(dataset, toml, workers=1, workers_decode=True) as loader:
+        assert [labels.tolist() for _, labels in loader] == [[0, 1, 2, 3], [4, 5]]
+
+
+class Batches:
+    """A batch sampler with nothing in the middle."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [], [2]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_nothing_is_left_out(tmp_path: Path, toml: str, workers: int) -> None:
+    dataset = write_images(tmp_path / "images", 3)
+    plain = DataLoader(
+        dataset, batch_sampler=Batches(), num_workers=workers, multiprocessing_context="spawn" if workers else None
+    )
+    with wrap_dataloader_torchpipe("single", plain, toml, workers_decode=bool(workers)) as loader:
+        assert [batch.indices.tolist() for batch in loader] == [[0, 1], [2]]
+
+
+class Refused:
+    """For ``worker_init_fn``."""
+
+    def __call__(self, worker_id: int) -> None:
+        raise ConnectionRefusedError("nobody listens")
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_worker_that_cannot_start_is_not_a_dead_one(tmp_path: Path, toml: str, decode: bool) -> None:
+    dataset = write_images(tmp_path / "images", 4)
+    plain = DataLoader(dataset, batch_size=4, num_workers=1, worker_init_fn=Refused())
+    with (
+        wrap_dataloader_torchpipe("single", plain, toml, workers_decode=decode) as loader,
+        pytest.raises(ConnectionRefusedError, match="nobody listens"),
+    ):
+        next(loader)
+
+
+TRAINING = """
+import multiprocessing, os, sys
+from torch.utils.data import DataLoader
+from torchpipe_py.training import ImageFiles, wrap_dataloader_torchpipe
+
+if __name__ == "__main__":
+    loader = DataLoader(ImageFiles([(path, 0) for path in sys.argv[2:]]), 2, num_workers=2)
+    batches = wrap_dataloader_torchpipe("single", loader, sys.argv[1], workers_decode=True)
+    next(batches)
+    print(*(one.pid for one in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_training_that_is_killed_leaves_nothing(tmp_path: Path, toml: str) -> None:
+    paths = [path for path, _ in write_images(tmp_path / "images", 8).samples]
+    (tmp_path / "training.py").write_text(TRAINING, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "training.py", toml, *paths], stdout=subprocess.PIPE, text=True, timeout=60
+    )  # which waits for all that have the other end of its stdout: the workers too
+    assert done.returncode == -signal.SIGKILL
+    assert len(done.stdout.split()) == 2
+
+
+# -- loans ------------------------------------------------------------------------------------------------------------
+
+
+def lend_and_borrow() -> tuple[Lender, Borrower]:
+    borrower = Borrower(2)
+    return Lender(1, borrower.lent), borrower
+
+
+def test_a_slot_is_lent_again_when_it_was_given_back() -> None:
+    lender, borrower = lend_and_borrow()
+    reading = borrower.begin()
+    first, second = (lender.lend(reading, torch.full((4, 2), float(number))) for number in range(2))
+    assert [borrower.tensor(one)[0, 0].item() for one in (first, second)] == [0.0, 1.0]
+    borrower.give_back(first)
+    third = lender.lend(reading, torch.full((3, 2), 2.0))
+    assert (third.slot, third.rows, third.tensor) == (first.slot, 3, None)
+    assert borrower.tensor(third).tolist() == [[2.0, 2.0]] * 3
+    assert borrower.tensor(second).tolist() == [[1.0, 1.0]] * 4
+
+
+def test_slots_that_do_not_fit_are_replaced() -> None:
+    lender, borrower = lend_and_borrow()
+    reading = borrower.begin()
+    for size in range(1, 60):
+        loan = lender.lend(reading, torch.full((2, size), float(size)))
+        assert loan.slot == 0
+        assert borrower.tensor(loan).tolist() == [[float(size)] * size] * 2
+        borrower.give_back(loan)
+
+
+def test_images_without_memory_of_their_own_are_lent() -> None:
+    lender, borrower = lend_and_borrow()
+    reading = borrower.begin()
+    for number in range(3):
+        gray = torch.full((2, 1, 3), float(number))
+        loan = lender.lend(reading, gray.expand(-1, 4, -1))
+        gray.zero_()
+        assert bool((borrower.tensor(loan) == number).all())
+        borrower.give_back(loan)
+
+
+def test_more_than_there_are_slots() -> None:
+    lender, borrower = lend_and_borrow()
+    reading = borrower.begin()
+    loans = [lender.lend(reading, torch.full((1,), float(number))) for number in range(SLOTS + 3)]
+    assert [loan.slot for loan in loans[SLOTS:]] == [None] * 3
+    assert [borrower.tensor(loan).item() for loan in loans] == [float(number) for number in range(SLOTS + 3)]
+
+
+def test_a_new_reading_has_new_slots() -> None:
+    lender, borrower = lend_and_borrow()
+    old = lender.lend(borrower.begin(), torch.zeros(2))
+    borrower.tensor(old)
+    new = lender.lend(borrower.begin(), torch.ones(2))
+    assert new.tensor is not None
+    borrower.give_back(old)  # too late, and somebody else's by now
+    other = lender.lend(new.reading, torch.full((2,), 2.0))
+    assert other.slot != new.slot
+    assert borrower.tensor(new).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("error", "arrives"),
+    [
+        (BadSample(3, "sample 3", "corrupt", "no JPEG"), "sample 3: corrupt: no JPEG"),
+        (ValueError("a", 1), "('a', 1)"),
+        (Unsendable(threading.Lock()), "Unsendable: <unlocked"),
+    ],
+)
+def test_errors_arrive_as_they_are_or_as_ours(error: Exception, arrives: str) -> None:
+    found = portable(error)
+    assert str(found).startswith(arrives)
+    assert type(found) is (TrainingError if isinstance(error, Unsendable) else type(error))

@@ -34,7 +34,9 @@ NOBODY = -1  # the index of a sample that was not planned
 
 
 class Assembler:
-    """Makes batches on the thread that trains, since transforms draw from its global generators; but for ``stacked``.
+    """Makes batches, on the thread that trains or in a worker, since transforms draw from global generators.
+
+    ``stacked`` may be called on a thread beside it.
 
     ``trial``: a Tensor as the pipe gives it; the transforms are tried on it, and masked samples look like the outcome.
     """
@@ -95,6 +97,17 @@ class Assembler:
                 for one in images:
                     self.streams.adopt(one)
             return self._joined(kept, shares, images, planned, epoch, fork.seed)
+
+    def relabelled(self, batch: Batch) -> Batch:
+        """A batch without any sample, its labels like those seen here; whoever made it had seen none."""
+        if self.label is None:
+            return batch
+        ignored = ignored_label(self.label, self._options.ignore_index)
+        is_list = isinstance(batch.images, list)
+        with self.streams.active():
+            parts = batch.images if is_list else [batch.images]
+            labels = [self._collated([ignored] * len(one), one.device) for one in parts]
+        return batch.with_parts(batch.images, labels if is_list else labels[0])
 
     def filler(self, epoch: int, number: int) -> Batch:
         """One masked sample, so that this rank makes a step while others have samples."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
 from torchpipe_py.training.agreement import Agreement
@@ -12,21 +13,14 @@ from torchpipe_py.training.decoding import Config, Decoder
 from torchpipe_py.training.devices import choose_devices
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.loans import Borrower
+from torchpipe_py.training.maker import BatchMaker, start_worker
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import Planner
-from torchpipe_py.training.production import DecodedHere
 from torchpipe_py.training.reading import BatchReader, SampleReader, check, collate, namer
+from torchpipe_py.training.remote import DecodedByWorkers, start_method
+from torchpipe_py.training.sending import packed
+from torchpipe_py.training.source import DecodedHere, Source
 from torchpipe_py.training.statistics import LoaderStatistics
-from torchpipe_py.training.workers import (
-    BatchMaker,
-    DecodedByWorkers,
-    WorkerStart,
-    as_made,
-    check_sendable,
-    start_method,
-)
-
-SENT = ("transforms_gpu", "transforms_cpu", "transforms_batch", "collate_labels")  # options with code of the user's
 
 
 class Parts:
@@ -46,29 +40,31 @@ class Parts:
         self.devices = choose_devices(parallel_type, local_rank, devices)
         self.statistics = LoaderStatistics()
         check(dataloader)
-        self._borrower = Borrower(dataloader.num_workers)
+        samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
         with ExitStack() as stack:
             # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
-            samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
-            reader = self._reader(dataloader, samples, toml_path)
+            if options.workers_decode:
+                borrower = Borrower(dataloader.num_workers)
+                reader = _making(dataloader, samples, toml_path, self.devices, options, borrower)
+            else:
+                reader = BatchReader(dataloader, samples, collate, options.seed)
             stack.callback(reader.close)
             if agreement is not None:
                 _check_ranks(dataloader, agreement)
             self.planner = Planner(dataloader, options.seed, options.cpu_percentage)
             decoder = Decoder(toml_path, self.devices)
             stack.callback(decoder.close)
-            self.assembler = Assembler(
-                options, self.devices, samples, namer(dataloader.dataset), self.statistics, decoder.trial
-            )
-            self.source: DecodedHere | DecodedByWorkers
+            name_of = namer(dataloader.dataset)
+            self.assembler = Assembler(options, self.devices, samples, name_of, self.statistics, decoder.trial)
+            self.source: Source
             if options.workers_decode:
                 decoder.close()  # which has shown that the pipes can be built
                 self.source = DecodedByWorkers(
-                    reader, self.devices, self.assembler, self.statistics, self._borrower, options.gather
+                    reader, self.devices, self.assembler, self.statistics, borrower, options.gather
                 )
-                stack.callback(self.source.close)
             else:
                 self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)
+            stack.callback(self.source.close)
             self._stack = stack.pop_all()
         self.batches = length_of(dataloader.batch_sampler)
         self.identity: dict[str, Any] = {
@@ -78,20 +74,31 @@ class Parts:
             "batches": self.batches,
         }
 
-    def _reader(self, dataloader: Any, samples: SampleReader, toml_path: Config) -> BatchReader:
-        options = self.options
-        if not options.workers_decode:
-            return BatchReader(dataloader, samples, collate, options.seed)
-        method = start_method(dataloader)
-        maker = BatchMaker(samples, toml_path, self.devices, options, self._borrower.lent)
-        start = WorkerStart(dataloader.worker_init_fn)
-        sent = {"the dataset": dataloader.dataset, "worker_init_fn": dataloader.worker_init_fn}
-        check_sendable(sent | {name: getattr(options, name) for name in SENT})
-        return BatchReader(dataloader, maker, as_made, options.seed, method, start)
-
     def close(self) -> None:
         """End workers and pipes. Idempotent."""
         self._stack.close()
+
+
+def _making(
+    dataloader: Any,
+    samples: SampleReader,
+    toml_path: Config,
+    devices: Sequence[Any],
+    options: LoaderOptions,
+    borrower: Borrower,
+) -> BatchReader:
+    """A reader whose workers make whole batches."""
+    method = start_method(dataloader)
+    names = {"the dataset": dataloader.dataset, "worker_init_fn": dataloader.worker_init_fn}
+    names |= {field.name: getattr(options, field.name) for field in fields(options)}
+    sent = packed((samples, options, dataloader.worker_init_fn), names)
+    maker = BatchMaker(sent, toml_path, devices, borrower.lent)
+    return BatchReader(dataloader, maker, as_it_is, options.seed, method, start_worker)
+
+
+def as_it_is(made: Any) -> Any:
+    """For ``collate_fn``."""
+    return made
 
 
 def agree_on(agreement: Agreement, make: Callable[[], Parts]) -> tuple[Parts, int | None]:

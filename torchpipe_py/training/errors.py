@@ -25,10 +25,10 @@ class BadSample(TrainingError, ValueError):
     def __init__(self, index: int, name: str, kind: str, reason: str) -> None:
         super().__init__(f"{name}: {kind}: {reason}")
         self.index, self.kind, self.reason = index, kind, reason
-        self._arguments = index, name, kind, reason
+        self._name = name
 
     def __reduce__(self) -> tuple[type[BadSample], tuple[int, str, str, str]]:
-        return BadSample, self._arguments
+        return BadSample, (self.index, self._name, self.kind, self.reason)
 
 
 class PeerFailed(TrainingError):

@@ -42,11 +42,9 @@ class Sample:
 
 
 class Ask(NamedTuple):
-    """What a worker is asked for: a sample, for batch ``number`` of ``epoch``; each ``reading`` has a number too."""
+    """What a worker is asked for: a sample, in ``epoch``."""
 
-    reading: int
     epoch: int
-    number: int
     sample: int
     on_cpu: bool
 
@@ -113,11 +111,11 @@ def unpacked(samples: list[Sample], images: Any) -> list[Sample]:
 
 
 class BatchReader:
-    """Planned batches through ``dataset``, a dataset over ``Ask``s, by workers as the user's DataLoader has them.
+    """Planned batches through ``dataset``, by workers as the user's DataLoader has them.
 
     The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
-    ``collated`` makes of a batch's samples what comes back. ``start_method`` and ``worker_init_fn`` go before those of
-    the DataLoader.
+    ``collated`` makes of a batch's samples what comes back. ``start_method`` and ``worker_init_fn`` take the place of
+    those of the DataLoader.
     """
 
     def __init__(
@@ -154,19 +152,28 @@ class BatchReader:
             run_aside(lambda: iter(self._loader))
             _widen(getattr(self._loader, "_iterator", None))
 
-    def read(self, epoch: int, batches: Sequence[PlannedBatch]) -> Iterator[Any]:
-        """What ``collated`` made of each batch. A worker that died is a ``RuntimeError``."""
-        self._asked.reading += 1
-        self._asked.epoch, self._asked.batches = epoch, batches
+    def read(self, plan: Sequence[PlannedBatch], ask: Callable[[PlannedBatch], list[Any]]) -> Iterator[Any]:
+        """What ``collated`` made of each batch; ``ask`` gives what the dataset is asked for.
+
+        A worker that died is a ``RuntimeError``.
+        """
+        self._asked.plan, self._asked.ask = plan, ask
+        given = 0
         try:
-            yield from self._loader
+            for found in self._loader:
+                given += 1
+                yield found
         except (ConnectionError, EOFError) as error:
+            if "in DataLoader worker process" in str(error):
+                raise  # what the worker itself met
             # What it holds is fetched from it: the tensors that it sent before it died.
             raise RuntimeError("a DataLoader worker exited unexpectedly, with a batch that had not arrived") from error
+        if given < len(plan):
+            raise TrainingError(f"the workers gave {given} of {len(plan)} batches")
 
     def drain(self, seconds: float) -> None:
         """Receive what the workers still send for batches that nobody wants; not for longer than ``seconds``."""
-        self._asked.batches = ()
+        self._asked.plan = ()
         with suppress(Exception):  # a worker that died
             run_aside(lambda: iter(self._loader), seconds)
 
@@ -212,16 +219,16 @@ class _Asked:
     """A batch sampler of whatever is asked for now."""
 
     def __init__(self) -> None:
-        self.epoch = self.reading = 0
-        self.batches: Sequence[PlannedBatch] = ()
+        self.plan: Sequence[PlannedBatch] = ()
+        self.ask: Callable[[PlannedBatch], list[Any]] = lambda planned: list(planned.indices)
 
-    def __iter__(self) -> Iterator[list[Ask]]:
-        reading, epoch, batches = self.reading, self.epoch, self.batches
-        for batch in batches:
-            yield [Ask(reading, epoch, batch.number, index, batch.on_cpu) for index in batch.indices]
+    def __iter__(self) -> Iterator[list[Any]]:
+        ask = self.ask
+        for planned in self.plan:
+            yield ask(planned)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.plan)
 
 
 def check(dataloader: Any) -> None:

@@ -1,25 +1,38 @@
-"""The batches of an epoch in their order, read by the DataLoader's workers and decoded here."""
+"""The batches of an epoch in their order: what any source of them does, and the one that decodes in this process."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from typing import Any, Protocol
 
 from torchpipe_py.training.assembly import Assembler, Read
 from torchpipe_py.training.background import BackgroundIterator
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.decoding import Decoder, Decoding
-from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.plan import PlannedBatch
-from torchpipe_py.training.reading import BatchReader, Sample, unpacked
+from torchpipe_py.training.reading import Ask, BatchReader, Sample, unpacked
 from torchpipe_py.training.statistics import LoaderStatistics
 
 
-class DecodedHere:
-    """Encoded images come from the workers; the pipes are of this process, and transforms run on the training thread.
+class Source(Protocol):
+    """Where a loader's batches come from."""
 
-    ``ahead`` runs on the background thread, and touches no global generator; ``batch`` on the thread that trains.
-    """
+    def ahead(self, epoch: int, plan: list[PlannedBatch], depth: int) -> Generator[Any, None, None]:
+        """What becomes a batch, for each in ``plan``, with up to ``depth`` more under way; has ``planned``.
+
+        Runs on the background thread, and touches no global generator. An error comes after the batches before it.
+        """
+
+    def batch(self, epoch: int, item: Any) -> Batch | None:
+        """The batch, on the thread that trains; ``None`` where every sample was bad and is skipped."""
+
+    def close(self) -> None:
+        """End what it has started itself."""
+
+
+class DecodedHere:
+    """Encoded images come from the workers, the pipes are of this process, transforms run on the training thread."""
 
     def __init__(
         self, reader: BatchReader, decoder: Decoder, assembler: Assembler, statistics: LoaderStatistics
@@ -27,11 +40,7 @@ class DecodedHere:
         self._reader, self._decoder, self._assembler, self._statistics = reader, decoder, assembler, statistics
 
     def ahead(self, epoch: int, plan: list[PlannedBatch], depth: int) -> Generator[Read, None, None]:
-        """The planned batches read and decoded.
-
-        While a batch is decoded, up to ``depth`` more are read and started, on a thread of their own. An error comes
-        after the batches before it.
-        """
+        """While a batch is decoded, up to ``depth`` more are read and started, on a thread of their own."""
         under_way = threading.Semaphore(depth + 1)
         source = self._started(epoch, plan, under_way)
         started = BackgroundIterator(source, depth, "torchpipe-read") if depth else source
@@ -45,21 +54,22 @@ class DecodedHere:
             started.close()
             self._decoder.abandon()
 
-    def batch(self, epoch: int, read: Read) -> Batch | None:
-        """The batch after the transforms; ``None`` where every sample was bad and is skipped."""
+    def batch(self, epoch: int, item: Read) -> Batch | None:
+        """The batch after the transforms."""
         with self._statistics.stage("transform"):
-            return self._assembler.assemble(epoch, read)
+            return self._assembler.assemble(epoch, item)
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self._decoder.close()
 
     def _started(
         self, epoch: int, plan: list[PlannedBatch], under_way: threading.Semaphore
     ) -> Generator[tuple[PlannedBatch, list[Sample] | Decoding], None, None]:
-        batches = self._reader.read(epoch, plan)
+        batches = self._reader.read(plan, lambda one: [Ask(epoch, index, one.on_cpu) for index in one.indices])
         for planned in plan:
             with self._statistics.stage("read"):
-                found = next(batches, None)
-            if found is None:
-                raise TrainingError(f"the workers gave no batch {planned.number} of {len(plan)}")
-            samples = unpacked(*found)
+                samples = unpacked(*next(batches))
             under_way.acquire()
             yield planned, samples if planned.on_cpu else self._decoder.start(samples)
 
