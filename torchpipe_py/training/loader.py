@@ -114,8 +114,8 @@ class TorchpipeLoader:
         ``masked`` samples, ``filler_batches`` (masked as a whole, to make a step other ranks make). ``wait_s``: the
         training loop inside ``next``; ``busy_s``: between two of them; ``stall_share``: the first of both;
         ``samples_per_s``. ``stages_s``: ``read`` (waiting for the workers) and ``decode`` on the background thread,
-        ``transform`` and ``agree`` (waiting for other ranks) inside ``wait_s``; with ``workers_decode``, ``decode`` and
-        ``transform`` are the sums of all workers. ``bad``: ``count``, ``kinds``
+        ``transform`` and ``agree`` (waiting for other ranks) inside ``wait_s``; with ``workers_decode``, ``decode``
+        (with reading) and ``transform`` are sums over the workers. ``bad``: ``count``, ``kinds``
         (unreadable, empty, corrupt), and of the first 1000 ``samples`` epoch, index, name, kind and reason.
         """
         return {"epoch": self._epoch, **self._statistics.snapshot()}

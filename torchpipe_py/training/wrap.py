@@ -59,11 +59,13 @@ def wrap_dataloader_torchpipe(
     it; otherwise a list with a Tensor for each device that has samples. ``collate_labels`` is called with the list of
     labels.
 
-    ``workers_decode``: each of the DataLoader's workers has pipes of its own and makes whole batches, transforms
-    included; the training process only copies them. Faster than one process can be, where that one decodes less than
-    the GPU could; each worker takes a CUDA context of GPU memory, and holds ``prefetch_factor`` batches. Batches are
-    the same, bit for bit. Workers are started by "forkserver", or by "spawn" where the DataLoader's
-    ``multiprocessing_context`` says so: dataset and transforms must be what can be pickled, and a script needs
+    ``workers_decode``: each of the DataLoader's workers has pipes of its own and makes whole batches, bit for bit the
+    same, transforms included; the training process copies them out of the worker's GPU memory. For where one process
+    decodes less than the GPU could. Each worker takes a CUDA context of GPU memory, and some batches. In "dp" with
+    ``gather``, workers take the devices in turn. Workers have copies of dataset and transforms as they are now, and
+    what belongs to a process (the default dtype, TF32, the environment) is their own; images carry no gradient. They
+    are started by "forkserver", whose process stays until the program ends, or by "spawn" where the DataLoader's
+    ``multiprocessing_context`` says so. So dataset and transforms must be what can be pickled, and a script needs
     ``if __name__ == "__main__":``.
 
     Raises ``ValueError`` and ``TrainingError`` for options that do not fit, and what ``pipe`` raises; in "ddp" on all
