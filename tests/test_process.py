@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -44,6 +45,7 @@ Data = dict[str, Any]
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every worker is gone and reaped, and with it its descriptors and what it shared."""
+    gc.collect()  # what earlier tests left behind must not go in the middle of this one
     fds, shared = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
     children = set(psutil.Process().children())
     yield
