@@ -16,7 +16,7 @@ def guarded(name: str, work: Callable[[], object]) -> int:
     try:
         work()
     except (TorchpipeError, OSError) as error:
-        print(f"{name}: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.stderr.write(f"{name}: {'; '.join(str(error).splitlines())}\n")  # at once, beside other ranks'
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

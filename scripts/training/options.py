@@ -22,7 +22,11 @@ def make_parser(description: str, toml: bool = True) -> argparse.ArgumentParser:
     if toml:
         parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")
         parser.add_argument("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
-        parser.add_argument("--workers-decode", action="store_true", help="workers make whole batches, on the GPU too")
+        parser.add_argument(
+            "--workers-decode",
+            action="store_true",
+            help="the workers, one at least, make whole batches, on the GPU too",
+        )
     parser.add_argument("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
     parser.add_argument("--epochs", type=whole(1), default=10, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=whole(1), default=32, help="of each process (default: %(default)s)")

@@ -196,7 +196,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, toml: str) -> None:
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         end = time.monotonic() + 30
-        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        with pytest.raises(TrainingError, match=r"exited unexpectedly.*; it was killed"):
             list(loader)
         assert time.monotonic() < end
 
@@ -402,6 +402,45 @@ def test_a_training_that_is_killed_leaves_nothing(tmp_path: Path, toml: str) -> 
     )  # which waits for all that have the other end of its stdout: the workers too
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
+
+
+WITHOUT_A_GUARD = """
+import sys
+from torch.utils.data import DataLoader
+from torchpipe_py.training import ImageFiles, wrap_dataloader_torchpipe
+
+loader = DataLoader(ImageFiles([(path, 0) for path in sys.argv[2:]]), 2, num_workers=1)
+next(wrap_dataloader_torchpipe("single", loader, sys.argv[1], workers_decode=True))
+"""
+
+INSIDE_THE_GUARD = """
+import sys
+from torch.utils.data import DataLoader
+from torchpipe_py.training import ImageFiles, wrap_dataloader_torchpipe
+
+if __name__ == "__main__":
+    def transform(image):
+        return image
+
+    loader = DataLoader(ImageFiles([(path, 0) for path in sys.argv[2:]]), 2, num_workers=1)
+    next(wrap_dataloader_torchpipe("single", loader, sys.argv[1], transform, workers_decode=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (WITHOUT_A_GUARD, "workers of its own; put what the script does under: if __name__ == "),
+        (INSIDE_THE_GUARD, "cannot be made in a worker (AttributeError: Can't get attribute 'transform'"),
+    ],
+)
+def test_scripts_that_workers_cannot_import(tmp_path: Path, toml: str, script: str, told: str) -> None:
+    paths = [path for path, _ in write_images(tmp_path / "images", 4).samples]
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, tmp_path / "script.py", toml, *paths]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert told in done.stderr
 
 
 # -- loans ------------------------------------------------------------------------------------------------------------

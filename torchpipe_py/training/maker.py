@@ -24,7 +24,7 @@ from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import moved_to
 from torchpipe_py.training.reading import Ask, Sample, SampleReader, namer
-from torchpipe_py.training.sending import as_bytes, portable, unpacked_value
+from torchpipe_py.training.sending import SENDABLE, as_bytes, portable, unpacked_value
 from torchpipe_py.training.statistics import Counted, LoaderStatistics
 
 
@@ -81,7 +81,12 @@ class BatchMaker:
     def start(self, worker_id: int) -> None:
         """In the worker, before its first task, which waits for no pipe then; what goes wrong comes with that task."""
         threading.Thread(target=_end_with_the_training, name="torchpipe-watch", daemon=True).start()
-        samples, options, worker_init_fn = unpacked_value(self._sent)
+        try:
+            samples, options, worker_init_fn = unpacked_value(self._sent)
+        except Exception as error:
+            problem = f"dataset or transforms cannot be made in a worker ({type(error).__name__}: {first_line(error)})"
+            self._problem = TrainingError(f"{problem}; {SENDABLE}")
+            return
         self.dataset = samples.dataset
         if worker_init_fn is not None:
             worker_init_fn(worker_id)

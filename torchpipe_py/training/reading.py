@@ -18,6 +18,7 @@ from torchpipe_py.training.loaders import decode_rgb
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.randomness import SAMPLE, WORKERS, forked, key_of
 
+WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
 PIPE_BYTES = 2**20  # what Linux allows everybody
 
 UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
@@ -155,7 +156,7 @@ class BatchReader:
     def read(self, plan: Sequence[PlannedBatch], ask: Callable[[PlannedBatch], list[Any]]) -> Iterator[Any]:
         """What ``collated`` made of each batch; ``ask`` gives what the dataset is asked for.
 
-        A worker that died is a ``RuntimeError``.
+        A worker that died is a ``TrainingError``.
         """
         self._asked.plan, self._asked.ask = plan, ask
         given = 0
@@ -163,11 +164,12 @@ class BatchReader:
             for found in self._loader:
                 given += 1
                 yield found
-        except (ConnectionError, EOFError) as error:
-            if "in DataLoader worker process" in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # Tensors that a worker has sent are fetched from it, which fails in many ways where it has died.
+            is_dead = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
+            if not is_dead or "in DataLoader worker process" in str(error):
                 raise  # what the worker itself met
-            # What it holds is fetched from it: the tensors that it sent before it died.
-            raise RuntimeError("a DataLoader worker exited unexpectedly, with a batch that had not arrived") from error
+            raise TrainingError(f"{_end_of_a_worker(error)}; {WHY_WORKERS_END}") from error
         if given < len(plan):
             raise TrainingError(f"the workers gave {given} of {len(plan)} batches")
 
@@ -213,6 +215,10 @@ def _widen(iterator: Any) -> None:
         fcntl.fcntl(reader.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     except (AttributeError, OSError):
         pass  # slower, and no worse than that
+
+
+def _end_of_a_worker(error: Exception) -> str:
+    return first_line(error) if isinstance(error, RuntimeError) else "a DataLoader worker exited unexpectedly"
 
 
 class _Asked:

@@ -98,7 +98,11 @@ class DecodedByWorkers:
 def start_method(dataloader: Any) -> str:
     """How workers that decode are started; ``TrainingError`` where they cannot be."""
     if not dataloader.num_workers:
-        raise TrainingError("workers_decode: the DataLoader has no workers (num_workers=0)")
+        problem = "workers_decode: the DataLoader has no workers (num_workers=0)"
+        raise TrainingError(f"{problem}; give it some, or leave workers_decode out")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        problem = "workers_decode: a worker, which imports this script, would start workers of its own"
+        raise TrainingError(f'{problem}; put what the script does under: if __name__ == "__main__":')
     context = dataloader.multiprocessing_context
     if context is None:
         # NOTE: not "__main__", which is there by default: a script that looks at the GPU at its top would be forked.

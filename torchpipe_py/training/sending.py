@@ -9,6 +9,8 @@ from typing import Any
 from torchpipe_py.errors import first_line
 from torchpipe_py.training.errors import TrainingError
 
+SENDABLE = "workers_decode needs what can be pickled: functions and classes at the top of a module"
+
 
 class WorkerTraceback(Exception):
     """The cause of an error that a worker met: where it met it, as text."""
@@ -28,8 +30,7 @@ def packed(value: Any, names: dict[str, Any]) -> Any:
         if _is_inherited(error):
             return value
         name, found = next(_unsendable(names), ("what goes to the workers", error))
-        hint = "workers_decode needs what can be pickled: functions and classes at the top of a module"
-        raise TrainingError(f"{name} cannot be sent to the workers ({first_line(found)}); {hint}") from error
+        raise TrainingError(f"{name} cannot be sent to the workers ({first_line(found)}); {SENDABLE}") from error
 
 
 def unpacked_value(value: Any) -> Any:
