@@ -507,7 +507,7 @@ def test_a_new_reading_has_new_slots() -> None:
 @pytest.mark.parametrize(
     ("error", "arrives"),
     [
-        (BadSample(3, "sample 3", "corrupt", "no JPEG"), "sample 3: corrupt: no JPEG"),
+        (BadSample(3, "sample 3", "corrupt", "no JPEG"), "sample 3: corrupt: no JPEG (bad_samples="),
         (ValueError("a", 1), "('a', 1)"),
         (Unsendable(threading.Lock()), "Unsendable: <unlocked"),
     ],

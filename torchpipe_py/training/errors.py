@@ -23,7 +23,7 @@ class BadSample(TrainingError, ValueError):
     code = "bad_sample"
 
     def __init__(self, index: int, name: str, kind: str, reason: str) -> None:
-        super().__init__(f"{name}: {kind}: {reason}")
+        super().__init__(f'{name}: {kind}: {reason} (bad_samples="skip" or "mask" goes on without it)')
         self.index, self.kind, self.reason = index, kind, reason
         self._name = name
 

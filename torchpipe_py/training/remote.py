@@ -10,7 +10,7 @@ from typing import Any
 
 from torchpipe_py.training.assembly import Assembler
 from torchpipe_py.training.batch import Batch
-from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.errors import BadSample, TrainingError
 from torchpipe_py.training.loans import Borrower, Loan
 from torchpipe_py.training.maker import MadeBatch, Task
 from torchpipe_py.training.plan import PlannedBatch
@@ -58,7 +58,8 @@ class DecodedByWorkers:
         if item.counted is not None:
             self._statistics.add(item.counted)
         if item.error is not None:
-            raise item.error from (WorkerTraceback(item.trace) if item.trace else None)
+            where = item.trace and not isinstance(item.error, BadSample)
+            raise item.error from (WorkerTraceback(item.trace) if where else None)
         if item.label is not None:
             self._assembler.label = item.label
         elif item.batch is not None:
