@@ -18,6 +18,7 @@ import torch
 from training.accuracy_table import accuracy_table, textures
 from training.command import guarded
 from training.epochs_table import epochs_table
+from training.models import make_model
 from training.report import report
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -47,6 +48,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.name == "report":
         print(report(args.work))
         return
+    make_model(args.arch, args.classes, args.seed)  # whatever it lacks is told before any work
     if args.name == "accuracy":
         found = accuracy_table(args)
     else:

@@ -118,8 +118,14 @@ def clients_gone(requests: int = 600, fault: str = "", within: float = 10.0) -> 
         before = it.descriptors(), it.threads()
         with Load(it.port, 16, manners=Manners(abandon_every=2), total=requests) as load:
             load.join()
-        eventually(lambda: it.inflight == it.open_connections == 0 and it.descriptors() <= before[0], within)
-        after = it.descriptors(), it.threads()
+        seen: list[int] = []
+
+        def is_back() -> bool:
+            seen.append(it.descriptors())  # the questions that follow have a connection each
+            return it.inflight == it.open_connections == 0 and seen[-1] <= before[0]
+
+        eventually(is_back, within)
+        after = seen[-1], it.threads()
         figures = {
             "inflight": it.inflight,
             "open": it.open_connections,
