@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from training.dali import DaliLoader, Recipe
 from training.data import MEAN, STD, FlipAndNormalise
-from training.pipes import pipe_on_cpu, pipe_on_gpu
+from training.pipes import Config, pipe_on_cpu, pipe_on_gpu
 
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, wrap_dataloader_torchpipe
 from torchpipe_py.training.libraries import library
@@ -109,14 +109,16 @@ def dali(decode: str, hardware_share: float | None = None) -> Callable[[Setting]
     return opened
 
 
+def _on_gpu(setting: Setting) -> Config:
+    return pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)
+
+
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     # NOTE: DALI comes last, since it keeps its GPU memory when it is closed.
     "torchvision": torchvision_cpu,
     "ours-cpu": ours(lambda setting: pipe_on_cpu(SIZE, setting.workers)),
-    "ours-gpu": ours(lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)),
-    "ours-workers": ours(
-        lambda setting: pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2), workers_decode=True
-    ),
+    "ours-gpu": ours(_on_gpu),
+    "ours-workers": ours(_on_gpu, workers_decode=True),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),
     "dali-engines": dali("gpu", hardware_share=1.0),  # all images by the GPU's JPEG engines, as ours

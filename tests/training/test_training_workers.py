@@ -380,6 +380,14 @@ def test_a_worker_that_cannot_start_is_not_a_dead_one(tmp_path: Path, toml: str,
         next(loader)
 
 
+def run_script(folder: Path, script: str, toml: str) -> subprocess.CompletedProcess[str]:
+    """Waits for all that have the other end of its output: its workers too."""
+    paths = [path for path, _ in write_images(folder / "images", 8).samples]
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, folder / "script.py", toml, *paths]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 TRAINING = """
 import multiprocessing, os, sys
 from torch.utils.data import DataLoader
@@ -395,11 +403,7 @@ if __name__ == "__main__":
 
 
 def test_a_training_that_is_killed_leaves_nothing(tmp_path: Path, toml: str) -> None:
-    paths = [path for path, _ in write_images(tmp_path / "images", 8).samples]
-    (tmp_path / "training.py").write_text(TRAINING, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, tmp_path / "training.py", toml, *paths], stdout=subprocess.PIPE, text=True, timeout=60
-    )  # which waits for all that have the other end of its stdout: the workers too
+    done = run_script(tmp_path, TRAINING, toml)
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
 
@@ -435,10 +439,7 @@ if __name__ == "__main__":
     ],
 )
 def test_scripts_that_workers_cannot_import(tmp_path: Path, toml: str, script: str, told: str) -> None:
-    paths = [path for path, _ in write_images(tmp_path / "images", 4).samples]
-    (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    command = [sys.executable, tmp_path / "script.py", toml, *paths]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = run_script(tmp_path, script, toml)
     assert done.returncode == 1
     assert told in done.stderr
 

@@ -215,8 +215,10 @@ class Assembler:
     def _blank_like(self, kept: Sequence[Sample]) -> Any:
         """Zeros like the images of this batch, if there is a blank one; they must be of one shape and dtype."""
         first: Sample | None = None
+        is_any_blank = False
         for one in kept:
             if one.image is None:
+                is_any_blank = True
                 continue
             first = first or one
             if (one.image.shape, one.image.dtype) != (first.image.shape, first.image.dtype):
@@ -225,10 +227,8 @@ class Assembler:
                     f"{first.image.dtype}, {self._name_of(one.index)} is {shape_text(one.image)} of {one.image.dtype}; "
                     "end the TOML with one size (resize_h, resize_w), or crop in the transforms"
                 )
-        if first is None or all(one.image is not None for one in kept):
-            # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
-            return self._blank
-        return torch.zeros_like(first.image, device="cpu")
+        # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
+        return torch.zeros_like(first.image, device="cpu") if first is not None and is_any_blank else self._blank
 
     def _batch_transformed(self, images: Any, seed: Callable[[int], None], key: int) -> Any:
         assert self._options.transforms_batch is not None

@@ -59,12 +59,13 @@ class Parts:
             self.source: Source
             if options.workers_decode:
                 decoder.close()  # which has shown that the pipes can be built
-                self.source = DecodedByWorkers(
+                remote = DecodedByWorkers(
                     reader, self.devices, self.assembler, self.statistics, borrower, options.gather
                 )
+                stack.callback(remote.close)
+                self.source = remote
             else:
                 self.source = DecodedHere(reader, decoder, self.assembler, self.statistics)
-            stack.callback(self.source.close)
             self._stack = stack.pop_all()
         self.batches = length_of(dataloader.batch_sampler)
         self.identity: dict[str, Any] = {

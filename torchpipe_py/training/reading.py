@@ -165,11 +165,10 @@ class BatchReader:
                 given += 1
                 yield found
         except (RuntimeError, ConnectionError, EOFError) as error:
-            # Tensors that a worker has sent are fetched from it, which fails in many ways where it has died.
-            is_dead = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
-            if not is_dead or "in DataLoader worker process" in str(error):
-                raise  # what the worker itself met
-            raise TrainingError(f"{_end_of_a_worker(error)}; {WHY_WORKERS_END}") from error
+            ended = _end_of_a_worker(error)
+            if not ended:
+                raise
+            raise TrainingError(f"{ended}; {WHY_WORKERS_END}") from error
         if given < len(plan):
             raise TrainingError(f"the workers gave {given} of {len(plan)} batches")
 
@@ -218,7 +217,12 @@ def _widen(iterator: Any) -> None:
 
 
 def _end_of_a_worker(error: Exception) -> str:
-    return first_line(error) if isinstance(error, RuntimeError) else "a DataLoader worker exited unexpectedly"
+    """What ``error`` says of a worker that has ended; nothing where it is what a worker met, or another mistake."""
+    if "in DataLoader worker process" in str(error):
+        return ""
+    if not isinstance(error, RuntimeError):  # Tensors that a worker has sent are fetched from it
+        return "a DataLoader worker exited unexpectedly"
+    return first_line(error) if "exited unexpectedly" in str(error) else ""
 
 
 class _Asked:

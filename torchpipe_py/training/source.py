@@ -27,9 +27,6 @@ class Source(Protocol):
     def batch(self, epoch: int, item: Any) -> Batch | None:
         """The batch, on the thread that trains; ``None`` where every sample was bad and is skipped."""
 
-    def close(self) -> None:
-        """End what it has started itself."""
-
 
 class DecodedHere:
     """Encoded images come from the workers, the pipes are of this process, transforms run on the training thread."""
@@ -58,10 +55,6 @@ class DecodedHere:
         """The batch after the transforms."""
         with self._statistics.stage("transform"):
             return self._assembler.assemble(epoch, item)
-
-    def close(self) -> None:
-        """Close the pipes."""
-        self._decoder.close()
 
     def _started(
         self, epoch: int, plan: list[PlannedBatch], under_way: threading.Semaphore
