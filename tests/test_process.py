@@ -37,7 +37,7 @@ from torchpipe_py.backends import process
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.basic import Identity, Sequential
 from torchpipe_py.backends.process import Process
-from torchpipe_py.backends.process_worker import WorkerTraceback
+from torchpipe_py.errors import WorkerTraceback
 
 Data = dict[str, Any]
 

@@ -1,10 +1,17 @@
-"""Every exception the package raises on purpose; each carries the ``code`` that goes over the wire."""
+"""Every exception the package raises on purpose; each carries the ``code`` that goes over the wire.
+
+And how any exception comes out of a worker process.
+"""
 
 from __future__ import annotations
 
 import difflib
+import pickle
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 
 class TorchpipeError(Exception):
@@ -114,6 +121,54 @@ class PipeClosed(TorchpipeError, RuntimeError):
     """The pipe was closed before the request was finished, or before it came."""
 
     code = "closed"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a worker; ``pickled`` is empty where the exception itself would not arrive as it is."""
+
+    kind: str
+    name: str
+    message: str
+    trace: str
+    pickled: bytes
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = next((one.code for one in (BackendUnavailable, ConfigError) if isinstance(error, one)), "")
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        try:
+            pickled = pickle.dumps(error)
+            if str(pickle.loads(pickled)) != str(error):
+                pickled = b""
+        except Exception:
+            pickled = b""
+        return cls(kind, type(error).__name__, str(error), trace, pickled)
+
+    def error(self, otherwise: type[TorchpipeError] = BackendError) -> BaseException:
+        """The exception again, or one of its kind; its ``__cause__`` tells where in the worker it was raised.
+
+        ``otherwise``: what it becomes where it did not arrive and is of no kind that is known here.
+        """
+        error: Any = None
+        if self.pickled:
+            try:
+                error = pickle.loads(self.pickled)
+            except Exception:
+                error = None
+        if not isinstance(error, BaseException):
+            kinds = {one.code: one for one in (BackendUnavailable, ConfigError)}
+            known = kinds.get(self.kind)
+            error = known(self.message) if known else otherwise(f"{self.name}: {self.message}")
+        error.__cause__ = WorkerTraceback(self.trace)
+        return error  # type: ignore[no-any-return]
+
+
+class WorkerTraceback(Exception):
+    """The text of a traceback in a worker process."""
+
+    def __str__(self) -> str:
+        return f"in the worker process:\n{self.args[0]}"
 
 
 def first_line(error: BaseException) -> str:

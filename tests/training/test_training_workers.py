@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_images, write_toml
 
 from torchpipe_py import ConfigError, ItemBackend, register_backend
+from torchpipe_py.errors import Failure
 from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
 from torchpipe_py.training.loans import SLOTS, Borrower, Lender
-from torchpipe_py.training.sending import portable
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
 
@@ -49,6 +49,13 @@ class FailsInWorkers:
 
 class Unsendable(Exception):
     pass
+
+
+class Unreadable(Exception):
+    """Another one after a way through a pickle: it would wrap its message once more."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"cannot read {path}")
 
 
 class Labels:
@@ -511,9 +518,10 @@ def test_a_new_reading_has_new_slots() -> None:
         (BadSample(3, "sample 3", "corrupt", "no JPEG"), "sample 3: corrupt: no JPEG (bad_samples="),
         (ValueError("a", 1), "('a', 1)"),
         (Unsendable(threading.Lock()), "Unsendable: <unlocked"),
+        (Unreadable("a.jpg"), "Unreadable: cannot read a.jpg"),
     ],
 )
 def test_errors_arrive_as_they_are_or_as_ours(error: Exception, arrives: str) -> None:
-    found = portable(error)
+    found = Failure.of(error).error(TrainingError)
     assert str(found).startswith(arrives)
-    assert type(found) is (TrainingError if isinstance(error, Unsendable) else type(error))
+    assert type(found) is (TrainingError if isinstance(error, (Unsendable, Unreadable)) else type(error))

@@ -15,10 +15,10 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, tensor_key
-from torchpipe_py.backends.process_worker import Failure, Outcome
+from torchpipe_py.backends.process_worker import Outcome
 from torchpipe_py.backends.recipe import Job, Recipe, is_loading_main, main_source
 from torchpipe_py.backends.transport import Block, Channel, check_travels
-from torchpipe_py.errors import BackendUnavailable, ConfigError, WorkerDied, first_line
+from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 
 _CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close

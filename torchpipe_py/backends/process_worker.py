@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import select
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +19,7 @@ from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, Data
 from torchpipe_py.backends.recipe import Job, Recipe, load_main
 from torchpipe_py.backends.transport import Block, Channel, check_travels
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, first_line
+from torchpipe_py.errors import ConfigError, Failure, first_line
 
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
 
@@ -32,50 +30,6 @@ class Outcome:
 
     kept: dict[Any, Any]
     changed: dict[Any, Any]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception of a worker; ``pickled`` is empty where the exception itself cannot be sent."""
-
-    kind: str
-    name: str
-    message: str
-    trace: str
-    pickled: bytes
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        kind = next((one.code for one in (BackendUnavailable, ConfigError) if isinstance(error, one)), "")
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:
-            pickled = b""
-        return cls(kind, type(error).__name__, str(error), trace, pickled)
-
-    def error(self) -> BaseException:
-        """The exception again, or one of its kind; its ``__cause__`` tells where in the worker it was raised."""
-        error: Any = None
-        if self.pickled:
-            try:
-                error = pickle.loads(self.pickled)
-            except Exception:
-                error = None
-        if not isinstance(error, BaseException):
-            kinds = {one.code: one for one in (BackendUnavailable, ConfigError)}
-            known = kinds.get(self.kind)
-            error = known(self.message) if known else BackendError(f"{self.name}: {self.message}")
-        error.__cause__ = WorkerTraceback(self.trace)
-        return error  # type: ignore[no-any-return]
-
-
-class WorkerTraceback(Exception):
-    """The text of a traceback in a worker process."""
-
-    def __str__(self) -> str:
-        return f"in the worker process:\n{self.args[0]}"
 
 
 def main(connection: int, outgoing: int, incoming: int, parent: int) -> None:

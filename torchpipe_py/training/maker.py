@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 import torch.multiprocessing  # so that Tensors are sent by their place in shared memory
 from torch.utils.data import get_worker_info
 
-from torchpipe_py.errors import first_line
+from torchpipe_py.errors import Failure, first_line
 from torchpipe_py.training.assembly import Assembler, Read
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.decoding import Config, Decoder
@@ -24,7 +23,7 @@ from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import moved_to
 from torchpipe_py.training.reading import Ask, Sample, SampleReader, namer
-from torchpipe_py.training.sending import SENDABLE, as_bytes, portable, unpacked_value
+from torchpipe_py.training.sending import SENDABLE, as_bytes, unpacked_value
 from torchpipe_py.training.statistics import Counted, LoaderStatistics
 
 
@@ -38,15 +37,14 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """A batch from a worker, ``None`` where all its samples are skipped; or the error that takes its place.
+    """A batch from a worker, ``None`` where all its samples are skipped; or the failure that takes its place.
 
-    ``trace``: the error's traceback. ``label``: the last that the worker has seen. Its images are lent on a GPU.
+    ``label``: the last that the worker has seen. Its images are lent on a GPU.
     """
 
     planned: PlannedBatch
     batch: Batch | None = None
-    error: Exception | None = None
-    trace: str = ""
+    failure: Failure | None = None
     label: Any = None
     counted: Counted | None = None
 
@@ -57,7 +55,8 @@ class MadeBatch:
         except Exception as error:
             problem = f"batch {self.planned.number} cannot be sent to the training process"
             told = TrainingError(f"{problem}: {type(error).__name__}: {first_line(error)}")
-            content = as_bytes((self.planned, None, told, traceback.format_exc(), None, self.counted))
+            told.__cause__ = error
+            content = as_bytes((self.planned, None, Failure.of(told), None, self.counted))
         return _received, (content,)
 
 
@@ -76,7 +75,7 @@ class BatchMaker:
     def __init__(self, sent: Any, toml_path: Config, devices: Sequence[Any], lent: Any) -> None:
         self._sent, self._toml_path, self._devices, self._lent = sent, toml_path, list(devices), lent
         self._work: _Work | None = None
-        self._problem: Exception | None = None
+        self._failure: Failure | None = None
 
     def start(self, worker_id: int) -> None:
         """In the worker, before its first task, which waits for no pipe then; what goes wrong comes with that task."""
@@ -85,7 +84,7 @@ class BatchMaker:
             samples, options, worker_init_fn = unpacked_value(self._sent)
         except Exception as error:
             problem = f"dataset or transforms cannot be made in a worker ({type(error).__name__}: {first_line(error)})"
-            self._problem = TrainingError(f"{problem}; {SENDABLE}")
+            self._failure = Failure.of(TrainingError(f"{problem}; {SENDABLE}"))
             return
         self.dataset = samples.dataset
         if worker_init_fn is not None:
@@ -95,14 +94,12 @@ class BatchMaker:
         try:
             self._work = _Work(samples, options, self._toml_path, devices, Lender(worker_id, self._lent))
         except Exception as error:
-            self._problem = error
+            self._failure = Failure.of(error)
 
     def __getitems__(self, tasks: list[Task]) -> MadeBatch:
         (task,) = tasks
         if self._work is None:
-            assert self._problem is not None
-            trace = "".join(traceback.format_exception(self._problem))
-            return MadeBatch(task.planned, error=portable(self._problem), trace=trace)
+            return MadeBatch(task.planned, failure=self._failure)
         return self._work.made(task)
 
 
@@ -135,8 +132,7 @@ class _Work:
         try:
             batch = self._batch(task)
         except Exception as error:
-            counted = self._statistics.taken()
-            return MadeBatch(task.planned, error=portable(error), trace=traceback.format_exc(), counted=counted)
+            return MadeBatch(task.planned, failure=Failure.of(error), counted=self._statistics.taken())
         return MadeBatch(task.planned, batch, label=self._assembler.label, counted=self._statistics.taken())
 
     def _batch(self, task: Task) -> Batch | None:

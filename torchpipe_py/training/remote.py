@@ -16,7 +16,6 @@ from torchpipe_py.training.maker import MadeBatch, Task
 from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.prefetcher import moved_to
 from torchpipe_py.training.reading import BatchReader
-from torchpipe_py.training.sending import WorkerTraceback
 from torchpipe_py.training.statistics import LoaderStatistics
 from torchpipe_py.training.streams import SideStreams
 
@@ -57,9 +56,9 @@ class DecodedByWorkers:
         """The batch; raises the error that the worker met."""
         if item.counted is not None:
             self._statistics.add(item.counted)
-        if item.error is not None:
-            where = item.trace and not isinstance(item.error, BadSample)
-            raise item.error from (WorkerTraceback(item.trace) if where else None)
+        if item.failure is not None:
+            error = item.failure.error(TrainingError)
+            raise error from (None if isinstance(error, BadSample) else error.__cause__)
         if item.label is not None:
             self._assembler.label = item.label
         elif item.batch is not None:

@@ -12,13 +12,6 @@ from torchpipe_py.training.errors import TrainingError
 SENDABLE = "workers_decode needs what can be pickled: functions and classes at the top of a module"
 
 
-class WorkerTraceback(Exception):
-    """The cause of an error that a worker met: where it met it, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 def packed(value: Any, names: dict[str, Any]) -> Any:
     """``value`` pickled; as it is, where that works only while a process is started (a lock of multiprocessing, say).
 
@@ -36,17 +29,6 @@ def packed(value: Any, names: dict[str, Any]) -> Any:
 def unpacked_value(value: Any) -> Any:
     """What ``packed`` was given."""
     return pickle.loads(value) if isinstance(value, bytes) else value
-
-
-def portable(error: Exception) -> Exception:
-    """``error`` itself, if it arrives elsewhere as it is; otherwise a ``TrainingError`` that tells the same."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = None
-    if type(copy) is type(error) and str(copy) == str(error):
-        return error
-    return TrainingError(f"{type(error).__name__}: {first_line(error)}")
 
 
 def as_bytes(value: Any) -> bytes:
