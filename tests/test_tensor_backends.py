@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import picture
+from conftest import Register, picture
 from PIL import Image
 
-from torchpipe_py import Backend, BackendError, ConfigError, pipe
+from torchpipe_py import Backend, BackendError, ConfigError, ItemBackend, pipe
 from torchpipe_py.backends import files, taps
 from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.backends.tensor import ResizeTensor
 from torchpipe_py.registry import find_backend
 
 Data = dict[str, Any]
@@ -149,6 +150,41 @@ def test_resize_takes_any_real_dtype(interpolation: str, dtype: torch.dtype) -> 
     result = run("ResizeTensor", tensor.to(dtype), **config)["result"]
     assert result.dtype == torch.float32
     assert torch.equal(result, run("ResizeTensor", tensor, **config)["result"])
+
+
+@pytest.mark.parametrize("interpolation", FLAGS)
+def test_images_of_one_size_are_resized_by_one_call_inside_a_sequence_too(
+    interpolation: str, monkeypatch: pytest.MonkeyPatch, register: Register
+) -> None:
+    class Eight(ItemBackend):
+        def max(self) -> int:
+            return 8
+
+        def batch_key(self, item: Data) -> Hashable:
+            return None
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = item["data"]
+
+    calls: list[int] = []
+    resized = ResizeTensor.resized
+
+    def counted(self: ResizeTensor, batch: torch.Tensor, height: int, width: int) -> Any:
+        calls.append(len(batch))
+        return resized(self, batch, height, width)
+
+    monkeypatch.setattr(ResizeTensor, "resized", counted)
+    monkeypatch.setattr("torchpipe_py.backends.tensor.TOGETHER", 3 * 3 * 20 * 30)  # values: three of the larger images
+    images = [to_tensor(noise(*((20, 30), (9, 14))[number % 2], 3)) for number in range(8)]
+    config = {"resize_h": 7, "resize_w": 11, "interpolation": interpolation}
+    items = [{"data": image} for image in images]
+    with pipe({"backend": f"S[{register(Eight)},ResizeTensor]", "batching_timeout": 1000, **config}) as p:
+        p(items)
+    assert sorted(calls) == [1, 3, 4]
+    calls.clear()
+    for item, image in zip(items, images, strict=True):
+        assert torch.equal(item["result"], direct("ResizeTensor", image, **config)["result"])
+    assert calls == [1] * 8
 
 
 def test_resize_keeps_what_is_between_the_levels() -> None:

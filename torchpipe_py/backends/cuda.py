@@ -235,6 +235,8 @@ class GuardedBackend(Backend):
 class GuardedItemBackend(GuardedBackend, ItemBackend):
     """A guarded backend that works on one item at a time: implement ``forward_item``."""
 
+    any_batch = True
+
     def forward_guarded(self, items: list[Data]) -> None:
         ItemBackend.forward(self, items)
 

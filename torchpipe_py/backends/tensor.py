@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
@@ -19,7 +20,7 @@ from torchpipe_py.backends.taps import (
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
-SMALL = 2**20  # values of an image that is resized together with others: their copies are held at once
+TOGETHER = 2**25  # values that one call resizes: their copies, 128 MiB as float32, are held at once
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "area")
 
@@ -101,18 +102,22 @@ class ResizeTensor(_FloatResizer):
     resize_w = side("output width, pixels")
 
     def forward_guarded(self, items: list[Data]) -> None:
-        """Small images of one size are resized by one call, which costs the host no more than a single one does."""
+        """Images of one size are resized by one call, which costs the host no more than a single one does."""
         groups: dict[Any, list[tuple[Data, Any]]] = {}
         for item in items:
             tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
-            key = (tensor.shape, tensor.dtype, tensor.device, id(item) if tensor.numel() > SMALL else 0)
-            groups.setdefault(key, []).append((item, tensor))
-        for group in groups.values():
-            tensors = [tensor for _, tensor in group]
-            batch = self._torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-            rows = self.resized(batch, self.resize_h, self.resize_w).split(1)
-            for (item, _), row in zip(group, rows, strict=True):
-                item[TASK_RESULT_KEY] = row
+            groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((item, tensor))
+        for (shape, _, _), group in groups.items():
+            some = max(1, TOGETHER // shape.numel())
+            for start in range(0, len(group), some):
+                self._resize(group[start : start + some])
+
+    def _resize(self, group: Sequence[tuple[Data, Any]]) -> None:
+        tensors = [tensor for _, tensor in group]
+        batch = self._torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        rows = self.resized(batch, self.resize_h, self.resize_w).split(1)
+        for (item, _), row in zip(group, rows, strict=True):
+            item[TASK_RESULT_KEY] = row
 
 
 class ResizePadTensor(_FloatResizer):
