@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ class Assembler:
         except TrainingError:
             return read  # told in its turn, after bad samples
         self._aside.synchronize()
-        return Read(planned, [one if one.image is None else replace(one, image=STACKED) for one in samples], images)
+        return Read(planned, [one if one.image is None else one.with_image(STACKED) for one in samples], images)
 
     def assemble(self, epoch: int, read: Read) -> Batch | None:
         """The batch; ``None`` where every sample was bad and is skipped. ``BadSample`` under "raise"."""
@@ -140,10 +139,10 @@ class Assembler:
         if sample.image is None:
             return sample
         if planned.on_cpu:
-            return replace(sample, image=_as_image(sample.image, self._name_of(sample.index)))
+            return sample.with_image(_as_image(sample.image, self._name_of(sample.index)))
         self.streams.adopt(sample.image)
         seed(key_of(SAMPLE, self._options.seed, epoch, sample.index))
-        return replace(sample, image=self._transformed(sample.image, self._name_of(sample.index)))
+        return sample.with_image(self._transformed(sample.image, self._name_of(sample.index)))
 
     def _kept(self, shares: Sequence[Sequence[Sample]]) -> Sequence[Sequence[Sample]]:
         """The shares, under "skip" without bad samples."""

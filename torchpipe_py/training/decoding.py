@@ -6,7 +6,6 @@ import copy
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -186,4 +185,4 @@ def _with_image(sample: Sample, result: Any) -> Sample:
     if result.ndim not in (3, 4) or (result.ndim == 4 and result.shape[0] != 1):
         shape = "x".join(map(str, result.shape))
         return sample.failed(WRONG, f"the result of the TOML has shape {shape}, not 1xCxHxW; leave the model out")
-    return replace(sample, image=result)
+    return sample.with_image(result)

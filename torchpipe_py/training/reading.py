@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +37,13 @@ class Sample:
     kind: str = ""
     reason: str = ""
 
+    def with_image(self, image: Any) -> Sample:
+        """The same sample with another image."""
+        return Sample(self.index, image, self.label, self.kind, self.reason)
+
     def failed(self, kind: str, reason: str) -> Sample:
         """The same sample without an image."""
-        return replace(self, image=None, kind=kind, reason=reason)
+        return Sample(self.index, None, self.label, kind, reason)
 
 
 class Ask(NamedTuple):
@@ -93,7 +97,7 @@ class SampleReader:
         if not isinstance(image, torch.Tensor):
             problem = f"transforms_cpu must give a Tensor, got {_type_name(image)}; end them with ToTensor"
             return sample.failed(WRONG, problem)
-        return replace(sample, image=image)
+        return sample.with_image(image)
 
 
 def collate(samples: list[Sample]) -> tuple[list[Sample], Any]:
@@ -101,14 +105,14 @@ def collate(samples: list[Sample]) -> tuple[list[Sample], Any]:
     images = [one.image for one in samples if isinstance(one.image, torch.Tensor)]
     if len(images) != len(samples) or len({(one.shape, one.dtype) for one in images}) != 1:
         return samples, None
-    return [replace(one, image=None) for one in samples], torch.stack(images)
+    return [one.with_image(None) for one in samples], torch.stack(images)
 
 
 def unpacked(samples: list[Sample], images: Any) -> list[Sample]:
     """What ``collate`` was given."""
     if images is None:
         return samples
-    return [replace(one, image=image) for one, image in zip(samples, images, strict=True)]
+    return [one.with_image(image) for one, image in zip(samples, images, strict=True)]
 
 
 class BatchReader:
