@@ -31,6 +31,8 @@ RATIOS = (
     ("ours-gpu", "dali-gpu", None),
     ("ours-workers", "dali-gpu", None),
     ("ours-workers", "dali-engines", None),
+    ("ours-nvimgcodec-workers", "dali-gpu", None),
+    ("ours-nvimgcodec-workers", "dali-engines", None),
     ("ours-gpu", "torchvision", 8),
     ("ours-workers", "torchvision", 8),
 )
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = describe(device)
     print(f"{where}; medians of {args.rounds} x {args.seconds:g} s", flush=True)
     print(
-        f"  {'loader':12}  {'batch':>5}  {'workers':>7}  {'images/s':>8}  {'allocated MiB':>13}  {'GPU used MiB':>12}"
+        f"  {'loader':23}  {'batch':>5}  {'workers':>7}  {'images/s':>8}  {'allocated MiB':>13}  {'GPU used MiB':>12}"
     )
     rows = []
     for row in measured(args, device):
@@ -166,7 +168,7 @@ def best(rows: Iterable[Row], name: str, workers: int | None) -> Row | None:
 
 
 def line_of(row: Row) -> str:
-    start = f"  {row.name:12}  {row.batch_size:5}  {row.workers:7}"
+    start = f"  {row.name:23}  {row.batch_size:5}  {row.workers:7}"
     if row.images_per_s is None:
         return f"{start}  not measured: {row.problem}"
     memory = "  ".join(

@@ -42,6 +42,10 @@ def subjects(threads: int) -> dict[str, Callable[[], Decoder]]:
         **{f"torchvision, GPU, batch {batch}": partial(torchvision_gpu, batch) for batch in GPU_BATCHES},
         "pipe, DecodeMat": partial(pipe_cpu, threads),
         **{f"pipe, DecodeTensor, batch {batch}": partial(pipe_gpu, batch) for batch in GPU_BATCHES},
+        **{
+            f"pipe, DecodeTensor, nvImageCodec, batch {batch}": partial(pipe_gpu, batch, "nvimgcodec")
+            for batch in GPU_BATCHES
+        },
     }
 
 
@@ -114,11 +118,14 @@ def torchvision_gpu(batch: int) -> Decoder:
     return Decoder(decode, _from_tensor, batch)
 
 
-def pipe_gpu(batch: int) -> Decoder:
-    _gpu()
-    _library("torchvision.io", "torchvision")
+def pipe_gpu(batch: int, decoder: str = "torchvision") -> Decoder:
+    torch = _gpu()
+    if decoder == "nvimgcodec":
+        _library("nvidia.nvimgcodec", f"nvidia-nvimgcodec-cu{torch.version.cuda.partition('.')[0]}")
+    else:
+        _library("torchvision.io", "torchvision")
     # SyncTensor waits for the GPU before a request is done.
-    config = {"decode": {"backend": "S[DecodeTensor,SyncTensor]", "color": "rgb", "max": batch}}
+    config = {"decode": {"backend": "S[DecodeTensor,SyncTensor]", "decoder": decoder, "max": batch}}
     return _pipe(config, lambda tensor: _from_tensor(tensor[0]), batch)
 
 

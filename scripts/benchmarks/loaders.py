@@ -24,6 +24,8 @@ SIZE = 224
 EPOCH, LEAST_BATCHES = 50_000, 4
 """Images of an epoch, and batches, at least: with short ones it would count how loaders end and begin an epoch."""
 
+AHEAD = 4  # batches that each worker of a DataLoader may be ahead: with two they wait for each other
+
 Batches = Iterator[Any]
 
 
@@ -56,6 +58,7 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
         drop_last=True,
         pin_memory=setting.device.type == "cuda",
         persistent_workers=setting.workers > 0,
+        prefetch_factor=AHEAD if setting.workers else None,
     )
 
     def endless() -> Batches:
@@ -76,7 +79,14 @@ def ours(config: Any, workers_decode: bool = False) -> Callable[[Setting], Abstr
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
         dataset = _long(ImageFolder(setting.folder), setting)
-        dataloader = DataLoader(dataset, setting.batch_size, shuffle=True, num_workers=setting.workers, drop_last=True)
+        dataloader = DataLoader(
+            dataset,
+            setting.batch_size,
+            shuffle=True,
+            num_workers=setting.workers,
+            drop_last=True,
+            prefetch_factor=AHEAD if setting.workers else None,
+        )
         with wrap_dataloader_torchpipe(
             "single",
             dataloader,
@@ -113,12 +123,18 @@ def _on_gpu(setting: Setting) -> Config:
     return pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)
 
 
+def _by_nvimgcodec(setting: Setting) -> Config:
+    return pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2, decoder="nvimgcodec")
+
+
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     # NOTE: DALI comes last, since it keeps its GPU memory when it is closed.
     "torchvision": torchvision_cpu,
     "ours-cpu": ours(lambda setting: pipe_on_cpu(SIZE, setting.workers)),
     "ours-gpu": ours(_on_gpu),
     "ours-workers": ours(_on_gpu, workers_decode=True),
+    "ours-nvimgcodec": ours(_by_nvimgcodec),  # by nvImageCodec, which DALI decodes with as well
+    "ours-nvimgcodec-workers": ours(_by_nvimgcodec, workers_decode=True),
     "dali-cpu": dali("cpu"),
     "dali-gpu": dali("gpu"),
     "dali-engines": dali("gpu", hardware_share=1.0),  # all images by the GPU's JPEG engines, as ours

@@ -13,9 +13,10 @@ def pipe_on_cpu(size: int, instances: int) -> Config:
     return _preprocess(backend, size, color="rgb", device="cpu", instance_num=instances)
 
 
-def pipe_on_gpu(size: int, most: int, instances: int = 1) -> Config:
-    """Decoded by nvJPEG and resized in batches of up to ``most``; with two instances one prepares meanwhile."""
-    return _preprocess("S[DecodeTensor,ResizeTensor,SyncTensor]", size, max=most, instance_num=instances)
+def pipe_on_gpu(size: int, most: int, instances: int = 1, decoder: str = "torchvision") -> Config:
+    """Decoded and resized in batches of up to ``most``; with two instances one prepares while the other one decodes."""
+    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
+    return _preprocess(backend, size, decoder=decoder, max=most, instance_num=instances)
 
 
 def _preprocess(backend: str, size: int, **more: Any) -> Config:

@@ -28,11 +28,19 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_torchvision = pytest.mark.skipif(not _is_there("torchvision"), reason="torchvision is not installed")
+needs_nvimgcodec = pytest.mark.skipif(not _is_there("nvidia.nvimgcodec"), reason="nvImageCodec is not installed")
+decoders = pytest.mark.parametrize(
+    "decoder",
+    [pytest.param("torchvision", marks=needs_torchvision), pytest.param("nvimgcodec", marks=needs_nvimgcodec)],
+)
 needs_tensorrt = pytest.mark.skipif(
     not torch.cuda.is_available() or not _is_there("tensorrt"),
     reason="TensorRT is not installed" if torch.cuda.is_available() else "no CUDA device",

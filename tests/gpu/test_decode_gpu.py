@@ -10,12 +10,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from device import backend_of, forward, gpu_bytes, jpeg, needs_gpu, needs_torchvision, photo
+from device import backend_of, decoders, forward, gpu_bytes, jpeg, needs_gpu, needs_nvimgcodec, photo
 from PIL import Image
 
 from torchpipe_py import DecodeError, pipe
 
-pytestmark = [needs_gpu, needs_torchvision, pytest.mark.timeout(300)]
+pytestmark = [needs_gpu, pytest.mark.timeout(300)]
 
 
 def by_opencv(data: bytes) -> np.ndarray:
@@ -29,6 +29,7 @@ def as_rgb(tensor: torch.Tensor) -> np.ndarray:
     return tensor[0].permute(1, 2, 0).cpu().numpy()
 
 
+@decoders
 @pytest.mark.parametrize("color", ["rgb", "bgr"])
 @pytest.mark.parametrize(
     "options",
@@ -41,30 +42,57 @@ def as_rgb(tensor: torch.Tensor) -> np.ndarray:
     ],
     ids=str,
 )
-def test_full_chroma_is_opencvs_within_three_levels(options: dict[str, Any], color: str) -> None:
+def test_full_chroma_is_opencvs_within_three_levels(options: dict[str, Any], color: str, decoder: str) -> None:
     data = jpeg(photo(123, 211, 0), **options)
-    with backend_of({"backend": "DecodeTensor", "color": color}) as backend:
+    with backend_of({"backend": "DecodeTensor", "color": color, "decoder": decoder}) as backend:
         (item,) = forward(backend, [data])
     assert item["color"] == color
     found = as_rgb(item["result"])[:, :, :: 1 if color == "rgb" else -1].astype(int)
     assert np.abs(found - by_opencv(data)).max() <= 3
 
 
+@decoders
 @pytest.mark.parametrize("subsampling", [1, 2])
-def test_subsampled_chroma_is_near_opencvs(subsampling: int) -> None:
+def test_subsampled_chroma_is_near_opencvs(subsampling: int, decoder: str) -> None:
     smooth = cv2.GaussianBlur(photo(200, 300, 0), (0, 0), 4)
     data = jpeg(smooth, subsampling=subsampling)
-    with backend_of({"backend": "DecodeTensor"}) as backend:
+    with backend_of({"backend": "DecodeTensor", "decoder": decoder}) as backend:
         (item,) = forward(backend, [data])
     assert np.abs(as_rgb(item["result"]).astype(int) - by_opencv(data)).mean() < 3
 
 
+@needs_nvimgcodec
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize(("height", "width"), [(16, 16), (63, 101), (375, 500)])
+def test_nvimgcodec_smooths_chroma_as_opencv_does(subsampling: str, height: int, width: int) -> None:
+    rough = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    data = jpeg(rough, subsampling=subsampling)
+    with backend_of({"backend": "DecodeTensor", "decoder": "nvimgcodec"}) as backend:
+        (item,) = forward(backend, [data])
+    differences = np.abs(as_rgb(item["result"]).astype(int) - by_opencv(data))
+    assert differences.max() <= 2
+    assert differences.mean() < 0.1
+
+
+@needs_nvimgcodec
+def test_nvimgcodec_gives_an_image_the_same_pixels_beside_any_others() -> None:
+    mats = [photo(90 + number, 130 - number, number) for number in range(6)]
+    kinds: list[dict[str, Any]] = [{}, {"progressive": True}, {"mode": "L"}, {"subsampling": 0}, {"subsampling": 1}, {}]
+    images = [jpeg(mat, **kind) for mat, kind in zip(mats, kinds, strict=True)]
+    with backend_of({"backend": "DecodeTensor", "decoder": "nvimgcodec", "max": 24}) as backend:
+        alone = [forward(backend, [one])[0]["result"] for one in images]
+        order = np.random.default_rng(0).permutation(24) % 6
+        together = forward(backend, [images[number] for number in order])
+    assert all(torch.equal(item["result"], alone[number]) for item, number in zip(together, order, strict=True))
+
+
+@decoders
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied_as_opencv_does(orientation: int) -> None:
+def test_exif_orientation_is_applied_as_opencv_does(orientation: int, decoder: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = jpeg(photo(60, 90, 1), exif=exif, subsampling=0)
-    with backend_of({"backend": "DecodeTensor"}) as backend:
+    with backend_of({"backend": "DecodeTensor", "decoder": decoder}) as backend:
         (item,) = forward(backend, [data])
     expected = by_opencv(data)
     found = as_rgb(item["result"])
@@ -72,14 +100,15 @@ def test_exif_orientation_is_applied_as_opencv_does(orientation: int) -> None:
     assert np.abs(found.astype(int) - expected).max() <= 3
 
 
-def test_bad_items_alone_lose_their_result() -> None:
+@decoders
+def test_bad_items_alone_lose_their_result(decoder: str) -> None:
     good = jpeg(photo(100, 150, 0))
     file = io.BytesIO()
     Image.fromarray(photo(10, 10, 0)).save(file, "PNG")
     restarted = jpeg(photo(64, 64, 0), progressive=True, restart_marker_rows=1)
     cmyk = jpeg(photo(20, 20, 0), mode="CMYK")
     bad = [b"", b"no image", good[:2000], good[:-2], file.getvalue(), cmyk, restarted]
-    with backend_of({"backend": "DecodeTensor", "max": 16}) as backend:
+    with backend_of({"backend": "DecodeTensor", "max": 16, "decoder": decoder}) as backend:
         expected = forward(backend, [good])[0]["result"]
         for place in range(len(bad) + 1):
             batch = [*bad[:place], good, *bad[place:]]
@@ -92,10 +121,11 @@ def test_bad_items_alone_lose_their_result() -> None:
                     assert isinstance(item["error"], DecodeError)
 
 
-def test_garbage_in_the_middle_is_an_outcome_and_harms_nobody() -> None:
+@decoders
+def test_garbage_in_the_middle_is_an_outcome_and_harms_nobody(decoder: str) -> None:
     good = jpeg(photo(300, 400, 0))
     rng = np.random.default_rng(0)
-    with backend_of({"backend": "DecodeTensor", "max": 8}) as backend:
+    with backend_of({"backend": "DecodeTensor", "max": 8, "decoder": decoder}) as backend:
         expected = forward(backend, [good])[0]["result"]
         for _ in range(50):
             broken = bytearray(good)
@@ -107,9 +137,11 @@ def test_garbage_in_the_middle_is_an_outcome_and_harms_nobody() -> None:
             assert ("result" in items[1]) != ("error" in items[1])
 
 
-def test_twenty_thousand_decodes_keep_no_memory() -> None:
+@decoders
+def test_twenty_thousand_decodes_keep_no_memory(decoder: str) -> None:
     images = [jpeg(photo(height, width, 0)) for height, width in ((375, 500), (224, 224), (480, 640), (100, 333))]
-    config = {"backend": "SyncTensor[DecodeTensor]", "max": 8, "instance_num": 2, "batching_timeout": 1}
+    config: dict[str, Any] = {"backend": "SyncTensor[DecodeTensor]", "max": 8, "instance_num": 2, "batching_timeout": 1}
+    config["decoder"] = decoder
     process = psutil.Process()
     with pipe(config) as run:
         for start in range(0, 20000, 80):

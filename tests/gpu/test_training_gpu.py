@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import jpeg, needs_gpu, needs_torchvision, photo
+from device import decoders, jpeg, needs_gpu, needs_torchvision, photo
 from torch.utils.data import DataLoader
 
 from torchpipe_py import pipe
@@ -41,11 +41,10 @@ H, W = 48, 40
 COUNT = 23
 
 
-def config(instances: int = 1) -> dict[str, Any]:
+def config(instances: int = 1, decoder: str = "torchvision") -> dict[str, Any]:
     backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
-    return {
-        "preprocess": {"backend": backend, "resize_h": H, "resize_w": W, "max": 8, "instance_num": instances},
-    }
+    sizes = {"resize_h": H, "resize_w": W, "max": 8}
+    return {"preprocess": {"backend": backend, "decoder": decoder, **sizes, "instance_num": instances}}
 
 
 @pytest.fixture
@@ -64,10 +63,16 @@ def write(folder: Path, images: list[bytes]) -> ImageFiles:
 
 
 def wrapped(
-    dataset: Any, *, workers: int = 0, shuffle: bool = False, instances: int = 1, **more: Any
+    dataset: Any,
+    *,
+    workers: int = 0,
+    shuffle: bool = False,
+    instances: int = 1,
+    decoder: str = "torchvision",
+    **more: Any,
 ) -> TorchpipeLoader:
     loader = DataLoader(dataset, batch_size=4, shuffle=shuffle, num_workers=workers)
-    return wrap_dataloader_torchpipe(more.pop("kind", "single"), loader, config(instances), **more)
+    return wrap_dataloader_torchpipe(more.pop("kind", "single"), loader, config(instances, decoder), **more)
 
 
 def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
@@ -99,8 +104,9 @@ class OnTheCpu:
         return TensorToTensor()(cv2Resize(H, W)(picture)) + torch.rand(1)
 
 
-def test_a_batch_is_what_the_pipe_gives(dataset: ImageFiles) -> None:
-    with wrapped(dataset) as loader, pipe(config()) as run:
+@decoders
+def test_a_batch_is_what_the_pipe_gives(dataset: ImageFiles, decoder: str) -> None:
+    with wrapped(dataset, decoder=decoder) as loader, pipe(config(decoder=decoder)) as run:
         seen = 0
         for images, labels in loader:
             assert images.is_cuda
@@ -113,8 +119,10 @@ def test_a_batch_is_what_the_pipe_gives(dataset: ImageFiles) -> None:
         assert seen == COUNT
 
 
-def test_batches_are_the_same_for_any_number_of_workers_and_instances(dataset: ImageFiles) -> None:
+@decoders
+def test_batches_are_the_same_for_any_number_of_workers_and_instances(dataset: ImageFiles, decoder: str) -> None:
     more: dict[str, Any] = {
+        "decoder": decoder,
         "transforms_gpu": Noise(),
         "transforms_batch": BatchNoise(),
         "transforms_cpu": OnTheCpu(),
@@ -296,9 +304,10 @@ assert not torch._C._cuda_hasPrimaryContext(0)
 
 
 @needs_two
-def test_a_context_takes_memory_of_one_device_alone(dataset: ImageFiles) -> None:
+@decoders
+def test_a_context_takes_memory_of_one_device_alone(dataset: ImageFiles, decoder: str) -> None:
     """A process of a training on several GPUs must not keep half a GiB of the first one."""
-    with wrapped(Contexts(dataset.samples), devices=1, workers=1, workers_decode=True) as loader:
+    with wrapped(Contexts(dataset.samples), devices=1, workers=1, workers_decode=True, decoder=decoder) as loader:
         assert [label for _, labels in loader for label in labels.tolist()] == [0] * COUNT
-    given = pickle.dumps((dataset.samples, config()))
+    given = pickle.dumps((dataset.samples, config(decoder=decoder)))
     subprocess.run([sys.executable, "-c", ON_THE_OTHER_DEVICE], input=given, timeout=60, check=True)

@@ -131,10 +131,10 @@ def broken(name: str) -> Any:
 def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     on_gpu = {name: make for name, make in subjects(1).items() if "GPU" in name or "DecodeTensor" in name}
-    assert len(on_gpu) == 6
+    assert len(on_gpu) == 9
     outcomes = measure(on_gpu, flat(10), [1], 0.02, 1)
     assert {one.missing for one in outcomes} == {"there is no CUDA GPU that PyTorch can use"}
-    assert table(outcomes, [1]).count("not measured: there is no CUDA GPU") == 6
+    assert table(outcomes, [1]).count("not measured: there is no CUDA GPU") == 9
 
 
 def test_corrupt_files_are_left_out_with_a_reason(folder: Path) -> None:

@@ -1,17 +1,21 @@
-"""JPEG decoding on the GPU: nvJPEG through torchvision."""
+"""JPEG decoding on the GPU."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.jpeg import read_header
+from torchpipe_py.backends.nvimgcodec import NvImageCodec
 from torchpipe_py.backends.opencv import COLORS, encoded_bytes, to_color
 from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import to_int
+from torchpipe_py.values import to_int, to_str
+
+DECODERS = ("torchvision", "nvimgcodec")
 
 
 class DecodeTensor(GuardedBackend):
@@ -19,42 +23,34 @@ class DecodeTensor(GuardedBackend):
 
     Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
     (another format, CMYK, progressive with restart markers, cut-off or corrupt bytes): no ``result``, ``error`` is a
-    ``DecodeError``; a next node with ``filter = "or"`` can decode it on the CPU. Pixels differ from OpenCV's where
-    chroma is subsampled, since nvJPEG does not smooth it; ``torchpipe parity`` shows by how much.
+    ``DecodeError``; a next node with ``filter = "or"`` can decode it on the CPU.
+
+    ``decoder``: the library that calls nvJPEG. By ``torchvision`` pixels differ from OpenCV's where chroma is
+    subsampled, since it is not smoothed. ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it and uses the JPEG engines of
+    a GPU that has them. ``torchpipe parity`` shows the differences.
     """
 
     needs_cuda = True
 
     color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
+    decoder = Param(to_str, "torchvision", choices=DECODERS, doc="the library that calls nvJPEG")
     max_batch = Param(to_int, 1, low=1, key="max", doc="most images decoded in one call")
 
+    _library: _Library | None = None
+
     def setup_guarded(self) -> None:
-        try:
-            import torch
-            from torchvision.io import ImageReadMode, decode_jpeg
-        except ImportError as error:
-            raise BackendUnavailable(f"DecodeTensor needs torchvision (pip install torchvision): {error}") from error
-        self._frombuffer: Any = torch.frombuffer
-        self._uint8 = torch.uint8
-        self._out_of_memory = torch.cuda.OutOfMemoryError
-        self._decode: Any = decode_jpeg
-        self._rgb = ImageReadMode.RGB
-        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        encoded = self._frombuffer(_small_jpeg(), dtype=self._uint8)
-        try:
-            for count in {1, self.max()}:  # nvJPEG starts at its first call: no request waits for that
-                self._decode([encoded] * count, mode=self._rgb, device=self.device)
-        except self._out_of_memory:
-            raise
-        except RuntimeError as error:
-            raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
+        assert self._guard is not None
+        trial = [_small_jpeg()] * self.max()  # nvJPEG starts at its first call: no request waits for that
+        if self.decoder == "torchvision":
+            self._library = Torchvision(self.device, trial)
+        else:
+            self._library = NvImageCodec(self.device, self._guard.stream, trial)
 
     def max(self) -> int:
         return int(self.max_batch)
 
     def forward_guarded(self, items: list[Data]) -> None:
-        good: list[tuple[Data, Any, int]] = []
+        good: list[tuple[Data, bytes, int]] = []
         for item in items:
             data = item[TASK_DATA_KEY]
             data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
@@ -63,28 +59,71 @@ class DecodeTensor(GuardedBackend):
             except DecodeError as error:
                 item[TASK_ERROR_KEY] = error
             else:
-                good.append((item, self._frombuffer(data, dtype=self._uint8), orientation))
-        if good:
-            self._decode_batch(good)
-
-    def _decode_batch(self, batch: list[tuple[Data, Any, int]]) -> None:
-        try:
-            images = self._decode([encoded for _, encoded, _ in batch], mode=self._rgb, device=self.device)
-        except self._out_of_memory:
-            raise
-        except RuntimeError as error:
-            if len(batch) > 1:
-                for one in batch:
-                    self._decode_batch([one])
-            else:
-                item, encoded, _ = batch[0]
-                item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {first_line(error)}")
+                good.append((item, data, orientation))
+        if not good:
             return
-        for (item, _, orientation), image in zip(batch, images, strict=True):
+        assert self._library is not None
+        images = self._library.decode([data for _, data, _ in good])
+        for (item, data, orientation), image in zip(good, images, strict=True):
+            if isinstance(image, str):
+                item[TASK_ERROR_KEY] = DecodeError(f"{len(data)} bytes: {image}")
+                continue
             if orientation != 1:
                 image = oriented(image, orientation)
             item[TASK_RESULT_KEY] = image[None] if self.color == "rgb" else image.flip(0)[None]
             item[TASK_COLOR_KEY] = self.color
+
+    def close(self) -> None:
+        self._library = None
+        super().close()
+
+
+class _Library(Protocol):
+    """What decodes."""
+
+    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
+        """For each image a Tensor 3×H×W, uint8, RGB, or why there is none."""
+
+
+class Torchvision:
+    """nvJPEG through torchvision, on the GPU's cores."""
+
+    def __init__(self, device: Any, trial: Sequence[bytes]) -> None:
+        try:
+            import torch
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ImportError as error:
+            raise BackendUnavailable(f"DecodeTensor needs torchvision (pip install torchvision): {error}") from error
+        self._device = device
+        self._frombuffer: Any = torch.frombuffer
+        self._uint8 = torch.uint8
+        self._out_of_memory = torch.cuda.OutOfMemoryError
+        self._decode: Any = decode_jpeg
+        self._rgb = ImageReadMode.RGB
+        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        for some in (trial[:1], trial):
+            try:
+                self._decoded(some)
+            except self._out_of_memory:
+                raise
+            except RuntimeError as error:
+                raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
+
+    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
+        try:
+            return self._decoded(encoded)
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            if len(encoded) > 1:
+                return [self.decode([one])[0] for one in encoded]
+            return [first_line(error)]
+
+    def _decoded(self, encoded: Sequence[bytes]) -> list[Any]:
+        buffers = [self._frombuffer(one, dtype=self._uint8) for one in encoded]
+        images: list[Any] = self._decode(buffers, mode=self._rgb, device=self._device)
+        return images
 
 
 def oriented(image: Any, orientation: int) -> Any:

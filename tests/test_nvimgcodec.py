@@ -1,0 +1,140 @@
+"""Which of nvImageCodec's decoders gets which image, with a stand-in for the library; tests/gpu has the real one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchpipe_py import BackendUnavailable
+from torchpipe_py.backends import nvimgcodec
+from torchpipe_py.backends.nvimgcodec import NvImageCodec
+
+CPU = torch.device("cpu")
+STREAM = SimpleNamespace(cuda_stream=77)
+TRIAL = [b"2x2", b"2x2"]
+
+ENGINES, CORES = ("HW_GPU_ONLY",), ("GPU_ONLY", "HYBRID_CPU_GPU")
+
+
+class Library(ModuleType):
+    """Images are named ``HxW``, with what can decode them behind, ``engines`` unless said; 0 is the engines' pixel."""
+
+    __version__ = "1.2"
+    SampleFormat = SimpleNamespace(P_RGB="P_RGB")
+    ColorSpec = SimpleNamespace(SRGB="SRGB")
+    BackendKind = SimpleNamespace(**{kind: kind for kind in ENGINES + CORES})
+
+    def __init__(self, has_engines: bool = True, has_cores: bool = True) -> None:
+        super().__init__("nvimgcodec")
+        self.works = {ENGINES: has_engines, CORES: has_cores}
+        self.calls: list[tuple[str, list[bytes]]] = []
+
+    def DecodeParams(self, **params: Any) -> dict[str, Any]:  # noqa: N802
+        return params
+
+    def Backend(self, kind: str) -> str:  # noqa: N802
+        return kind
+
+    def Decoder(self, device_id: Any, max_num_cpu_threads: int, backends: Sequence[str], options: str) -> Any:  # noqa: N802
+        kinds = tuple(backends)
+        name = "engines" if kinds == ENGINES else "cores"
+        assert kinds in self.works
+        assert options == ":fancy_upsampling=1"
+
+        def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int) -> list[Any]:
+            assert params == {"apply_exif_orientation": False, "color_spec": "SRGB", "sample_format": "P_RGB"}
+            assert cuda_stream == STREAM.cuda_stream
+            self.calls.append((name, encoded))
+            return [self._image(one.decode(), name) if self.works[kinds] else None for one in encoded]
+
+        return SimpleNamespace(decode=decode)
+
+    def _image(self, text: str, name: str) -> Any:
+        size, *able = text.split()
+        if able and name not in able:
+            return None
+        height, width = map(int, size.split("x"))
+        return torch.full((3, height, width), 0 if name == "engines" else 1, dtype=torch.uint8)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    return installed(monkeypatch, Library())
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
+    package = ModuleType("nvidia")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "nvidia", package)
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", library)
+    monkeypatch.setattr(nvimgcodec, "_keep_memory", lambda device, size: None)
+    monkeypatch.setenv("PYNVIMGCODEC_VERBOSITY", "0")
+    return library
+
+
+def described(images: list[Any]) -> list[Any]:
+    return [image if isinstance(image, str) else (*image.shape[1:], int(image.max())) for image in images]
+
+
+def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    found = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
+    assert described(found) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), "nvImageCodec cannot decode it", (4, 5, 1)]
+    assert library.calls == [
+        ("engines", [b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"]),
+        ("cores", [b"4x5 cores", b"6x7 nothing", b"4x5 cores"]),
+    ]
+
+
+def test_images_are_copies_whether_their_sizes_differ_or_not(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    given: list[Any] = []
+    image = library._image
+    library._image = lambda text, name: given.append(image(text, name)) or given[-1]  # type: ignore[method-assign]
+    for batch in ([b"2x3"], [b"2x3", b"2x3"], [b"2x3", b"3x2"]):
+        given.clear()
+        found = codec.decode(batch)
+        for one in given:
+            one.fill_(9)
+        assert [int(one.max()) for one in found] == [0] * len(batch)
+
+
+def test_a_gpu_without_engines_decodes_on_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = installed(monkeypatch, Library(has_engines=False))
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    assert described(codec.decode([b"2x3"])) == [(2, 3, 1)]
+    assert [name for name, _ in library.calls] == ["cores"]
+
+
+def test_all_decoders_start_at_setup_with_as_many_images_as_a_batch_has(library: Library) -> None:
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert library.calls == [("engines", TRIAL[:1]), ("cores", TRIAL[:1]), ("engines", TRIAL)]
+
+
+def test_a_library_that_decodes_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, Library(has_engines=False, has_cores=False))
+    with pytest.raises(BackendUnavailable, match="cannot decode a small JPEG"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_a_library_that_fails_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    def fail(**options: Any) -> None:
+        raise RuntimeError("no driver\nand more")
+
+    monkeypatch.setattr(library, "Decoder", fail)
+    with pytest.raises(BackendUnavailable, match=r"nvImageCodec 1\.2 does not work here: no driver$"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]'"):
+        NvImageCodec(CPU, STREAM, TRIAL)
