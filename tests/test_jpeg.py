@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from torchpipe_py import BackendUnavailable, DecodeError, pipe
+from torchpipe_py import BackendUnavailable, ConfigError, DecodeError, pipe
+from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.jpeg import ORIENTATION, read_header
-from torchpipe_py.backends.nvjpeg import oriented
+from torchpipe_py.backends.nvjpeg import DecodeTensor, oriented
 
 
 def by_pillow(mode: str = "RGB", **options: Any) -> bytes:
@@ -127,3 +128,46 @@ def test_damaged_bytes_give_a_header_or_a_decode_error(position: int, value: int
 def test_without_a_gpu_it_is_unavailable(backend: str) -> None:
     with pytest.raises(BackendUnavailable, match="PyTorch finds no CUDA device"):
         pipe({"backend": backend})
+
+
+class ByOpenCV:
+    """In the place of nvJPEG."""
+
+    def decode(self, encoded: list[bytes]) -> list[Any]:
+        assert all(encoded)
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        mats = [cv2.imdecode(np.frombuffer(one, np.uint8), flags) for one in encoded]
+        return [
+            DecodeError("too wide") if mat.shape[1] > 60 else torch.from_numpy(mat).permute(2, 0, 1) for mat in mats
+        ]
+
+
+@pytest.mark.parametrize("color", ["rgb", "bgr"])
+def test_decode_tensor_gives_each_item_its_image_or_its_error(color: str) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    wide = encode(picture(40, 61), ".jpg")
+    data = [b"no image", by_pillow(exif=exif), wide, np.frombuffer(by_pillow(), np.uint8), b""]
+    backend = DecodeTensor(BackendConfig(params={"color": color, "decoder": "torchvision", "max_batch": 8}))
+    backend._jpegs = ByOpenCV()  # type: ignore[assignment]
+    items = [{"data": one} for one in data]
+    backend.forward_guarded(items)
+    assert [str(item.get("error", "")) for item in items] == [
+        "8 bytes are no JPEG",
+        "",
+        "too wide",
+        "",
+        "0 bytes are no JPEG",
+    ]
+    for item, upright in ((items[1], by_pillow(exif=exif)), (items[3], by_pillow())):
+        flag = cv2.IMREAD_COLOR_RGB if color == "rgb" else cv2.IMREAD_COLOR
+        expected = cv2.imdecode(np.frombuffer(upright, np.uint8), flag)
+        assert item["color"] == color
+        assert np.array_equal(item["result"][0].permute(1, 2, 0).numpy(), expected)
+    backend.close()
+    assert backend._jpegs is None
+
+
+def test_a_decoder_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="expected one of torchvision, nvimgcodec, got 'nvjpeg'"):
+        pipe({"backend": "DecodeTensor", "decoder": "nvjpeg"})

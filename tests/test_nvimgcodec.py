@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -10,19 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from torchpipe_py import BackendUnavailable
+from torchpipe_py import BackendUnavailable, DecodeError
 from torchpipe_py.backends import nvimgcodec
 from torchpipe_py.backends.nvimgcodec import NvImageCodec
 
 CPU = torch.device("cpu")
 STREAM = SimpleNamespace(cuda_stream=77)
 TRIAL = [b"2x2", b"2x2"]
+VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 
 ENGINES, CORES = ("HW_GPU_ONLY",), ("GPU_ONLY", "HYBRID_CPU_GPU")
 
 
 class Library(ModuleType):
-    """Images are named ``HxW``, with what can decode them behind, ``engines`` unless said; 0 is the engines' pixel."""
+    """Images are named ``HxW``, with what alone can decode them behind; the engines' pixels are 0.
+
+    ``poison`` fails every image of the engines' call that it is in.
+    """
 
     __version__ = "1.2"
     SampleFormat = SimpleNamespace(P_RGB="P_RGB")
@@ -33,6 +38,7 @@ class Library(ModuleType):
         super().__init__("nvimgcodec")
         self.works = {ENGINES: has_engines, CORES: has_cores}
         self.calls: list[tuple[str, list[bytes]]] = []
+        self.made: list[dict[str, Any]] = []
 
     def DecodeParams(self, **params: Any) -> dict[str, Any]:  # noqa: N802
         return params
@@ -44,19 +50,22 @@ class Library(ModuleType):
         kinds = tuple(backends)
         name = "engines" if kinds == ENGINES else "cores"
         assert kinds in self.works
+        self.made.append({"device_id": device_id, "max_num_cpu_threads": max_num_cpu_threads})
         assert options == ":fancy_upsampling=1"
 
         def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int) -> list[Any]:
             assert params == {"apply_exif_orientation": False, "color_spec": "SRGB", "sample_format": "P_RGB"}
             assert cuda_stream == STREAM.cuda_stream
             self.calls.append((name, encoded))
-            return [self._image(one.decode(), name) if self.works[kinds] else None for one in encoded]
+            if not self.works[kinds] or (name == "engines" and b"poison" in encoded and len(encoded) > 1):
+                return [None] * len(encoded)
+            return [self._image(one.decode(), name) for one in encoded]
 
         return SimpleNamespace(decode=decode)
 
     def _image(self, text: str, name: str) -> Any:
         size, *able = text.split()
-        if able and name not in able:
+        if size == "poison" or (able and name not in able):
             return None
         height, width = map(int, size.split("x"))
         return torch.full((3, height, width), 0 if name == "engines" else 1, dtype=torch.uint8)
@@ -73,23 +82,32 @@ def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     monkeypatch.setitem(sys.modules, "nvidia", package)
     monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", library)
     monkeypatch.setattr(nvimgcodec, "_keep_memory", lambda device, size: None)
-    monkeypatch.setenv("PYNVIMGCODEC_VERBOSITY", "0")
     return library
 
 
 def described(images: list[Any]) -> list[Any]:
-    return [image if isinstance(image, str) else (*image.shape[1:], int(image.max())) for image in images]
+    return [str(one) if isinstance(one, DecodeError) else (*one.shape[1:], int(one.max())) for one in images]
 
 
 def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> None:
     codec = NvImageCodec(CPU, STREAM, TRIAL)
     library.calls.clear()
     found = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
-    assert described(found) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), "nvImageCodec cannot decode it", (4, 5, 1)]
+    problem = "11 bytes: nvImageCodec cannot decode them (PYNVIMGCODEC_VERBOSITY=1 makes it say why)"
+    assert described(found) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), problem, (4, 5, 1)]
     assert library.calls == [
         ("engines", [b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"]),
+        *(("engines", [one]) for one in (b"4x5 cores", b"6x7 nothing", b"4x5 cores")),
         ("cores", [b"4x5 cores", b"6x7 nothing", b"4x5 cores"]),
+        ("cores", [b"6x7 nothing"]),
     ]
+
+
+def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    first, second, third = described(codec.decode([b"2x3", b"poison", b"4x5"]))
+    assert (first, third) == ((2, 3, 0), (4, 5, 0))
+    assert second.startswith("6 bytes: nvImageCodec cannot decode them")
 
 
 def test_images_are_copies_whether_their_sizes_differ_or_not(library: Library) -> None:
@@ -105,17 +123,61 @@ def test_images_are_copies_whether_their_sizes_differ_or_not(library: Library) -
         assert [int(one.max()) for one in found] == [0] * len(batch)
 
 
-def test_a_gpu_without_engines_decodes_on_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_engines_decodes_on_its_cores_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     library = installed(monkeypatch, Library(has_engines=False))
     codec = NvImageCodec(CPU, STREAM, TRIAL)
     library.calls.clear()
     assert described(codec.decode([b"2x3"])) == [(2, 3, 1)]
     assert [name for name, _ in library.calls] == ["cores"]
+    assert caplog.messages == ["nvImageCodec 1.2 finds no JPEG engines on cpu, and decodes on its cores"]
 
 
 def test_all_decoders_start_at_setup_with_as_many_images_as_a_batch_has(library: Library) -> None:
     NvImageCodec(CPU, STREAM, TRIAL)
-    assert library.calls == [("engines", TRIAL[:1]), ("cores", TRIAL[:1]), ("engines", TRIAL)]
+    assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
+    assert library.made == [{"device_id": None, "max_num_cpu_threads": 1}] * 2
+
+
+def test_the_library_is_silent_and_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        nvimgcodec.importlib, "import_module", lambda name: seen.append(os.environ.get(VERBOSITY)) or library
+    )
+    monkeypatch.delenv(VERBOSITY, raising=False)
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert VERBOSITY not in os.environ
+    monkeypatch.setenv(VERBOSITY, "3")
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert seen == ["0", "3"]
+    assert os.environ[VERBOSITY] == "3"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2**20), (2**20 - 1, 2**20), (2**40, 2**40)])
+def test_a_pool_keeps_at_least_so_much(monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> None:
+    threshold = before
+
+    def get_pool(pool: Any, device: int) -> int:
+        assert device == 3
+        pool._obj.value = 5
+        return 0
+
+    def get(pool: Any, attribute: int, value: Any) -> int:
+        assert (pool.value, attribute) == (5, 4)
+        value._obj.value = threshold
+        return 0
+
+    def put(pool: Any, attribute: int, value: Any) -> int:
+        nonlocal threshold
+        assert (pool.value, attribute) == (5, 4)
+        threshold = value._obj.value
+        return 0
+
+    cuda = SimpleNamespace(cuDeviceGetDefaultMemPool=get_pool, cuMemPoolGetAttribute=get, cuMemPoolSetAttribute=put)
+    monkeypatch.setattr(nvimgcodec.ctypes, "CDLL", lambda name: cuda)
+    nvimgcodec._keep_memory(torch.device("cuda", 3), 2**20)
+    assert threshold == after
 
 
 def test_a_library_that_decodes_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,17 +186,37 @@ def test_a_library_that_decodes_nothing_is_unavailable(monkeypatch: pytest.Monke
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
+def test_an_older_library_that_leaves_images_out_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, library: Library
+) -> None:
+    monkeypatch.setattr(library, "Decoder", lambda **options: SimpleNamespace(decode=lambda *given, **more: []))
+    with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_no_memory_is_no_reason_to_go_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    def fail(**options: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(library, "Decoder", fail)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
 def test_a_library_that_fails_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     def fail(**options: Any) -> None:
         raise RuntimeError("no driver\nand more")
 
     monkeypatch.setattr(library, "Decoder", fail)
-    with pytest.raises(BackendUnavailable, match=r"nvImageCodec 1\.2 does not work here: no driver$"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"nvImageCodec 1\.2 does not work here; 0\.9 or newer is needed, and nvJPEG: no driver$",
+    ):
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]>=0\.9'\)"):
         NvImageCodec(CPU, STREAM, TRIAL)

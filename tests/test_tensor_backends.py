@@ -175,16 +175,28 @@ def test_images_of_one_size_are_resized_by_one_call_inside_a_sequence_too(
 
     monkeypatch.setattr(ResizeTensor, "resized", counted)
     monkeypatch.setattr("torchpipe_py.backends.tensor.TOGETHER", 3 * 3 * 20 * 30)  # values: three of the larger images
+    monkeypatch.setattr("torchpipe_py.backends.tensor._is_quick_together", lambda tensor: True)  # as on a GPU
     images = [to_tensor(noise(*((20, 30), (9, 14))[number % 2], 3)) for number in range(8)]
     config = {"resize_h": 7, "resize_w": 11, "interpolation": interpolation}
     items = [{"data": image} for image in images]
     with pipe({"backend": f"S[{register(Eight)},ResizeTensor]", "batching_timeout": 1000, **config}) as p:
         p(items)
     assert sorted(calls) == [1, 3, 4]
+    monkeypatch.setattr("torchpipe_py.backends.tensor.TOGETHER", 3)  # none fits
     calls.clear()
+    with made("ResizeTensor", **config) as backend:
+        backend.forward([{"data": image} for image in images])
+    assert calls == [1] * 8
+    monkeypatch.undo()
     for item, image in zip(items, images, strict=True):
         assert torch.equal(item["result"], direct("ResizeTensor", image, **config)["result"])
-    assert calls == [1] * 8
+
+
+def test_on_the_cpu_each_image_is_resized_alone_and_has_its_own_memory() -> None:
+    items = [{"data": to_tensor(noise(20, 30, 3))} for _ in range(4)]
+    with made("ResizeTensor", resize_h=7, resize_w=11) as backend:
+        backend.forward(items)
+    assert all(item["result"].untyped_storage().nbytes() == 4 * 3 * 7 * 11 for item in items)
 
 
 def test_resize_keeps_what_is_between_the_levels() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import cv2
 import numpy as np
 
+from torchpipe_py.backends.nvimgcodec import package
+
 GPU_BATCHES = (1, 16, 64)
 
 
@@ -121,7 +123,7 @@ def torchvision_gpu(batch: int) -> Decoder:
 def pipe_gpu(batch: int, decoder: str = "torchvision") -> Decoder:
     torch = _gpu()
     if decoder == "nvimgcodec":
-        _library("nvidia.nvimgcodec", f"nvidia-nvimgcodec-cu{torch.version.cuda.partition('.')[0]}")
+        _library("nvidia.nvimgcodec", package(torch))
     else:
         _library("torchvision.io", "torchvision")
     # SyncTensor waits for the GPU before a request is done.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -228,6 +230,27 @@ def test_workers_that_cannot_decode(tmp_path: Path, toml: str) -> None:
     forked = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(TrainingError, match="use multiprocessing_context='spawn'"):
         wrap_dataloader_torchpipe("single", forked, toml, workers_decode=True)
+
+
+class Faults(ImageFiles):
+    """Labels are how many pages of memory the system had to give for what had been freed just before."""
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        encoded, _ = super().__getitem__(index)
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [bytes(60_000) for _ in range(300)]
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+            del blocks
+        return encoded, faults
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_workers_keep_the_memory_of_one_batchs_files_for_the_next(tmp_path: Path, toml: str) -> None:
+    dataset = Faults(write_images(tmp_path / "images", 4).samples)
+    pages = 300 * 60_000 / resource.getpagesize()
+    with wrapped(dataset, toml, workers=1, workers_decode=True) as loader:
+        assert all(label < pages / 10 for _, labels in loader for label in labels.tolist())
 
 
 class NowhereElse(ItemBackend):

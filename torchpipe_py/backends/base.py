@@ -122,9 +122,9 @@ class Backend:
     a stream or an ONNX Runtime session may live in attributes without a lock. Only where ``any_thread()`` says so,
     ``forward`` may run on the thread of a blocked caller instead, never on two threads at once.
 
-    ``forward`` takes ``min()`` to ``max()`` dicts and gives each exactly one outcome: a ``result``, or none, in which
-    case ``error`` should hold an exception that says why. It returns nothing. An exception is a defect; a batch
-    that raises is repeated item by item, so that only the item that is at fault fails.
+    ``forward`` takes ``min()`` to ``max()`` dicts, any number with ``any_batch``, and gives each exactly one outcome: a
+    ``result``, or none, in which case ``error`` should hold an exception that says why. It returns nothing. An
+    exception is a defect; a batch that raises is repeated item by item, so that only the item that is at fault fails.
     """
 
     children: tuple[int, int | None] = (0, 0)

@@ -233,7 +233,10 @@ class GuardedBackend(Backend):
 
 
 class GuardedItemBackend(GuardedBackend, ItemBackend):
-    """A guarded backend that works on one item at a time: implement ``forward_item``."""
+    """A guarded backend that works on one item at a time: implement ``forward_item``.
+
+    Its ``forward`` gets any number of items; in a ``Sequential`` those of a batch at once.
+    """
 
     any_batch = True
 

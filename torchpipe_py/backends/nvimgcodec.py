@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torchpipe_py.errors import BackendUnavailable, first_line
+from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
 
+logger = logging.getLogger("torchpipe_py")
+
+OLDEST = "0.9"  # that is known to work
 CPU_THREADS = 1  # of a decoder, for what the GPU leaves to the CPU
-KEPT_BYTES = 2**28  # of images between two calls
+KEPT_BYTES = 2**28  # of images, between two calls
 
+_VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 
 class NvImageCodec:
     """Decodes on ``device``, in the order of ``stream``; chroma is smoothed, as OpenCV does it.
 
-    What the JPEG engines do not take is decoded on the cores, image by image: what becomes of one does not depend on
-    those beside it. ``trial``: small JPEGs to begin with. ``BackendUnavailable`` where the library is not installed or
-    does not work.
+    What the JPEG engines do not take, progressive files for one, is decoded on the cores. ``trial``: small JPEGs to
+    begin with, as many as a batch has. ``BackendUnavailable`` where the library is not installed or does not work.
     """
 
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
         import torch
 
-        # Each image that cannot be decoded has its DecodeError; the library would write a line of its own as well.
-        os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
         try:
-            library: Any = importlib.import_module("nvidia.nvimgcodec")
+            with _silent():
+                library: Any = importlib.import_module("nvidia.nvimgcodec")
         except ImportError as error:
-            cuda = (torch.version.cuda or "").partition(".")[0]
-            package = f"pip install 'nvidia-nvimgcodec-cu{cuda}[nvjpeg]'"
-            raise BackendUnavailable(f'decoder = "nvimgcodec" needs nvImageCodec ({package}): {error}') from error
+            problem = f'decoder = "nvimgcodec" needs nvImageCodec (pip install {package(torch)!r})'
+            raise BackendUnavailable(f"{problem}: {error}") from error
         self._as_tensor: Any = torch.as_tensor
         self._stack: Any = torch.stack
         self._device, self._stream = device, stream.cuda_stream
@@ -47,7 +50,7 @@ class NvImageCodec:
                 sample_format=library.SampleFormat.P_RGB,
             )
             # NOTE: two decoders, since one that has both shares a batch out among them, and their pixels differ a bit.
-            found = [
+            engines, cores = (
                 library.Decoder(
                     device_id=device.index,
                     max_num_cpu_threads=CPU_THREADS,
@@ -55,28 +58,41 @@ class NvImageCodec:
                     options=":fancy_upsampling=1",
                 )
                 for some in ([kinds.HW_GPU_ONLY], [kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU])
-            ]
-            self._decoders = [one for one in found if self._decoded(one, trial[:1])[0] is not None]
-        except (RuntimeError, TypeError, AttributeError) as error:  # the latter two: another version
-            raise BackendUnavailable(f"{name} does not work here: {first_line(error)}") from error
+            )
+            _keep_memory(device, KEPT_BYTES)
+            self._decoders = [one for one in (engines, cores) if self._decoded(one, trial)[0] is not None]
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, AttributeError, IndexError) as error:  # the latter three: another version
+            problem = f"{name} does not work here; {OLDEST} or newer is needed, and nvJPEG"
+            raise BackendUnavailable(f"{problem}: {first_line(error)}") from error
         if not self._decoders:
             raise BackendUnavailable(f"{name} does not work here: it cannot decode a small JPEG")
-        _keep_memory(device, KEPT_BYTES)
-        self.decode(trial)
+        if engines not in self._decoders:
+            logger.warning("%s finds no JPEG engines on %s, and decodes on its cores", name, device)
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """A Tensor 3×H×W, uint8, RGB, for each, or why there is none."""
-        images: list[Any] = ["nvImageCodec cannot decode it"] * len(encoded)
-        missing = list(range(len(encoded)))
+        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+        images: list[Any] = [None] * len(encoded)
         for decoder in self._decoders:
+            missing = [place for place, image in enumerate(images) if image is None]
+            if not missing:
+                break
             found = self._decoded(decoder, [encoded[place] for place in missing])
+            if len(missing) > 1:
+                # NOTE: alone once more, so that what becomes of an image does not depend on those beside it.
+                for number, place in enumerate(missing):
+                    if found[number] is None:
+                        found[number] = self._decoded(decoder, [encoded[place]])[0]
             done = [(place, image) for place, image in zip(missing, found, strict=True) if image is not None]
             for (place, _), image in zip(done, self._copies([image for _, image in done]), strict=True):
                 images[place] = image
-            missing = [place for place, image in zip(missing, found, strict=True) if image is None]
-            if not missing:
-                break
-        return images
+        return [
+            DecodeError(f"{len(one)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=1 makes it say why)")
+            if image is None
+            else image
+            for one, image in zip(encoded, images, strict=True)
+        ]
 
     def _copies(self, images: list[Any]) -> Sequence[Any]:
         """In PyTorch's memory: what follows keeps that from being used again too early, by PyTorch's means."""
@@ -92,8 +108,33 @@ class NvImageCodec:
         return images
 
 
+def package(torch: Any) -> str:
+    """What pip installs beside this PyTorch."""
+    cuda = (torch.version.cuda or "").partition(".")[0]
+    return f"nvidia-nvimgcodec-cu{cuda}[nvjpeg]>={OLDEST}"
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """While it is imported, the library reads what to write of images that it cannot decode, which have their errors.
+
+    NOTE: only then is it in the environment, which is the program's.
+    """
+    if _VERBOSITY in os.environ:
+        yield
+        return
+    os.environ[_VERBOSITY] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_VERBOSITY, None)
+
+
 def _keep_memory(device: Any, size: int) -> None:
     """Let the device's memory pool keep so many bytes, where it would give all back to the driver at each wait."""
-    cuda, pool, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64(size)
-    if cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), device.index) == 0:
-        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(value))
+    cuda, pool, kept = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
+    if cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), device.index) != 0:
+        return
+    if cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept)) == 0 and kept.value < size:
+        kept.value = size
+        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept))

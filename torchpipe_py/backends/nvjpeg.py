@@ -15,7 +15,59 @@ from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
-DECODERS = ("torchvision", "nvimgcodec")
+
+class JpegDecoder(Protocol):
+    """Decodes batches; made with the device, the instance's stream, and small JPEGs, as many as a batch has."""
+
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None: ...
+
+    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
+        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+
+
+class Torchvision:
+    """nvJPEG through torchvision, which has its own streams and waits for them."""
+
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
+        try:
+            import torch
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ImportError as error:
+            raise BackendUnavailable(f"DecodeTensor needs torchvision (pip install torchvision): {error}") from error
+        self._device = device
+        self._frombuffer: Any = torch.frombuffer
+        self._uint8 = torch.uint8
+        self._out_of_memory = torch.cuda.OutOfMemoryError
+        self._decode: Any = decode_jpeg
+        self._rgb = ImageReadMode.RGB
+        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        try:
+            for count in {1, len(trial)}:
+                self._decoded(trial[:count])
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
+
+    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
+        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+        try:
+            return self._decoded(encoded)
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            if len(encoded) > 1:
+                return [self.decode([one])[0] for one in encoded]
+            return [DecodeError(f"{len(encoded[0])} bytes: {first_line(error)}")]
+
+    def _decoded(self, encoded: Sequence[bytes]) -> list[Any]:
+        buffers = [self._frombuffer(one, dtype=self._uint8) for one in encoded]
+        images: list[Any] = self._decode(buffers, mode=self._rgb, device=self._device)
+        return images
+
+
+DECODERS: dict[str, type[JpegDecoder]] = {"torchvision": Torchvision, "nvimgcodec": NvImageCodec}
 
 
 class DecodeTensor(GuardedBackend):
@@ -25,26 +77,23 @@ class DecodeTensor(GuardedBackend):
     (another format, CMYK, progressive with restart markers, cut-off or corrupt bytes): no ``result``, ``error`` is a
     ``DecodeError``; a next node with ``filter = "or"`` can decode it on the CPU.
 
-    ``decoder``: the library that calls nvJPEG. By ``torchvision`` pixels differ from OpenCV's where chroma is
-    subsampled, since it is not smoothed. ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it and uses the JPEG engines of
-    a GPU that has them. ``torchpipe parity`` shows the differences.
+    ``decoder``: the library that calls nvJPEG. With ``torchvision`` pixels differ from OpenCV's where chroma is
+    subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it. ``torchpipe parity`` shows
+    the differences. Images of one size from one call of ``nvimgcodec`` share memory.
     """
 
     needs_cuda = True
 
     color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
-    decoder = Param(to_str, "torchvision", choices=DECODERS, doc="the library that calls nvJPEG")
+    decoder = Param(to_str, "torchvision", choices=tuple(DECODERS), doc="the library that calls nvJPEG")
     max_batch = Param(to_int, 1, low=1, key="max", doc="most images decoded in one call")
 
-    _library: _Library | None = None
+    _jpegs: JpegDecoder | None = None
 
     def setup_guarded(self) -> None:
         assert self._guard is not None
-        trial = [_small_jpeg()] * self.max()  # nvJPEG starts at its first call: no request waits for that
-        if self.decoder == "torchvision":
-            self._library = Torchvision(self.device, trial)
-        else:
-            self._library = NvImageCodec(self.device, self._guard.stream, trial)
+        # nvJPEG starts at its first call: no request waits for that.
+        self._jpegs = DECODERS[self.decoder](self.device, self._guard.stream, [_small_jpeg()] * self.max())
 
     def max(self) -> int:
         return int(self.max_batch)
@@ -62,11 +111,11 @@ class DecodeTensor(GuardedBackend):
                 good.append((item, data, orientation))
         if not good:
             return
-        assert self._library is not None
-        images = self._library.decode([data for _, data, _ in good])
-        for (item, data, orientation), image in zip(good, images, strict=True):
-            if isinstance(image, str):
-                item[TASK_ERROR_KEY] = DecodeError(f"{len(data)} bytes: {image}")
+        assert self._jpegs is not None
+        images = self._jpegs.decode([data for _, data, _ in good])
+        for (item, _, orientation), image in zip(good, images, strict=True):
+            if isinstance(image, DecodeError):
+                item[TASK_ERROR_KEY] = image
                 continue
             if orientation != 1:
                 image = oriented(image, orientation)
@@ -74,56 +123,8 @@ class DecodeTensor(GuardedBackend):
             item[TASK_COLOR_KEY] = self.color
 
     def close(self) -> None:
-        self._library = None
+        self._jpegs = None
         super().close()
-
-
-class _Library(Protocol):
-    """What decodes."""
-
-    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """For each image a Tensor 3×H×W, uint8, RGB, or why there is none."""
-
-
-class Torchvision:
-    """nvJPEG through torchvision, on the GPU's cores."""
-
-    def __init__(self, device: Any, trial: Sequence[bytes]) -> None:
-        try:
-            import torch
-            from torchvision.io import ImageReadMode, decode_jpeg
-        except ImportError as error:
-            raise BackendUnavailable(f"DecodeTensor needs torchvision (pip install torchvision): {error}") from error
-        self._device = device
-        self._frombuffer: Any = torch.frombuffer
-        self._uint8 = torch.uint8
-        self._out_of_memory = torch.cuda.OutOfMemoryError
-        self._decode: Any = decode_jpeg
-        self._rgb = ImageReadMode.RGB
-        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        for some in (trial[:1], trial):
-            try:
-                self._decoded(some)
-            except self._out_of_memory:
-                raise
-            except RuntimeError as error:
-                raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
-
-    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        try:
-            return self._decoded(encoded)
-        except self._out_of_memory:
-            raise
-        except RuntimeError as error:
-            if len(encoded) > 1:
-                return [self.decode([one])[0] for one in encoded]
-            return [first_line(error)]
-
-    def _decoded(self, encoded: Sequence[bytes]) -> list[Any]:
-        buffers = [self._frombuffer(one, dtype=self._uint8) for one in encoded]
-        images: list[Any] = self._decode(buffers, mode=self._rgb, device=self._device)
-        return images
 
 
 def oriented(image: Any, orientation: int) -> Any:

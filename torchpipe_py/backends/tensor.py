@@ -20,7 +20,7 @@ from torchpipe_py.backends.taps import (
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
-TOGETHER = 2**25  # values that one call resizes: their copies, 128 MiB as float32, are held at once
+TOGETHER = 2**25  # values that one call resizes on a GPU: they are held at once, as they were and in float32
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "area")
 
@@ -95,20 +95,22 @@ class ResizeTensor(_FloatResizer):
     """Tensor 1×C×H×W of any real dtype to float32, 1×C×``resize_h``×``resize_w``; the aspect ratio is not kept.
 
     Geometry of ``cv2.resize``: half-pixel centres, borders repeated, no smoothing when it shrinks but by ``area``.
-    Values keep their scale and are neither rounded nor clamped: ``bicubic`` can leave 0..255. Always a copy.
+    Values keep their scale and are neither rounded nor clamped: ``bicubic`` can leave 0..255. Always a copy; on a GPU
+    those of images of one size that come in one batch share memory.
     """
 
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
 
     def forward_guarded(self, items: list[Data]) -> None:
-        """Images of one size are resized by one call, which costs the host no more than a single one does."""
+        """On a GPU images of one size are resized by one call, which costs the host no more than a single one does."""
         groups: dict[Any, list[tuple[Data, Any]]] = {}
         for item in items:
             tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
-            groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((item, tensor))
-        for (shape, _, _), group in groups.items():
-            some = max(1, TOGETHER // shape.numel())
+            key = (tensor.shape, tensor.dtype, tensor.device) if _is_quick_together(tensor) else id(item)
+            groups.setdefault(key, []).append((item, tensor))
+        for group in groups.values():
+            some = max(1, TOGETHER // group[0][1].numel())
             for start in range(0, len(group), some):
                 self._resize(group[start : start + some])
 
@@ -118,6 +120,11 @@ class ResizeTensor(_FloatResizer):
         rows = self.resized(batch, self.resize_h, self.resize_w).split(1)
         for (item, _), row in zip(group, rows, strict=True):
             item[TASK_RESULT_KEY] = row
+
+
+def _is_quick_together(tensor: Any) -> bool:
+    # NOTE: on the CPU a copy that does not fit the cache costs more than the calls.
+    return bool(tensor.is_cuda)
 
 
 class ResizePadTensor(_FloatResizer):
