@@ -131,6 +131,7 @@ SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     # NOTE: DALI comes last, since it keeps its GPU memory when it is closed.
     "torchvision": torchvision_cpu,
     "ours-cpu": ours(lambda setting: pipe_on_cpu(SIZE, setting.workers)),
+    "ours-cpu-workers": ours(lambda setting: pipe_on_cpu(SIZE, 1), workers_decode=True),
     "ours-gpu": ours(_on_gpu),
     "ours-workers": ours(_on_gpu, workers_decode=True),
     "ours-nvimgcodec": ours(_by_nvimgcodec),  # by nvImageCodec, which DALI decodes with as well

@@ -31,15 +31,17 @@ class Normalise:
     def __call__(self, images: Any) -> Any:
         if self._mean.device != images.device:
             self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
-        return images.float().div(255.0).sub_(self._mean).div_(self._std)
+        return images.to(torch.float32, copy=True).div_(255.0).sub_(self._mean).div_(self._std)
 
 
 class FlipAndNormalise(Normalise):
     """The same, after a horizontal flip of about every second image; a few kernels for the whole batch."""
 
     def __call__(self, images: Any) -> Any:
-        flips = (torch.rand(len(images)) < 0.5).to(images.device, non_blocking=True)
-        return super().__call__(torch.where(flips[:, None, None, None], images.flip(-1), images))
+        chosen = (torch.rand(len(images)) < 0.5).nonzero().flatten().to(images.device, non_blocking=True)
+        images = super().__call__(images)
+        # NOTE: only these, in place: on a CPU each further copy of a batch takes longer than to normalise it.
+        return images.index_copy_(0, chosen, images.index_select(0, chosen).flip(-1))
 
 
 def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
