@@ -2,7 +2,7 @@
 
 ``accuracy``: recall and precision where training and serving decode alike, and where they do not, on generated
 textures. ``throughput``: loaders side by side. ``epochs``: plain, mixed precision, DP, DDP. Each writes its figures
-to DIR; ``report`` makes tables (``report.md``) and plots of those that are there, and needs matplotlib.
+to DIR; ``report`` makes tables (``report.md``) of those that are there, and plots where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    args.work.mkdir(parents=True, exist_ok=True)
     if args.name == "report":
         print(report(args.work))
         return
+    args.work.mkdir(parents=True, exist_ok=True)
     make_model(args.arch, args.classes, args.seed)  # whatever it lacks is told before any work
     if args.name == "accuracy":
         found = accuracy_table(args)

@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.seconds <= 0:
         parser.error("--rounds is at least 1, and --seconds more than 0")
+    if not (args.data / "train").is_dir():
+        parser.error(f"--data {args.data}: there is no folder {args.data / 'train'}")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     where = describe(device)
     print(f"{where}; medians of {args.rounds} x {args.seconds:g} s", flush=True)
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ratios": dict(value for _, value in found if value),
         }
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return 0 if any(row.images_per_s is not None for row in rows) else 1
 
 
 def measured(args: argparse.Namespace, device: Any) -> Iterator[Row]:

@@ -50,6 +50,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         rate = len(labels) / run.seconds
         print(f"{name}: {scores}, {rate:.1f} images/s", flush=True)
         report["solutions"][name] = {**asdict(scores), "images_per_s": rate}
+    if args.folder is not None and "pipe" in runs:
+        print(f"torchpipe-serve {args.folder / 'served.toml'} serves that pipe")
     if len(runs) == 2:
         found = Agreement.of(*(run.predictions for run in runs.values()))
         print(f"top-1 agreement {found.share:.4f}, scores differ by {found.largest:.2g} at most")
@@ -67,12 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine", choices=("onnx", "tensorrt"), help="of the pipe (default: TensorRT where it works, else ONNX)"
     )
-    parser.add_argument("--arch", default="small", help="as in training (default: %(default)s)")
+    parser.add_argument("--arch", help="as in training (default: the checkpoint's)")
     parser.add_argument("--size", type=whole(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
     parser.add_argument("--clients", type=whole(1), default=8, help="threads that call the pipe (default: %(default)s)")
     parser.add_argument("--batch-size", type=whole(1), default=32, help="of PyTorch (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="keeps model, labels and engine (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="keeps model, labels, engine and served.toml (default: none)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
     return parser
 

@@ -128,6 +128,11 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no such file" in capsys.readouterr().err
 
 
+def test_a_parameters_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "DecodeTensor"]) == 0
+    assert "the library that calls nvJPEG: torchvision, nvimgcodec" in capsys.readouterr().out
+
+
 def test_a_reader_that_has_had_enough_is_no_traceback():
     code = "from torchpipe_py.cli import main; raise SystemExit(main(['backends', '--markdown']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -120,8 +120,9 @@ def _backends(name: str | None, markdown: bool) -> None:
     if markdown:
         print("\n".join(markdown_table()))
     elif name is None:
+        width = max(map(len, registry.BUILT_IN_BACKENDS))
         for one in sorted(registry.BUILT_IN_BACKENDS):
-            print(f"{one:16} {_summary(_backend(one))}")
+            print(f"{one:{width}} {_summary(_backend(one))}")
     else:
         cls = _backend(name)
         print("\n".join([name, "", cls.__doc__ or "", *_parameter_lines(cls)]))
@@ -150,7 +151,8 @@ def _backend(name: str) -> type[Backend]:
 
 def _parameter_lines(cls: type[Backend]) -> Iterator[str]:
     for param in cls.parameters().values():
-        yield f"  {_signature(param):28} {param.doc}"
+        choices = f": {', '.join(param.choices)}" if param.choices else ""
+        yield f"  {_signature(param):28} {param.doc}{choices}"
 
 
 def _signature(param: Param) -> str:

@@ -16,6 +16,8 @@ from time import monotonic
 from typing import Any
 from urllib.request import urlopen
 
+from training.files import to_toml
+
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
 from benchmarks.gpu import SIDE, WARM_UP, Engines, _cores, cpu_pipe, gpu_pipe
 from benchmarks.servers import client_report, free_port, load_in, run_clients, serving, started
@@ -110,15 +112,6 @@ def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
         "CPU decode": cpu_pipe(engines, decoders=decoders, most=8, instances=instances),
         "GPU decode": gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=instances),
     }
-
-
-def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """Scalars of ``global`` first, then a table for each node."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in config.get("global", {}).items()]
-    for name, table in config.items():
-        if name != "global":
-            lines += [f"[{name}]", *(f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from threading import local
 from typing import Any
 
 import torch
-from benchmarks.gpu_service import to_toml
 from benchmarks.servers import serving
 
 from torchpipe_py.parity.compare import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
 from training.evaluation import Agreement, Predictions, Scores
+from training.files import to_toml
 from training.options import make_parser
 from training.pipes import pipe_on_cpu, pipe_on_gpu
 from training.place import Place

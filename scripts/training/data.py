@@ -72,6 +72,8 @@ class Loaders:
         training: Callable[[argparse.Namespace, Place, Any], Any] = training_loader,
         validation: Callable[[argparse.Namespace, Place, Any], Any] = validation_loader,
     ) -> None:
+        if not (args.data / "train").is_dir():
+            raise TrainingError(f"--data {args.data}: there is no train/ in it, which val/ stands beside")
         train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
         if train.classes != val.classes:
             raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")

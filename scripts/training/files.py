@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -14,3 +16,12 @@ def in_the_place_of(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.unfinished")
     yield unfinished
     os.replace(unfinished, path)
+
+
+def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Scalars of ``global`` first, then a table for each node."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in config.get("global", {}).items()]
+    for name, table in config.items():
+        if name != "global":
+            lines += [f"[{name}]", *(f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"

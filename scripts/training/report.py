@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.training import TrainingError
 from torchpipe_py.training.libraries import library
 
 Figures = dict[str, Any]
@@ -24,9 +25,14 @@ def report(folder: Path, only: str | None = None) -> str:
         machine = machine.get("device", "") if isinstance(machine, dict) else machine
         parts.append(f"## {title}\n\n{machine}\n\n{table(figures)}")
         if only is None:
-            plot(figures, folder / f"{name}.png")
+            try:
+                plot(figures, folder / f"{name}.png")
+            except TrainingError as error:
+                parts[-1] += f"\nNo plot: {error}\n"
             if (folder / f"{name}.png").exists():
                 parts[-1] += f"\n![{title}]({name}.png)\n"
+    if not parts:
+        raise TrainingError(f"{folder}: no figures there; run accuracy, throughput or epochs first")
     text = "\n".join(parts)
     if only is None:
         (folder / "report.md").write_text(text, encoding="utf-8")

@@ -31,8 +31,8 @@ ENGINES = {
 }
 
 
-def load_model(checkpoint: Path, arch: str, classes: Sequence[str]) -> nn.Module:
-    """The trained network, on the CPU and in eval mode.
+def load_model(checkpoint: Path, arch: str | None, classes: Sequence[str]) -> nn.Module:
+    """The trained network, on the CPU and in eval mode; ``arch`` is the checkpoint's unless given.
 
     ``TrainingError`` for a file that is not there or no checkpoint of a training, other classes, or another ``arch``.
     """
@@ -40,6 +40,7 @@ def load_model(checkpoint: Path, arch: str, classes: Sequence[str]) -> nn.Module
     if state is None:
         raise TrainingError(f"{checkpoint}: no such file")
     checkpoints.check_classes(checkpoint, state["classes"], classes)
+    arch = arch or state.get("arch") or "small"
     model = make_model(arch, len(classes), seed=0)
     checkpoints.load_weights(checkpoint, model, state["model"], arch, state.get("arch"))
     return model.eval()
@@ -48,7 +49,7 @@ def load_model(checkpoint: Path, arch: str, classes: Sequence[str]) -> nn.Module
 def serving_config(
     checkpoint_path: Path,
     toml: Config,
-    arch: str,
+    arch: str | None,
     size: int,
     precision: str,
     engine: str | None,

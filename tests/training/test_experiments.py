@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import experiments
 import numpy as np
 import pytest
 import torch
@@ -91,6 +92,22 @@ def test_epochs(folder: Path) -> None:
     rows = json.loads((folder / "epochs.json").read_text(encoding="utf-8"))["rows"]
     assert [row["name"] for row in rows] == ["plain", "bf16"]
     assert all(row["images_per_s"] > 0 and row["memory_mib"] == [] for row in rows)
+
+
+def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments.main(["report", "--work", str(tmp_path / "nowhere")]) == 2
+    assert "no figures there; run accuracy, throughput or epochs first" in capsys.readouterr().err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_report_without_matplotlib_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    row = {"name": "plain", "seconds": 2.0, "images_per_s": 100.0, "waited_for_data": 0.05, "memory_mib": [5, 6]}
+    figures = {"arch": "small", "batch": 4, "devices": 0, "rows": [row]}
+    (tmp_path / "epochs.json").write_text(json.dumps(figures), encoding="utf-8")
+    text = report(tmp_path)
+    assert "| plain | 2.00 | 100 |  | 5% | 5 / 6 |" in text
+    assert "No plot: a plot of the report needs matplotlib" in text
 
 
 def test_the_report_has_what_there_is(tmp_path: Path) -> None:

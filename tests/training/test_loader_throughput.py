@@ -129,9 +129,24 @@ def test_ratios_take_the_best_of_each() -> None:
 
 
 @pytest.mark.parametrize("options", [["--only", "fast"], ["--workers", "0"], ["--rounds", "0"], ["--workers", "x"]])
-def test_options_that_mean_nothing(options: list[str]) -> None:
+def test_options_that_mean_nothing(options: list[str], folder: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
-        loader_throughput.main(["--data", "nowhere", *options])
+        loader_throughput.main(["--data", str(folder.parent), *options])
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        loader_throughput.main(["--data", str(tmp_path)])
+    assert f"there is no folder {tmp_path / 'train'}" in capsys.readouterr().err
+
+
+def test_nothing_measured_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    measured = [Row("ours-cpu", 2, 1, 100.0), Row("ours-gpu", 2, 1, problem="no GPU")]
+    monkeypatch.setattr(loader_throughput, "measured", lambda args, device: iter(measured))
+    assert loader_throughput.main(["--data", str(tmp_path)]) == 0
+    del measured[0]
+    assert loader_throughput.main(["--data", str(tmp_path)]) == 1
 
 
 def is_installed(name: str) -> bool:

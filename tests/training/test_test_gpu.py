@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import test_gpu
 import torch
-from benchmarks.gpu_service import to_toml
 from training.data import Normalise
 from training.evaluation import Agreement, Predictions, Scores
+from training.files import to_toml
 from training.options import make_parser
 from training.place import Place
 from training.serving import load_model, serving_config
@@ -121,6 +121,30 @@ def test_the_configuration_as_a_file_is_the_same(
         other(second := {"data": data})
     assert first["result"] == second["result"]
     assert first["result"][0] in CLASSES
+
+
+def test_the_pipe_that_was_tested_can_be_served(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert test_gpu.main([*options(trained), "--folder", "kept", "--solution", "pipe"]) == 0
+    assert "torchpipe-serve kept/served.toml serves that pipe" in capsys.readouterr().out
+    monkeypatch.chdir(trained)  # from anywhere
+    with pipe(str(tmp_path / "kept" / "served.toml")) as served, pipe(config_in(tmp_path, trained)) as tested:
+        data = images(trained)[0].read_bytes()
+        served(one := {"data": data})
+        tested(other := {"data": data})
+    assert one["result"] == other["result"]
+
+
+def test_the_checkpoint_knows_its_network(trained: Path, tmp_path: Path) -> None:
+    state = torch.load(trained / "last.pt", weights_only=True)
+    assert state["arch"] == "small"
+    state["arch"] = "unknown"
+    torch.save(state, tmp_path / "other.pt")
+    load_model(trained / "last.pt", None, CLASSES)
+    with pytest.raises(TrainingError, match="unknown"):
+        load_model(tmp_path / "other.pt", None, CLASSES)
 
 
 def test_a_node_of_the_toml_may_be_called_model(trained: Path, tmp_path: Path) -> None:

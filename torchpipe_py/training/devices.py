@@ -58,7 +58,7 @@ def _checked(device: Any) -> Any:
     if found.type != "cuda":
         raise TrainingError(f"device {device!r}: a pipe works on CUDA devices and on the CPU")
     if not torch.cuda.is_available():
-        raise TrainingError(f"device {device!r}: PyTorch finds no CUDA device here; devices='cpu' works on the CPU")
+        raise TrainingError(f"device {device!r}: PyTorch finds no CUDA device here; 'cpu' is the CPU")
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= torch.cuda.device_count():
         raise TrainingError(f"device {device!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
