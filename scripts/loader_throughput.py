@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--rounds is at least 1, and --seconds more than 0")
     if not (args.data / "train").is_dir():
         parser.error(f"--data {args.data}: there is no folder {args.data / 'train'}")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     where = describe(device)
     print(f"{where}; medians of {args.rounds} x {args.seconds:g} s", flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,7 +52,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {scores}, {rate:.1f} images/s", flush=True)
         report["solutions"][name] = {**asdict(scores), "images_per_s": rate}
     if args.folder is not None and "pipe" in runs:
-        print(f"torchpipe-serve {args.folder / 'served.toml'} serves that pipe")
+        print(f"torchpipe-serve {shlex.quote(str(args.folder / 'served.toml'))} serves that pipe")
     if len(runs) == 2:
         found = Agreement.of(*(run.predictions for run in runs.values()))
         print(f"top-1 agreement {found.share:.4f}, scores differ by {found.largest:.2g} at most")

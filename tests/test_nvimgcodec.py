@@ -39,6 +39,7 @@ class Library(ModuleType):
         self.works = {ENGINES: has_engines, CORES: has_cores}
         self.calls: list[tuple[str, list[bytes]]] = []
         self.made: list[dict[str, Any]] = []
+        self.kept: list[tuple[Any, int]] = []
 
     def DecodeParams(self, **params: Any) -> dict[str, Any]:  # noqa: N802
         return params
@@ -81,7 +82,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     package.__path__ = []
     monkeypatch.setitem(sys.modules, "nvidia", package)
     monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", library)
-    monkeypatch.setattr(nvimgcodec, "_keep_memory", lambda device, size: None)
+    monkeypatch.setattr(nvimgcodec, "_keep_memory", lambda device, size: library.kept.append((device, size)))
     return library
 
 
@@ -93,7 +94,7 @@ def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> No
     codec = NvImageCodec(CPU, STREAM, TRIAL)
     library.calls.clear()
     found = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
-    problem = "11 bytes: nvImageCodec cannot decode them (PYNVIMGCODEC_VERBOSITY=1 makes it say why)"
+    problem = "11 bytes: nvImageCodec cannot decode them (PYNVIMGCODEC_VERBOSITY=2 makes it say why)"
     assert described(found) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), problem, (4, 5, 1)]
     assert library.calls == [
         ("engines", [b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"]),
@@ -101,6 +102,13 @@ def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> No
         ("cores", [b"4x5 cores", b"6x7 nothing", b"4x5 cores"]),
         ("cores", [b"6x7 nothing"]),
     ]
+
+
+def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 0), (4, 5, 0)]
+    assert library.calls == [("engines", [b"2x3", b"4x5"])]
 
 
 def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:
@@ -138,6 +146,7 @@ def test_all_decoders_start_at_setup_with_as_many_images_as_a_batch_has(library:
     NvImageCodec(CPU, STREAM, TRIAL)
     assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
     assert library.made == [{"device_id": None, "max_num_cpu_threads": 1}] * 2
+    assert library.kept == [(CPU, 2**28)]
 
 
 def test_the_library_is_silent_and_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
@@ -191,6 +200,12 @@ def test_an_older_library_that_leaves_images_out_is_unavailable(
 ) -> None:
     monkeypatch.setattr(library, "Decoder", lambda **options: SimpleNamespace(decode=lambda *given, **more: []))
     with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_a_library_of_other_names_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    monkeypatch.setattr(library, "SampleFormat", SimpleNamespace())
+    with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed, and nvJPEG: .*P_RGB"):
         NvImageCodec(CPU, STREAM, TRIAL)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import select
 import signal
@@ -44,18 +43,20 @@ Data = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left() -> Iterator[None]:
     """Every worker is gone and reaped, and with it its descriptors and what it shared."""
     gc.collect()  # what earlier tests left behind must not go in the middle of this one
-    # The names of semaphores begin so, here and in children; other programs have some as well.
-    mine = f"mp{os.getpid()}"
-    monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", f"/{mine}")  # type: ignore[attr-defined]
-    fds = len(os.listdir("/proc/self/fd"))
+    fds, shared = len(os.listdir("/proc/self/fd")), shared_memory()
     children = set(psutil.Process().children())
     yield
     assert set(psutil.Process().children()) - children == set()
     assert len(os.listdir("/proc/self/fd")) == fds
-    assert [name for name in os.listdir("/dev/shm") if mine in name] == []
+    assert shared_memory() - shared == set()
+
+
+def shared_memory() -> set[str]:
+    """But for what other programs beside the tests have of ``multiprocessing`` and PyTorch, and no backend here."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "torch_"))}
 
 
 def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:

@@ -20,8 +20,13 @@ def in_the_place_of(path: Path) -> Iterator[Path]:
 
 def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Scalars of ``global`` first, then a table for each node."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in config.get("global", {}).items()]
+    lines = [f"{key} = {_value(value)}" for key, value in config.get("global", {}).items()]
     for name, table in config.items():
         if name != "global":
-            lines += [f"[{name}]", *(f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items())]
+            lines += [f"[{name}]", *(f"{_value(key)} = {_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    # JSON's, but for its pairs of surrogates and for the one character that TOML has escaped beside JSON's.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -20,11 +20,15 @@ def report(folder: Path, only: str | None = None) -> str:
         path = folder / f"{name}.json"
         if (only not in (None, name)) or not path.exists():
             continue
-        figures: Figures = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            figures: Figures = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TrainingError(f"{path}: no figures of an experiment: {error}") from error
         machine = figures.get("machine", "")
         machine = machine.get("device", "") if isinstance(machine, dict) else machine
         parts.append(f"## {title}\n\n{machine}\n\n{table(figures)}")
         if only is None:
+            (folder / f"{name}.png").unlink(missing_ok=True)
             try:
                 plot(figures, folder / f"{name}.png")
             except TrainingError as error:

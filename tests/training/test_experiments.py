@@ -17,6 +17,8 @@ from training.epochs_table import LINE
 from training.evaluation import Predictions
 from training.report import report
 
+from torchpipe_py.training import TrainingError
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="these figures are those without a GPU")
@@ -100,13 +102,21 @@ def test_a_report_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_file_that_holds_no_figures(tmp_path: Path) -> None:
+    (tmp_path / "epochs.json").write_text("{", encoding="utf-8")
+    with pytest.raises(TrainingError, match=r"epochs\.json: no figures of an experiment"):
+        report(tmp_path)
+
+
 def test_a_report_without_matplotlib_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     row = {"name": "plain", "seconds": 2.0, "images_per_s": 100.0, "waited_for_data": 0.05, "memory_mib": [5, 6]}
     figures = {"arch": "small", "batch": 4, "devices": 0, "rows": [row]}
     (tmp_path / "epochs.json").write_text(json.dumps(figures), encoding="utf-8")
+    (tmp_path / "epochs.png").write_bytes(b"of older figures")
     text = report(tmp_path)
     assert "| plain | 2.00 | 100 |  | 5% | 5 / 6 |" in text
+    assert "png" not in text
     assert "No plot: a plot of the report needs matplotlib" in text
 
 

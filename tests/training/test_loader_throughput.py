@@ -138,6 +138,10 @@ def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="2"):
         loader_throughput.main(["--data", str(tmp_path)])
     assert f"there is no folder {tmp_path / 'train'}" in capsys.readouterr().err
+    (tmp_path / "train").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        loader_throughput.main(["--data", str(tmp_path), "--json", str(tmp_path / "none" / "x.json")])
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_nothing_measured_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ def test_the_pipe_that_was_tested_can_be_served(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert test_gpu.main([*options(trained), "--folder", "kept", "--solution", "pipe"]) == 0
-    assert "torchpipe-serve kept/served.toml serves that pipe" in capsys.readouterr().out
+    assert test_gpu.main([*options(trained), "--folder", "kept \x7f 😀", "--solution", "pipe"]) == 0
+    assert "torchpipe-serve 'kept \x7f 😀/served.toml' serves that pipe" in capsys.readouterr().out
     monkeypatch.chdir(trained)  # from anywhere
-    with pipe(str(tmp_path / "kept" / "served.toml")) as served, pipe(config_in(tmp_path, trained)) as tested:
+    with pipe(str(tmp_path / "kept \x7f 😀" / "served.toml")) as served, pipe(config_in(tmp_path, trained)) as tested:
         data = images(trained)[0].read_bytes()
         served(one := {"data": data})
         tested(other := {"data": data})

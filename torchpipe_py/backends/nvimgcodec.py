@@ -88,7 +88,7 @@ class NvImageCodec:
             for (place, _), image in zip(done, self._copies([image for _, image in done]), strict=True):
                 images[place] = image
         return [
-            DecodeError(f"{len(one)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=1 makes it say why)")
+            DecodeError(f"{len(one)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=2 makes it say why)")
             if image is None
             else image
             for one, image in zip(encoded, images, strict=True)
