@@ -472,6 +472,8 @@ def test_scripts_that_workers_cannot_import(tmp_path: Path, toml: str, script: s
     done = run_script(tmp_path, script, toml)
     assert done.returncode == 1
     assert told in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert told in last or 'under: if __name__ == "__main__":' in last
 
 
 # -- loans ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.randomness import SAMPLE, WORKERS, forked, key_of
 
 WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
+GUARD = '; a script does what it does under: if __name__ == "__main__":'  # where workers import it
 PIPE_BYTES = 2**20  # what Linux allows everybody
 
 UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
@@ -132,7 +133,7 @@ class BatchReader:
         start_method: str | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        self._asked = _Asked()
+        self._asked, self._hint = _Asked(), GUARD if start_method else ""
         workers = dataloader.num_workers
         several: dict[str, Any] = {
             "persistent_workers": True,
@@ -172,7 +173,7 @@ class BatchReader:
             ended = _end_of_a_worker(error)
             if not ended:
                 raise
-            raise TrainingError(f"{ended}; {WHY_WORKERS_END}") from error
+            raise TrainingError(f"{ended}; {WHY_WORKERS_END}{'' if given else self._hint}") from error
         if given < len(plan):
             raise TrainingError(f"the workers gave {given} of {len(plan)} batches")
 
