@@ -65,7 +65,7 @@ CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
     "replies repeated": (lambda: scenarios.mixed(1000, 1.0, fault="repeat_replies"), "a second one"),
     "no look for hangs": (lambda: scenarios.hanging(0, patience=2.0), "without an answer"),
     "starts after all": (lambda: scenarios.cannot_start("ChaosEcho", within=1.0), "the exit code is"),
-    "restarts without end": (lambda: scenarios.crash_loop(4.0, fault="restart_without_end"), "attempts is"),
+    "restarts without end": (lambda: scenarios.crash_loop(12.0, fault="restart_without_end"), "attempts is"),
     "reloads anything": (lambda: scenarios.bad_reload(0.5, fault="reload_anything"), "the workers is"),
     "orphans stay": (
         lambda: scenarios.supervisor_killed(fault="outlive_the_supervisor", within=1.0),
