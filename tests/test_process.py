@@ -56,7 +56,9 @@ def nothing_left() -> Iterator[None]:
 
 def shared_memory() -> set[str]:
     """But for what other programs beside the tests have of ``multiprocessing`` and PyTorch, and no backend here."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "torch_"))}
+    mine = f"torch_{os.getpid()}_"
+    found = os.listdir("/dev/shm")
+    return {name for name in found if name.startswith(mine) or not name.startswith(("sem.mp-", "torch_"))}
 
 
 def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:

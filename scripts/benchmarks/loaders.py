@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,9 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
     ]
     loader = DataLoader(
         _long(datasets.ImageFolder(str(setting.folder), transforms.Compose(steps)), setting),
-        setting.batch_size,
-        shuffle=True,
-        num_workers=setting.workers,
-        drop_last=True,
+        **_options(setting),
         pin_memory=setting.device.type == "cuda",
         persistent_workers=setting.workers > 0,
-        prefetch_factor=AHEAD if setting.workers else None,
     )
 
     def endless() -> Batches:
@@ -79,14 +76,7 @@ def ours(config: Any, workers_decode: bool = False) -> Callable[[Setting], Abstr
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
         dataset = _long(ImageFolder(setting.folder), setting)
-        dataloader = DataLoader(
-            dataset,
-            setting.batch_size,
-            shuffle=True,
-            num_workers=setting.workers,
-            drop_last=True,
-            prefetch_factor=AHEAD if setting.workers else None,
-        )
+        dataloader = DataLoader(dataset, **_options(setting))
         with wrap_dataloader_torchpipe(
             "single",
             dataloader,
@@ -119,12 +109,11 @@ def dali(decode: str, hardware_share: float | None = None) -> Callable[[Setting]
     return opened
 
 
-def _on_gpu(setting: Setting) -> Config:
-    return pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2)
+def _on_gpu(setting: Setting, decoder: str = "torchvision") -> Config:
+    return pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2, decoder=decoder)
 
 
-def _by_nvimgcodec(setting: Setting) -> Config:
-    return pipe_on_gpu(SIZE, min(64, setting.batch_size), instances=2, decoder="nvimgcodec")
+_by_nvimgcodec = partial(_on_gpu, decoder="nvimgcodec")
 
 
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
@@ -140,6 +129,17 @@ SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Batches]]] = {
     "dali-gpu": dali("gpu"),
     "dali-engines": dali("gpu", hardware_share=1.0),  # all images by the GPU's JPEG engines, as ours
 }
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    """Of every ``DataLoader`` here."""
+    return {
+        "batch_size": setting.batch_size,
+        "shuffle": True,
+        "num_workers": setting.workers,
+        "drop_last": True,
+        "prefetch_factor": AHEAD if setting.workers else None,
+    }
 
 
 def _long(dataset: Any, setting: Setting) -> Any:

@@ -19,7 +19,6 @@ from benchmarks.servers import serving
 from torchpipe_py.parity.compare import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
 from training.evaluation import Agreement, Predictions, Scores
-from training.files import to_toml
 from training.options import make_parser
 from training.pipes import pipe_on_cpu, pipe_on_gpu
 from training.place import Place
@@ -193,8 +192,7 @@ def _by_service(
     import thriftpy2
     from thriftpy2.rpc import make_client
 
-    config = serving_config(checkpoint, toml, args.arch, args.size, precision, engine, folder, dataset.classes)
-    (folder / "served.toml").write_text(to_toml(config), encoding="utf-8")
+    serving_config(checkpoint, toml, args.arch, args.size, precision, engine, folder, dataset.classes)
     idl = thriftpy2.load(str(Path(__file__).parents[2] / "idl" / "inference.thrift"), module_name="inference_thrift")
     found = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}

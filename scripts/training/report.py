@@ -28,13 +28,14 @@ def report(folder: Path, only: str | None = None) -> str:
         machine = machine.get("device", "") if isinstance(machine, dict) else machine
         parts.append(f"## {title}\n\n{machine}\n\n{table(figures)}")
         if only is None:
-            (folder / f"{name}.png").unlink(missing_ok=True)
+            picture = folder / f"{name}.png"
+            picture.unlink(missing_ok=True)
             try:
-                plot(figures, folder / f"{name}.png")
+                plot(figures, picture)
             except TrainingError as error:
                 parts[-1] += f"\nNo plot: {error}\n"
-            if (folder / f"{name}.png").exists():
-                parts[-1] += f"\n![{title}]({name}.png)\n"
+            if picture.exists():
+                parts[-1] += f"\n![{title}]({picture.name})\n"
     if not parts:
         raise TrainingError(f"{folder}: no figures there; run accuracy, throughput or epochs first")
     text = "\n".join(parts)

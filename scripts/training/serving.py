@@ -19,6 +19,7 @@ from torchpipe_py.training.decoding import Config, Decoder
 from torchpipe_py.training.devices import choose_devices
 from training import checkpoints
 from training.data import MEAN, STD, Normalise
+from training.files import to_toml
 from training.models import make_model
 
 OPSET = 17
@@ -59,11 +60,13 @@ def serving_config(
     """What ``pipe`` takes: the nodes of ``toml``, then the model, whose result is ``(class name, score)``.
 
     ``toml`` gives Tensors 1×3×``size``×``size`` of 0..255, in the last node of its only way; ``precision`` is "fp32" or
-    "fp16"; ``engine`` is "onnx", "tensorrt", or ``None`` for TensorRT where it works. The model and ``labels.txt`` are
-    written into ``folder``, where TensorRT keeps its engine too. Raises ``TrainingError`` and what ``pipe`` raises.
+    "fp16"; ``engine`` is "onnx", "tensorrt", or ``None`` for TensorRT where it works. The model, ``labels.txt``, and
+    the whole as ``served.toml`` are written into ``folder``, where TensorRT keeps its engine too. Raises
+    ``TrainingError`` and what ``pipe`` raises.
     """
     model = load_model(checkpoint_path, arch, classes)
     check_preprocessing(toml, size)
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     path, labels = folder / "model.onnx", folder / "labels.txt"
     _export(model, path, size)
@@ -86,7 +89,9 @@ def serving_config(
         half = folder / "model_fp16.onnx"
         half.write_bytes(half_model(path.read_bytes(), ()))
         node["OnnxTensor::model"] = str(half)
-    return _followed_by(dict(toml) if isinstance(toml, Mapping) else parse_toml(toml), node)
+    config = _followed_by(dict(toml) if isinstance(toml, Mapping) else parse_toml(toml), node)
+    (folder / "served.toml").write_text(to_toml(config), encoding="utf-8")
+    return config
 
 
 def check_preprocessing(toml: Config, size: int) -> None:

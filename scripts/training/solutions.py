@@ -18,7 +18,6 @@ from torchpipe_py import pipe
 from torchpipe_py.training import ImageFolder, UnreadableFile, wrap_dataloader_torchpipe
 from training.data import Normalise
 from training.evaluation import Predictions
-from training.files import to_toml
 from training.serving import check_preprocessing, load_model, serving_config
 
 
@@ -38,12 +37,10 @@ def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
     found = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with ExitStack() as stack:
-        folder = (args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = serving_config(
             args.checkpoint, args.toml, args.arch, args.size, args.precision, args.engine, folder, dataset.classes
         )
-        if args.folder is not None:
-            (folder / "served.toml").write_text(to_toml(config), encoding="utf-8")
         run = stack.enter_context(pipe(config))
         clients = stack.enter_context(ThreadPoolExecutor(args.clients))
 

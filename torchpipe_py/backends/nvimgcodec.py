@@ -84,8 +84,8 @@ class NvImageCodec:
                 for number, place in enumerate(missing):
                     if found[number] is None:
                         found[number] = self._decoded(decoder, [encoded[place]])[0]
-            done = [(place, image) for place, image in zip(missing, found, strict=True) if image is not None]
-            for (place, _), image in zip(done, self._copies([image for _, image in done]), strict=True):
+            done = {place: image for place, image in zip(missing, found, strict=True) if image is not None}
+            for place, image in zip(done, self._copies(list(done.values())), strict=True):
                 images[place] = image
         return [
             DecodeError(f"{len(one)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=2 makes it say why)")
