@@ -14,7 +14,7 @@ import torch
 
 from torchpipe_py import Backend
 from torchpipe_py.backends import cuda
-from torchpipe_py.backends.cuda_model import CudaModel
+from torchpipe_py.backends.models.cuda_model import CudaModel
 
 WAIT = 30.0
 """Seconds after which something that must happen counts as not happening."""

@@ -23,7 +23,7 @@ from torchpipe_py import (
     registry,
 )
 from torchpipe_py.backends.base import BackendConfig
-from torchpipe_py.build import plan_pipeline
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.values import to_int, to_strings
 
 Data = dict[str, Any]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpipe_py.batching import Batcher
-from torchpipe_py.request import Request
+from torchpipe_py.runtime.batching import Batcher
+from torchpipe_py.runtime.request import Request
 
 
 def request(arrived: float, key: object = 0, deadline: float | None = None) -> Request:

@@ -13,7 +13,7 @@ from conftest import Register
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 
 from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Status, pipe, registry
-from torchpipe_py.roster import Roster, Sleeper
+from torchpipe_py.runtime.roster import Roster, Sleeper
 
 Data = dict[str, Any]
 

@@ -11,11 +11,11 @@ import torch
 from conftest import picture
 from fakes import cpu_as_gpu
 
-from torchpipe_py.backends import cuda_model
 from torchpipe_py.backends.base import BackendConfig, Param
-from torchpipe_py.backends.cuda_model import CudaModel, InputSpec, Shapes, finish_of
-from torchpipe_py.backends.postprocess import Cpu, Postprocessor, SoftmaxMax
-from torchpipe_py.backends.staging import StagedInput
+from torchpipe_py.backends.models import cuda_model
+from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes, finish_of
+from torchpipe_py.backends.models.postprocess import Cpu, Postprocessor, SoftmaxMax
+from torchpipe_py.backends.models.staging import StagedInput
 from torchpipe_py.values import to_str
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpipe_py import ConfigError
-from torchpipe_py.expression import MAX_DEPTH, Call, parse_expression
+from torchpipe_py.plan.expression import MAX_DEPTH, Call, parse_expression
 
 
 def written(text: str) -> str:

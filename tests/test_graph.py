@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from torchpipe_py import ConfigError
-from torchpipe_py.config import load_config
-from torchpipe_py.graph import Graph, build_graph
+from torchpipe_py.plan.config import load_config
+from torchpipe_py.plan.graph import Graph, build_graph
 
 
 def graph(**successors: str) -> Graph:

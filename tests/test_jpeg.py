@@ -16,8 +16,8 @@ from PIL import Image
 
 from torchpipe_py import BackendUnavailable, ConfigError, DecodeError, pipe
 from torchpipe_py.backends.base import BackendConfig
-from torchpipe_py.backends.jpeg import ORIENTATION, read_header
-from torchpipe_py.backends.nvjpeg import DecodeTensor, oriented
+from torchpipe_py.backends.images.jpeg import ORIENTATION, read_header
+from torchpipe_py.backends.images.nvjpeg import DecodeTensor, oriented
 
 
 def by_pillow(mode: str = "RGB", **options: Any) -> bytes:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from torchpipe_py import BackendUnavailable, DecodeError
-from torchpipe_py.backends import nvimgcodec
-from torchpipe_py.backends.nvimgcodec import NvImageCodec
+from torchpipe_py.backends.images import nvimgcodec
+from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
 
 CPU = torch.device("cpu")
 STREAM = SimpleNamespace(cuda_stream=77)

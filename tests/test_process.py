@@ -33,10 +33,10 @@ from torchpipe_py import (
     register_postprocessor,
     registry,
 )
-from torchpipe_py.backends import process
 from torchpipe_py.backends.base import BackendConfig
-from torchpipe_py.backends.basic import Identity, Sequential
-from torchpipe_py.backends.process import Process
+from torchpipe_py.backends.control.basic import Identity, Sequential
+from torchpipe_py.backends.process import process
+from torchpipe_py.backends.process.process import Process
 from torchpipe_py.errors import WorkerTraceback
 
 Data = dict[str, Any]

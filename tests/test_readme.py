@@ -9,7 +9,7 @@ import tomli
 from torchpipe_server import options
 
 from torchpipe_py.cli import markdown_table
-from torchpipe_py.config import load_config
+from torchpipe_py.plan.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import Register
 
-import torchpipe_py.node
+import torchpipe_py.runtime.node
 from torchpipe_py import ItemBackend, PipeClosed, pipe
-from torchpipe_py.roster import LeaderRoster, Roster, Sleeper
+from torchpipe_py.runtime.roster import LeaderRoster, Roster, Sleeper
 
 WAIT = 30.0
 
@@ -189,7 +189,7 @@ class Emptied(deque):
 def test_a_leader_finds_the_queue_emptied(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may not end with an exception, which pytest would report."""
     monkeypatch.setattr(Emptied, "lies", 20)
-    monkeypatch.setattr(torchpipe_py.node, "deque", Emptied)
+    monkeypatch.setattr(torchpipe_py.runtime.node, "deque", Emptied)
     with pipe({"backend": register(Slow), "instance_num": 2}) as run:
         for number in range(5):
             item = {"data": number}

@@ -16,9 +16,9 @@ from conftest import Register, picture
 from PIL import Image
 
 from torchpipe_py import Backend, BackendError, ConfigError, ItemBackend, pipe
-from torchpipe_py.backends import files, taps
 from torchpipe_py.backends.base import BackendConfig
-from torchpipe_py.backends.tensor import ResizeTensor
+from torchpipe_py.backends.images import files, taps
+from torchpipe_py.backends.images.tensor import ResizeTensor
 from torchpipe_py.registry import find_backend
 
 Data = dict[str, Any]
@@ -174,15 +174,17 @@ def test_images_of_one_size_are_resized_by_one_call_inside_a_sequence_too(
         return resized(self, batch, height, width)
 
     monkeypatch.setattr(ResizeTensor, "resized", counted)
-    monkeypatch.setattr("torchpipe_py.backends.tensor.TOGETHER", 3 * 3 * 20 * 30)  # values: three of the larger images
-    monkeypatch.setattr("torchpipe_py.backends.tensor._is_quick_together", lambda tensor: True)  # as on a GPU
+    monkeypatch.setattr(
+        "torchpipe_py.backends.images.tensor.TOGETHER", 3 * 3 * 20 * 30
+    )  # values: three of the larger images
+    monkeypatch.setattr("torchpipe_py.backends.images.tensor._is_quick_together", lambda tensor: True)  # as on a GPU
     images = [to_tensor(noise(*((20, 30), (9, 14))[number % 2], 3)) for number in range(8)]
     config = {"resize_h": 7, "resize_w": 11, "interpolation": interpolation}
     items = [{"data": image} for image in images]
     with pipe({"backend": f"S[{register(Eight)},ResizeTensor]", "batching_timeout": 1000, **config}) as p:
         p(items)
     assert sorted(calls) == [1, 3, 4]
-    monkeypatch.setattr("torchpipe_py.backends.tensor.TOGETHER", 3)  # none fits
+    monkeypatch.setattr("torchpipe_py.backends.images.tensor.TOGETHER", 3)  # none fits
     calls.clear()
     with made("ResizeTensor", **config) as backend:
         backend.forward([{"data": image} for image in images])

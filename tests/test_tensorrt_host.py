@@ -14,7 +14,7 @@ from conftest import picture
 from fakes import cpu_as_gpu
 
 from torchpipe_py import BackendError, ConfigError, pipe
-from torchpipe_py.backends import tensorrt as backend
+from torchpipe_py.backends.models import tensorrt as backend
 
 Range = tuple[tuple[int, ...], tuple[int, ...]]
 

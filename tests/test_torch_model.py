@@ -14,7 +14,7 @@ from conftest import picture
 from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, pipe
-from torchpipe_py.backends.cuda_model import InputSpec, batch_sizes
+from torchpipe_py.backends.models.cuda_model import InputSpec, batch_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

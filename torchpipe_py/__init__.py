@@ -1,8 +1,7 @@
 """A TOML file becomes a thread-safe, multi-instance, dynamically batching pipeline."""
 
 from torchpipe_py.backends.base import Backend, ItemBackend, Param
-from torchpipe_py.backends.jump import Jump, MapReduce
-from torchpipe_py.config import parse_toml
+from torchpipe_py.backends.control.jump import Jump, MapReduce
 from torchpipe_py.errors import (
     BackendError,
     BackendUnavailable,
@@ -27,8 +26,9 @@ from torchpipe_py.keys import (
     TASK_NODE_NAME_KEY,
     TASK_RESULT_KEY,
 )
-from torchpipe_py.pipe import Ticket, pipe
+from torchpipe_py.plan.config import parse_toml
 from torchpipe_py.registry import import_code, register_backend, register_filter, register_postprocessor
+from torchpipe_py.runtime.pipe import Ticket, pipe
 
 __version__ = "0.1.0"
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
-from torchpipe_py.backends.python import PythonClass
-from torchpipe_py.build import plan_pipeline
+from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
+from torchpipe_py.plan.build import plan_pipeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def _check(config: str) -> None:
 
 def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
     # Here, so that the other commands stay light.
-    from torchpipe_py.depict import depict
+    from torchpipe_py.drawing.depict import depict
     from torchpipe_py.drawing.mermaid import mermaid
     from torchpipe_py.drawing.page import page
     from torchpipe_py.drawing.svg import svg

@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 import onnxruntime
 
-from torchpipe_py.backends.onnx_graph import normalized_model
+from torchpipe_py.backends.models.onnx_graph import normalized_model
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 

@@ -12,7 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from torchpipe_py.backends.nvimgcodec import package
+from torchpipe_py.backends.images.nvimgcodec import package
 
 GPU_BATCHES = (1, 16, 64)
 

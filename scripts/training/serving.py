@@ -12,8 +12,8 @@ from export_onnx import ExportError, save_onnx
 from torch import nn
 
 from torchpipe_py import parse_toml
-from torchpipe_py.backends.onnx_graph import half_model, normalized_model
-from torchpipe_py.config import GLOBAL
+from torchpipe_py.backends.models.onnx_graph import half_model, normalized_model
+from torchpipe_py.plan.config import GLOBAL
 from torchpipe_py.training import TrainingError
 from torchpipe_py.training.decoding import Config, Decoder
 from torchpipe_py.training.devices import choose_devices

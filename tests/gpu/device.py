@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from torchpipe_py.backends.base import Backend, BackendConfig
-from torchpipe_py.build import plan_pipeline
+from torchpipe_py.plan.build import plan_pipeline
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

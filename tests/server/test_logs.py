@@ -23,7 +23,7 @@ from torchpipe_server.options import Options, parse_options
 
 from torchpipe_py import Backend
 from torchpipe_py.errors import DecodeError
-from torchpipe_py.histogram import COUNTS
+from torchpipe_py.runtime.histogram import COUNTS
 
 # -- lines ----------------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ import torchpipe_server
 from browser import CHROMIUM, Browser, labels, text_of
 
 from torchpipe_py import import_code, registry
-from torchpipe_py.build import plan_pipeline
-from torchpipe_py.depict import depict
+from torchpipe_py.drawing.depict import depict
 from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.drawing.svg import svg
+from torchpipe_py.plan.build import plan_pipeline
 
 ROOT = Path(__file__).parents[2]
 PAGE = Path(torchpipe_server.__file__).parent / "page"

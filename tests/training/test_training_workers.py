@@ -23,7 +23,7 @@ from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_im
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure
 from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
-from torchpipe_py.training.loans import SLOTS, Borrower, Lender
+from torchpipe_py.training.workers.loans import SLOTS, Borrower, Lender
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
 

@@ -26,7 +26,7 @@ from torchpipe_py.loadtest.report import (
     write_json,
 )
 from torchpipe_py.loadtest.threads import Crew
-from torchpipe_py.pipe import pipe
+from torchpipe_py.runtime.pipe import pipe
 
 EXIT_OK, EXIT_ALL_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 

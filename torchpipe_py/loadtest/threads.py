@@ -13,7 +13,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.loadtest.images import Payload
 from torchpipe_py.loadtest.ledger import Ledger, Outcome
 from torchpipe_py.loadtest.plans import Plan, Rotation
-from torchpipe_py.pipe import pipe
+from torchpipe_py.runtime.pipe import pipe
 
 _LOOK_S = 0.25
 _GRACE_S = 1.0

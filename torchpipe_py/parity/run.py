@@ -27,7 +27,7 @@ from torchpipe_py.parity.record import (
     View,
 )
 from torchpipe_py.parity.results import Pixels, Unusable, read_pixels, read_prediction, refusal
-from torchpipe_py.pipe import pipe
+from torchpipe_py.runtime.pipe import pipe
 
 Data = dict[str, Any]
 

@@ -1,16 +1,16 @@
 """Training on exactly what is served: DataLoaders whose images are decoded by a pipe."""
 
-from torchpipe_py.training.background import BackgroundIterator
+from torchpipe_py.training.ahead.background import BackgroundIterator
+from torchpipe_py.training.ahead.feeder import BatchFeeder
+from torchpipe_py.training.ahead.prefetcher import CudaPrefetcher
 from torchpipe_py.training.batch import Batch
+from torchpipe_py.training.data.images import ImageFiles, ImageFolder
+from torchpipe_py.training.data.packing import LmdbImages, pack_folder
+from torchpipe_py.training.data.readers import cv2_loader
+from torchpipe_py.training.data.sampler import DistributedEvalSampler
+from torchpipe_py.training.data.transforms import TensorToTensor, cv2Resize
 from torchpipe_py.training.errors import BadSample, PeerFailed, TrainingError, UnreadableFile
-from torchpipe_py.training.feeder import BatchFeeder
-from torchpipe_py.training.images import ImageFiles, ImageFolder
 from torchpipe_py.training.loader import TorchpipeLoader
-from torchpipe_py.training.loaders import cv2_loader
-from torchpipe_py.training.packing import LmdbImages, pack_folder
-from torchpipe_py.training.prefetcher import CudaPrefetcher
-from torchpipe_py.training.sampler import DistributedEvalSampler
-from torchpipe_py.training.transforms import TensorToTensor, cv2Resize
 from torchpipe_py.training.wrap import wrap_dataloader_torchpipe
 
 __all__ = [

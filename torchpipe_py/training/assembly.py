@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpipe_py.training.ahead.prefetcher import moved_to
+from torchpipe_py.training.ahead.streams import SideStreams
 from torchpipe_py.training.batch import Batch, ignored_label
+from torchpipe_py.training.data.epoch import PlannedBatch
+from torchpipe_py.training.data.randomness import BATCH, SAMPLE, forked, key_of
+from torchpipe_py.training.data.transforms import shape_text
 from torchpipe_py.training.decoding import shares_of
 from torchpipe_py.training.errors import BadSample, TrainingError
 from torchpipe_py.training.options import LoaderOptions
-from torchpipe_py.training.plan import PlannedBatch
-from torchpipe_py.training.prefetcher import moved_to
-from torchpipe_py.training.randomness import BATCH, SAMPLE, forked, key_of
 from torchpipe_py.training.reading import WRONG, Sample, SampleReader
 from torchpipe_py.training.statistics import LoaderStatistics
-from torchpipe_py.training.streams import SideStreams
-from torchpipe_py.training.transforms import shape_text
 
 
 class Read(NamedTuple):

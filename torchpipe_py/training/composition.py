@@ -9,18 +9,18 @@ from typing import Any
 
 from torchpipe_py.training.agreement import Agreement
 from torchpipe_py.training.assembly import Assembler
+from torchpipe_py.training.data.epoch import Planner
 from torchpipe_py.training.decoding import Config, Decoder
 from torchpipe_py.training.devices import choose_devices
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.loans import Borrower
-from torchpipe_py.training.maker import BatchMaker, start_worker
 from torchpipe_py.training.options import LoaderOptions
-from torchpipe_py.training.plan import Planner
 from torchpipe_py.training.reading import BatchReader, SampleReader, check, collate, namer
-from torchpipe_py.training.remote import DecodedByWorkers, start_method
-from torchpipe_py.training.sending import packed
 from torchpipe_py.training.source import DecodedHere, Source
 from torchpipe_py.training.statistics import LoaderStatistics
+from torchpipe_py.training.workers.loans import Borrower
+from torchpipe_py.training.workers.maker import BatchMaker, start_worker
+from torchpipe_py.training.workers.remote import DecodedByWorkers, start_method
+from torchpipe_py.training.workers.sending import packed
 
 
 class Parts:

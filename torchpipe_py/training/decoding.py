@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpipe_py.config import GLOBAL, parse_toml
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.pipe import Data, pipe
+from torchpipe_py.plan.config import GLOBAL, parse_toml
+from torchpipe_py.runtime.pipe import Data, pipe
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.reading import CORRUPT, WRONG, Sample
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchpipe_py.training.agreement import BATCH, END, FAILED, Agreement
-from torchpipe_py.training.background import BackgroundIterator
+from torchpipe_py.training.ahead.background import BackgroundIterator
+from torchpipe_py.training.ahead.prefetcher import tensors_in
 from torchpipe_py.training.batch import Batch
 from torchpipe_py.training.composition import Parts
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.prefetcher import tensors_in
 
 STATE_VERSION = 1
 

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from torchpipe_py.errors import DecodeError, first_line
-from torchpipe_py.training.background import run_aside
+from torchpipe_py.training.ahead.background import run_aside
+from torchpipe_py.training.data.epoch import PlannedBatch
+from torchpipe_py.training.data.randomness import SAMPLE, WORKERS, forked, key_of
+from torchpipe_py.training.data.readers import decode_rgb
 from torchpipe_py.training.errors import TrainingError, UnreadableFile
-from torchpipe_py.training.loaders import decode_rgb
-from torchpipe_py.training.plan import PlannedBatch
-from torchpipe_py.training.randomness import SAMPLE, WORKERS, forked, key_of
 
 WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
 GUARD = '; a script does what it does under: if __name__ == "__main__":'  # where workers import it

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Generator
 from typing import Any, Protocol
 
+from torchpipe_py.training.ahead.background import BackgroundIterator
 from torchpipe_py.training.assembly import Assembler, Read
-from torchpipe_py.training.background import BackgroundIterator
 from torchpipe_py.training.batch import Batch
+from torchpipe_py.training.data.epoch import PlannedBatch
 from torchpipe_py.training.decoding import Decoder, Decoding
-from torchpipe_py.training.plan import PlannedBatch
 from torchpipe_py.training.reading import Ask, BatchReader, Sample, unpacked
 from torchpipe_py.training.statistics import LoaderStatistics
 

@@ -1,0 +1,1 @@
+"""Connections and their states, the I/O loop."""

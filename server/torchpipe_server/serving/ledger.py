@@ -1,0 +1,74 @@
+"""What came of the requests: counted by method and outcome, timed, and logged if that is wanted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from time import time
+from typing import Any
+
+from torchpipe_py.runtime.histogram import COUNTS, bucket
+from torchpipe_server.method import OK
+
+logger = logging.getLogger("torchpipe_server.requests")
+
+_NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
+
+
+class Ledger:
+    """``add`` is for any thread and costs next to nothing: what it notes is worked through in ``settle``.
+
+    ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written.
+    """
+
+    def __init__(self, logged: str) -> None:
+        self._logged = logged
+        self._noted: deque[tuple[str, str, float, str, float]] = deque()
+        self._lock = threading.Lock()
+        self._by_method: dict[str, Counter[str]] = {}
+        self._latency = [0] * COUNTS
+        self._seconds = 0.0
+
+    @property
+    def is_logging(self) -> bool:
+        """Whether somebody wants to know the requests' names."""
+        return self._logged != "none"
+
+    def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
+        """A request was answered ``seconds`` after its message was complete."""
+        self._noted.append((method, outcome, seconds, request_id, time() if self.is_logging else 0.0))
+
+    def settle(self) -> None:
+        """Count and log what was noted."""
+        with self._lock:
+            for _ in range(len(self._noted)):
+                self._count(*self._noted.popleft())
+
+    def summary(self) -> dict[str, Any]:
+        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.histogram``)."""
+        self.settle()
+        return {
+            "by_method": {method: dict(outcomes) for method, outcomes in self._by_method.items()},
+            "latency": {"counts": list(self._latency), "sum_ms": 1000 * self._seconds},
+        }
+
+    def _count(self, method: str, outcome: str, seconds: float, request_id: str, at: float) -> None:
+        outcomes = self._by_method.get(method)
+        if outcomes is None:
+            outcomes = self._by_method[method] = Counter()
+        outcomes[outcome] += 1
+        self._latency[bucket(seconds)] += 1
+        self._seconds += seconds
+        if self._logged == "all" or (self._logged == "failed" and outcome != OK):
+            name = request_id[:_NAME_CHARACTERS]
+            fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
+            said = name if name.isprintable() else repr(name)  # a client must not end the line and write one of its own
+            text = "%s %s %s %.3f ms"
+            record = logger.makeRecord(
+                logger.name, logging.INFO, "", 0, text, (said, method, outcome, 1000 * seconds), None, None,
+                {"fields": fields},
+            )  # fmt: skip
+            record.created = at  # when it was answered: lines are written a little later
+            record.msecs = 1000 * (at % 1)
+            logger.handle(record)

@@ -1,0 +1,1 @@
+"""The supervisor: owns sockets, ports and children; imports no torch."""

@@ -1,0 +1,87 @@
+"""Pure: the figures of several workers as those of one service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torchpipe_py.runtime.histogram import COUNTS
+
+Figures = dict[str, Any]
+
+_TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
+_NOW = ("instances", "queued", "busy")
+
+
+def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
+    """What the workers that are there have told last, with the totals of those that were (``add_past``)."""
+    found = list(alive)
+    gpus = {gpu["index"]: gpu for one in found for gpu in one.get("gpus", ())}
+    return {
+        "requests": {"inflight": sum(one["inflight"] for one in found), **_requests([*found, past])},
+        "nodes": _nodes(found, past),
+        "gpus": [gpus[index] for index in sorted(gpus)],
+    }
+
+
+def add_past(past: Figures, ended: Figures) -> Figures:
+    """The totals of all workers that have ended, one more of them."""
+    nodes = {}
+    for name in {**past.get("nodes", {}), **ended.get("nodes", {})}:
+        parts = [one["nodes"][name] for one in (past, ended) if name in one.get("nodes", {})]
+        nodes[name] = _node_totals(parts)
+    return {"requests": _requests([past, ended]), "nodes": nodes}
+
+
+def add_requests(*parts: Figures) -> Figures:
+    """Several summaries of a ``Ledger`` as one."""
+    by_method: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for method, outcomes in part["by_method"].items():
+            counted = by_method.setdefault(method, {})
+            for outcome, count in outcomes.items():
+                counted[outcome] = counted.get(outcome, 0) + count
+    latencies = [part["latency"] for part in parts]
+    latency = {
+        "counts": add_lists([[0] * COUNTS, *(one["counts"] for one in latencies)]),
+        "sum_ms": sum(one["sum_ms"] for one in latencies),
+    }
+    return {"by_method": by_method, "latency": latency}
+
+
+def add_lists(lists: Iterable[list[int]]) -> list[int]:
+    """Element by element; empty ones, of those who have told nothing yet, do not count."""
+    return [sum(values) for values in zip(*filter(None, lists), strict=True)]
+
+
+def _requests(parts: Iterable[Figures]) -> Figures:
+    return add_requests(*(part["requests"] for part in parts if "requests" in part))
+
+
+def _nodes(found: list[Figures], past: Figures) -> Figures:
+    """Of the nodes that there are now: those of an earlier configuration are forgotten."""
+    nodes = {}
+    for name in dict.fromkeys(name for one in found for name in one["nodes"]):
+        alive = [one["nodes"][name] for one in found if name in one["nodes"]]
+        before = past.get("nodes", {}).get(name)
+        nodes[name] = {
+            **{key: sum(node[key] for node in alive) for key in _NOW},
+            "min": alive[0]["min"],
+            "max": alive[0]["max"],
+            "instance_compute_ms": [spent for node in alive for spent in node["instance_compute_ms"]],
+            **_node_totals([*alive, before] if before else alive),
+        }
+    return nodes
+
+
+def _node_totals(parts: list[Figures]) -> Figures:
+    sizes: dict[str, int] = {}
+    for part in parts:
+        for size, count in part["batch_sizes"].items():
+            sizes[str(size)] = sizes.get(str(size), 0) + count
+    histograms: Iterable[str] = parts[0]["histograms"]
+    return {
+        **{key: sum(part[key] for part in parts) for key in _TOTALS},
+        "batch_sizes": dict(sorted(sizes.items(), key=lambda item: int(item[0]))),
+        "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in histograms},
+    }

@@ -1,0 +1,223 @@
+"""Owns the port and every client's connection, watches the workers, and answers for all of them.
+
+It runs one loop on one thread and imports no torch. Connections are handed on between two messages, so that a client
+notices neither a reload nor a restart, beyond an error for the one request that a dead worker had.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from time import monotonic, time
+from typing import Any
+
+import torchpipe_py
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.runtime.histogram import BOUNDS_MS
+from torchpipe_server.channel import Said
+from torchpipe_server.child import Child
+from torchpipe_server.fleet import Fleet, Seat
+from torchpipe_server.loop import LONGEST_WAIT, Loop
+from torchpipe_server.options import Options
+from torchpipe_server.snapshot import Figures, add_requests, service_figures
+from torchpipe_server.switchboard import Switchboard
+
+logger = logging.getLogger("torchpipe_server")
+
+ASK_SECONDS = 1.0  # for a worker to tell its figures
+EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
+
+
+@dataclass(eq=False)
+class Ask:
+    """Somebody waits for the workers' figures."""
+
+    waiting: set[Child]
+    until: float
+    answer: Callable[[Figures], object]
+
+
+class Supervisor:
+    """``run`` serves on the calling thread until ``stop``.
+
+    ``load`` gives the configuration, now and at each reload; it may raise ``ConfigError``. ``idl`` is that of
+    InferenceService, or ``None`` where another one is served.
+    """
+
+    def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
+        tables = load()
+        self._options = options
+        self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
+        self._board = Switchboard(self._loop, listener, options, idl, lambda: self._fleet.ready)
+        self._fleet = Fleet(self._loop, options, self._board.slots, tables, load, self)
+        self._asks: list[Ask] = []
+        self._problem = ""
+        self._has_lost = self._is_accepting = False
+        self._stopping_until: float | None = None
+        self._began = monotonic()
+        self._on_ready: Callable[[], object] = lambda: None
+        self._loop.steps.append(self._step)
+
+    # -- from any thread ----------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop accepting, let the workers answer what was accepted, end. Safe in a signal handler."""
+        self._loop.call(self._begin_stop)
+
+    def reload(self) -> None:
+        """Read the configuration again and replace all workers. Safe in a signal handler."""
+        self._loop.call(self._fleet.reload)
+
+    def ping(self, answer: Callable[[], object]) -> None:
+        """Call ``answer()`` on the loop's thread."""
+        self._loop.call(answer)
+
+    def ask(self, answer: Callable[[Figures], object]) -> None:
+        """Call ``answer(figures)`` with what ``/stats`` shows, on the loop's thread."""
+        self._loop.call(lambda: self._begin_ask(answer))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken, and a worker is there for them."""
+        return self._is_accepting and self._stopping_until is None and bool(self._fleet.ready)
+
+    @property
+    def graph(self) -> str:
+        """The pipeline as SVG; empty as long as no worker is ready."""
+        children = [seat.child for seat in self._fleet.seats]
+        return next((child.graph for child in children if child is not None and child.graph), "")
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def run(self, on_ready: Callable[[], object]) -> bool:
+        """Until stopped; whether every accepted request was answered. ``on_ready`` is called when all workers are.
+
+        ``ConfigError`` where no worker can be started.
+        """
+        self._on_ready = on_ready
+        self._fleet.start()
+        try:
+            self._loop.run()
+        finally:
+            self._fleet.close()
+            self._board.close()
+            self._loop.close()
+        if self._problem:
+            raise ConfigError(self._problem)
+        return not self._has_lost
+
+    def _begin_stop(self) -> None:
+        if self._stopping_until is None:
+            logger.info("stopping: answering what was accepted")
+            self._stopping_until = monotonic() + self._options.drain_seconds + EXIT_SECONDS
+            self._board.drain()
+            self._fleet.drain()
+
+    def _step(self) -> float:
+        now = monotonic()
+        for ask in [ask for ask in self._asks if not ask.waiting or ask.until <= now]:
+            self._finish(ask)
+        if self._stopping_until is not None and self._is_stopped(now):
+            self._loop.stop()
+        return ASK_SECONDS / 4 if self._asks else LONGEST_WAIT
+
+    def _is_stopped(self, now: float) -> bool:
+        assert self._stopping_until is not None
+        children = self._fleet.children
+        if now >= self._stopping_until:
+            logger.error("%d workers have not ended: killing them", len(children))
+            self._has_lost = True
+            return True
+        return not children and self._board.is_drained
+
+    # -- what the fleet tells -----------------------------------------------------------------------------------
+
+    def became_ready(self, child: Child) -> None:
+        """The first time the port is opened; later, connections go to the newcomer."""
+        if self._is_accepting:
+            self._board.came(child)
+            return
+        self._is_accepting = True
+        self._board.open()
+        self._loop.call(self._on_ready)
+
+    def died(self, child: Child) -> None:
+        """What it had goes on elsewhere."""
+        for ask in self._asks:
+            ask.waiting.discard(child)
+        lost = self._board.died(child)
+        if child.answered is not True and child.ready_at and not child.is_dismissed:
+            how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
+            logger.error("worker %d (pid %d) died%s; requests lost: %d", child.index, child.pid, how, lost)
+            self._has_lost = self._has_lost or self._stopping_until is not None
+
+    def said(self, child: Child, message: Said) -> None:
+        """Of its connections, or of its figures."""
+        kind = message["type"]
+        if kind == "closed":
+            self._board.closed(child, message["slot"])
+        elif kind == "released":
+            self._board.released(child, message["slot"])
+        elif kind == "stats":
+            for ask in self._asks:
+                ask.waiting.discard(child)
+
+    def failed(self, problem: str) -> None:
+        """The service cannot go on."""
+        self._problem = self._problem or problem
+        self._loop.stop()
+
+    # -- figures ------------------------------------------------------------------------------------------------
+
+    def _begin_ask(self, answer: Callable[[Figures], object]) -> None:
+        asked = {child for child in self._fleet.children if child.state in ("ready", "draining")}
+        self._asks.append(Ask(set(asked), monotonic() + ASK_SECONDS, answer))
+        for child in asked:
+            child.ask_stats()
+
+    def _finish(self, ask: Ask) -> None:
+        self._asks.remove(ask)
+        try:
+            ask.answer(self._figures(ask.waiting))
+        except Exception:
+            logger.exception("the figures cannot be told")
+
+    def _figures(self, silent: set[Child]) -> Figures:
+        told = service_figures([child.stats for child in self._fleet.children if child.stats], self._fleet.past)
+        connections, answered = self._board.figures()
+        told["requests"] |= add_requests(answered, told["requests"])
+        return {
+            "state": "stopping" if self._stopping_until is not None else "ready" if self.is_ready else "starting",
+            "ready": self.is_ready,
+            "version": torchpipe_py.__version__,
+            "config": self._options.config,
+            "pid": os.getpid(),
+            "uptime_s": monotonic() - self._began,
+            "time": time(),
+            "graph_id": sha256(self.graph.encode()).hexdigest()[:16],
+            "connections": connections,
+            "restarts": sum(seat.restarts for seat in self._fleet.seats),
+            "workers": [_worker(seat, silent) for seat in self._fleet.seats],
+            "bounds_ms": BOUNDS_MS,
+            **told,
+        }
+
+
+def _worker(seat: Seat, silent: set[Child]) -> Figures:
+    child = seat.child
+    state = child.state if child is not None else "failed" if seat.is_given_up else "waiting"
+    return {
+        "index": seat.index,
+        "pid": child.pid if child is not None else 0,
+        "state": state,
+        "responding": child is not None and child not in silent,
+        "connections": len(child.slots) if child is not None else 0,
+        "inflight": child.stats.get("inflight", 0) if child is not None else 0,
+        "restarts": seat.restarts,
+        "uptime_s": monotonic() - child.started_at if child is not None else 0.0,
+        "rss_bytes": child.rss_bytes() if child is not None else 0,
+    }

@@ -1,0 +1,1 @@
+"""A worker process: one pipe, its handlers."""

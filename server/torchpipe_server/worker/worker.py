@@ -1,0 +1,208 @@
+"""A worker process: one pipe, one I/O thread, the connections that the supervisor hands over."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchpipe_server.channel import Channel, Said
+from torchpipe_server.logs import set_up_logging
+from torchpipe_server.loop import Loop
+from torchpipe_server.options import Options
+from torchpipe_server.slots import SlotTable
+
+if TYPE_CHECKING:
+    from torchpipe_py import pipe
+    from torchpipe_server.server import Handler
+
+logger = logging.getLogger("torchpipe_server")
+
+SWITCH_SECONDS = 0.0005
+PR_SET_PDEATHSIG = 1
+# For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
+CLOSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a worker is started with. ``tables`` is the configuration, ``sock`` its end of the channel."""
+
+    index: int
+    options: Options
+    tables: Any
+    sock: socket.socket
+    slots: SlotTable
+
+
+def worker_main(start: Start) -> None:
+    """The process's main function. It ends when the supervisor says so, or is gone."""
+    # A terminal, and a service manager, signal all processes at once: what to do is for the supervisor to say.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging(start.options)
+    _choose_device(start)
+    _die_with_parent(True)
+    try:
+        make_handler = handler_maker(start.options)
+        run = build_pipe(start.options, start.tables)
+        worker = Worker(start, run, make_handler(run))
+    except Exception as error:
+        _say_failed(start.sock, error)
+        return
+    _die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
+    gc.freeze()  # what was loaded stays; the collector need not look at it again and again
+    answered = worker.serve()
+    if not run.close(CLOSE_SECONDS):
+        logger.error("a backend does not return; leaving it behind")
+        logging.shutdown()
+        os._exit(1)
+    sys.exit(0 if answered else 1)
+
+
+class Worker:
+    """Serves a handler to the connections that come through the channel, and says what becomes of them."""
+
+    def __init__(self, start: Start, run: pipe, handler: Handler) -> None:
+        from torchpipe_server.server import Server
+
+        self._run, self._tables = run, start.tables
+        self._loop = Loop()
+        self._loop.steps.append(self._step)
+        self._slots = start.slots
+        self._server = Server(self._loop, handler, start.options, self._gone)
+        self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
+
+    def serve(self) -> bool:
+        """Until told to end; whether every accepted request was answered."""
+        self._channel.send({"type": "ready", "graph": _draw(self._tables)})
+        self._loop.run()
+        answered = self._server.close()
+        self._channel.send({"type": "stats", "stats": self._stats()})
+        self._channel.send({"type": "end", "answered": answered})
+        self._channel.finish(CLOSE_SECONDS)
+        return answered
+
+    def _hear(self, message: Said, descriptor: int) -> None:
+        kind = message["type"]
+        if kind == "connection":
+            self._adopt(message, descriptor)
+        elif kind == "stats":
+            self._channel.send({"type": "stats", "stats": self._stats()})
+        elif kind == "shed":
+            self._server.shed(message["count"])
+        elif kind == "release":
+            self._server.release()
+        elif kind == "drain":
+            self._server.drain()
+
+    def _adopt(self, message: Said, descriptor: int) -> None:
+        slot = message["slot"]
+        if descriptor < 0:
+            logger.error("no descriptor is left for a connection")
+            self._gone(slot, True)
+            return
+        self._server.adopt(socket.socket(fileno=descriptor), slot, self._slots.mark(slot), message["refused"])
+
+    def _gone(self, slot: int, is_closed: bool) -> None:
+        self._channel.send({"type": "closed" if is_closed else "released", "slot": slot})
+
+    def _orphaned(self) -> None:
+        logger.error("the supervisor is gone: answering what was accepted, then ending")
+        self._server.drain()
+
+    def _step(self) -> float:
+        if self._server.is_finished:
+            self._loop.stop()
+        return 0.5
+
+    def _stats(self) -> dict[str, Any]:
+        return {**self._run.stats(), "requests": self._server.ledger.summary(), "gpus": _gpus()}
+
+
+def build_pipe(options: Options, tables: Any) -> pipe:
+    """The pipe of the configuration, its libraries told that the instances are the parallelism."""
+    import cv2
+    import torch
+
+    from torchpipe_py import import_code, pipe
+
+    for name in filter(None, (part.strip() for part in options.import_code.split(","))):
+        import_code(name)
+    cv2.setNumThreads(1)
+    torch.set_num_threads(1)
+    # A thread that comes back from OpenCV waits this long at most for the interpreter lock (default: 5 ms).
+    sys.setswitchinterval(SWITCH_SECONDS)
+    if options.max_inflight:
+        tables["global"]["max_inflight"] = options.max_inflight
+    return pipe(tables)
+
+
+def handler_maker(options: Options) -> Callable[[pipe], Handler]:
+    """What makes the methods that are served of a pipe: the usual ones, or the user's own."""
+    if options.handler:
+        from torchpipe_server.custom import CustomHandler, load_handler
+
+        cls = load_handler(options.handler)
+        return lambda run: CustomHandler(cls, run, options.deadline_ms)
+    from torchpipe_server.handler import InferenceHandler
+    from torchpipe_server.idl import load_idl
+
+    return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms)
+
+
+def _die_with_parent(is_wanted: bool) -> None:
+    """Whether the system is to kill this process when the one that it was forked from ends: models load for minutes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if is_wanted else 0)
+
+
+def _choose_device(start: Start) -> None:
+    devices = [part.strip() for part in start.options.devices.split(",") if part.strip()]
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[start.index % len(devices)]
+
+
+def _say_failed(sock: socket.socket, error: Exception) -> None:
+    from torchpipe_py import TorchpipeError
+
+    is_known = isinstance(error, TorchpipeError)
+    if not is_known:
+        logger.exception("the worker cannot start")
+    text = str(error) if is_known else f"{type(error).__name__}: {error}"
+    sock.setblocking(True)
+    sock.sendall(json.dumps({"type": "failed", "message": text}).encode() + b"\n")
+
+
+def _draw(tables: Any) -> str:
+    """The graph as SVG, empty where it cannot be drawn."""
+    from torchpipe_py.drawing.depict import live_svg
+
+    try:
+        return live_svg(tables)
+    except Exception:
+        logger.exception("the graph cannot be drawn")
+        return ""
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Memory of the devices that this process uses, all processes' together."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    found = []
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(index):  # asking costs a context on a device that is not in use
+            free, total = torch.cuda.mem_get_info(index)
+            number = int(visible[index]) if index < len(visible) and visible[index].isdigit() else index
+            name = torch.cuda.get_device_name(index)
+            found.append({"index": number, "name": name, "used_bytes": total - free, "total_bytes": total})
+    return found

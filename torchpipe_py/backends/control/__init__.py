@@ -1,0 +1,1 @@
+"""Backends that compute nothing themselves: they pass on, chain, choose, jump."""

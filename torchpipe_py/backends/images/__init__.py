@@ -1,0 +1,1 @@
+"""Backends for images, one module for each library."""

@@ -1,0 +1,143 @@
+"""JPEG decoding on the GPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.cuda import GuardedBackend
+from torchpipe_py.backends.images.jpeg import read_header
+from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
+from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, to_color
+from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_int, to_str
+
+
+class JpegDecoder(Protocol):
+    """Decodes batches; made with the device, the instance's stream, and small JPEGs, as many as a batch has."""
+
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None: ...
+
+    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
+        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+
+
+class Torchvision:
+    """nvJPEG through torchvision, which has its own streams and waits for them."""
+
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
+        try:
+            import torch
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ImportError as error:
+            raise BackendUnavailable(f"DecodeTensor needs torchvision (pip install torchvision): {error}") from error
+        self._device = device
+        self._frombuffer: Any = torch.frombuffer
+        self._uint8 = torch.uint8
+        self._out_of_memory = torch.cuda.OutOfMemoryError
+        self._decode: Any = decode_jpeg
+        self._rgb = ImageReadMode.RGB
+        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        try:
+            for count in {1, len(trial)}:
+                self._decoded(trial[:count])
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
+
+    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
+        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+        try:
+            return self._decoded(encoded)
+        except self._out_of_memory:
+            raise
+        except RuntimeError as error:
+            if len(encoded) > 1:
+                return [self.decode([one])[0] for one in encoded]
+            return [DecodeError(f"{len(encoded[0])} bytes: {first_line(error)}")]
+
+    def _decoded(self, encoded: Sequence[bytes]) -> list[Any]:
+        buffers = [self._frombuffer(one, dtype=self._uint8) for one in encoded]
+        images: list[Any] = self._decode(buffers, mode=self._rgb, device=self._device)
+        return images
+
+
+DECODERS: dict[str, type[JpegDecoder]] = {"torchvision": Torchvision, "nvimgcodec": NvImageCodec}
+
+
+class DecodeTensor(GuardedBackend):
+    """JPEG bytes to a Tensor 1×3×H×W, ``uint8``, on the GPU by nvJPEG; a batch is decoded in one call.
+
+    Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
+    (another format, CMYK, progressive with restart markers, cut-off or corrupt bytes): no ``result``, ``error`` is a
+    ``DecodeError``; a next node with ``filter = "or"`` can decode it on the CPU.
+
+    ``decoder``: the library that calls nvJPEG. With ``torchvision`` pixels differ from OpenCV's where chroma is
+    subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it. ``torchpipe parity`` shows
+    the differences. Images of one size from one call of ``nvimgcodec`` share memory.
+    """
+
+    needs_cuda = True
+
+    color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
+    decoder = Param(to_str, "torchvision", choices=tuple(DECODERS), doc="the library that calls nvJPEG")
+    max_batch = Param(to_int, 1, low=1, key="max", doc="most images decoded in one call")
+
+    _jpegs: JpegDecoder | None = None
+
+    def setup_guarded(self) -> None:
+        assert self._guard is not None
+        # nvJPEG starts at its first call: no request waits for that.
+        self._jpegs = DECODERS[self.decoder](self.device, self._guard.stream, [_small_jpeg()] * self.max())
+
+    def max(self) -> int:
+        return int(self.max_batch)
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        good: list[tuple[Data, bytes, int]] = []
+        for item in items:
+            data = item[TASK_DATA_KEY]
+            data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
+            try:
+                orientation = read_header(data).orientation
+            except DecodeError as error:
+                item[TASK_ERROR_KEY] = error
+            else:
+                good.append((item, data, orientation))
+        if not good:
+            return
+        assert self._jpegs is not None
+        images = self._jpegs.decode([data for _, data, _ in good])
+        for (item, _, orientation), image in zip(good, images, strict=True):
+            if isinstance(image, DecodeError):
+                item[TASK_ERROR_KEY] = image
+                continue
+            if orientation != 1:
+                image = oriented(image, orientation)
+            item[TASK_RESULT_KEY] = image[None] if self.color == "rgb" else image.flip(0)[None]
+            item[TASK_COLOR_KEY] = self.color
+
+    def close(self) -> None:
+        self._jpegs = None
+        super().close()
+
+
+def oriented(image: Any, orientation: int) -> Any:
+    """An image C×H×W turned upright by its EXIF orientation 1..8 (Exif 2.3, table 6)."""
+    if orientation >= 5:
+        image = image.transpose(1, 2)
+    dims = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
+    return (image.flip(dims) if dims else image).contiguous()
+
+
+def _small_jpeg() -> bytes:
+    """16×16 pixels, black."""
+    import cv2
+    import numpy as np
+
+    return bytes(cv2.imencode(".jpg", np.zeros((16, 16, 3), np.uint8))[1])

@@ -1,0 +1,33 @@
+"""Mats by Pillow, for models trained on Pillow's (torchvision's) resize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data, StatelessBackend
+from torchpipe_py.backends.images.opencv import as_mat, side
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+
+
+class PillowResizeMat(StatelessBackend):
+    """Mat to Mat of ``resize_h`` × ``resize_w``, bit-exact with Pillow's bilinear, which smooths when it shrinks."""
+
+    resize_h = side("output height, pixels")
+    resize_w = side("output width, pixels")
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        return wish
+
+    def setup(self) -> None:
+        from PIL import Image
+
+        self._image: Any = Image
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY])
+        channels = [mat[:, :, 0]] if mat.shape[2] == 1 else [mat]
+        image = self._image.fromarray(channels[0])
+        resized = image.resize((self.resize_w, self.resize_h), self._image.Resampling.BILINEAR)
+        item[TASK_RESULT_KEY] = as_mat(np.array(resized))

@@ -1,0 +1,100 @@
+"""Tensors by PyTorch. A Tensor is a ``torch.Tensor`` of shape 1×C×H×W."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param
+from torchpipe_py.backends.control.basic import Identity, Wrapper
+from torchpipe_py.backends.cuda import GuardedBackend, GuardedItemBackend
+from torchpipe_py.backends.images.opencv import as_mat
+from torchpipe_py.errors import BackendUnavailable
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_str
+
+FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above which cv2.split writes elsewhere
+
+
+class Mat2Tensor(GuardedItemBackend):
+    """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy."""
+
+    device_type = Param(
+        to_str, "", key="device", choices=("", "cpu", "cuda"), doc='"cpu" or "cuda"; default: "cuda" if there is one'
+    )
+
+    def any_thread(self) -> bool:
+        return self._guard is None
+
+    def setup(self) -> None:
+        import cv2
+        import torch
+
+        self._split: Any = cv2.split
+        self._from_numpy: Any = torch.from_numpy
+        if self.device_type == "cpu":
+            return
+        if self.device_type == "cuda" and not torch.cuda.is_available():
+            raise BackendUnavailable('device = "cuda", but PyTorch finds no CUDA device')
+        super().setup()
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY])
+        if self._guard is None:
+            item[TASK_RESULT_KEY] = self._from_numpy(self._planes(mat))
+        else:
+            # Half the work on the host: the planes are taken apart where memory is fast.
+            writable = mat if mat.flags.c_contiguous and mat.flags.writeable else mat.copy()
+            tensor = self._from_numpy(writable).to(self.device)
+            item[TASK_RESULT_KEY] = tensor.permute(2, 0, 1)[None].contiguous()
+
+    def _planes(self, mat: np.ndarray) -> np.ndarray:
+        height, width, channels = mat.shape
+        planes = np.empty((1, channels, height, width), np.uint8)
+        if channels <= FAST_CHANNELS:
+            # cv2.split writes each plane in place, several times as fast as NumPy's transposed copy.
+            self._split(mat, list(planes[0]))
+        else:
+            np.copyto(planes[0], mat.transpose(2, 0, 1))
+        return planes
+
+
+class SyncTensor(GuardedBackend, Wrapper):
+    """Runs the backend in its brackets on this instance's own CUDA stream and waits for it once, at the end.
+
+    Inside another ``SyncTensor`` it uses the outer's stream and leaves the waiting to it. Last in a ``Sequential`` and
+    without brackets it stands for one around the whole sequence. On a CPU there is nothing to wait for. Also called
+    ``StreamGuard``, ``TensorSync`` and ``Torch``.
+    """
+
+    children = (0, 1)
+    wraps_sequence = True
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._inner = config.children[0] if config.children else Identity(config)
+
+    @property
+    def inner(self) -> Backend:
+        return self._inner
+
+    def setup(self) -> None:
+        super().setup()
+        if self._guard is None:
+            self.forward = self.inner.forward  # type: ignore[method-assign]
+
+    def setup_guarded(self) -> None:
+        self.inner.setup()
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        self.inner.forward(items)
+
+    def any_thread(self) -> bool:
+        return self._guard is None and self.inner.any_thread()
+
+    def close(self) -> None:
+        try:
+            self.inner.close()
+        finally:
+            super().close()

@@ -1,0 +1,1 @@
+"""Backends that run models, and what they share."""

@@ -1,0 +1,281 @@
+"""Models on a GPU: batches staged into buffers that never move, one CUDA graph for each batch size."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.cuda import GuardedBackend
+from torchpipe_py.backends.models.model import ModelBackend, check_count, request_values
+from torchpipe_py.backends.models.staging import StagedInput, is_mat
+
+Dims = tuple[int | None, ...]
+"""A shape without the batch; ``None``: any size."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shape of each input, without the batch."""
+
+Infer = Callable[[list[Any]], list[Any]]
+"""From input tensors N×… to output tensors N×…, enqueued on the current stream."""
+
+Way = tuple[Any, ...]
+"""How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
+
+ALL_SIZES = 8  # up to here each batch size has a graph of its own
+MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
+
+# NOTE: process-wide: CUDA allows one capture beside other work, PyTorch's allocator only one at a time.
+_capturing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a model says of one input; ``dims`` is ``None`` where it says nothing."""
+
+    name: str
+    dtype: Any
+    dims: Dims | None = None
+
+    def row_shape(self, value: Any) -> tuple[int, ...]:
+        """Shape without the batch of one request's value; ``ValueError`` where it does not fit."""
+        shape = self._row_shape(value)
+        dims = self.dims
+        if (
+            dims is not None
+            and shape != dims
+            and (
+                len(shape) != len(dims) or any(want not in (None, have) for want, have in zip(dims, shape, strict=True))
+            )
+        ):
+            wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
+            raise ValueError(f"input {self.name!r} takes 1x{wanted}, got {'x'.join(map(str, value.shape))}")
+        return shape
+
+    def _row_shape(self, value: Any) -> tuple[int, ...]:
+        if is_mat(value) and (self.dims is None or len(self.dims) == 3):
+            shape = value.shape
+            return (shape[2], shape[0], shape[1]) if len(shape) == 3 else (1, *shape)
+        try:
+            shape = tuple(value.shape)
+        except AttributeError:
+            raise TypeError(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
+        if len(shape) == (3 if self.dims is None else len(self.dims)):
+            return shape  # C×H×W is taken as 1×C×H×W
+        if not shape or shape[0] != 1:
+            raise ValueError(f"input {self.name!r} takes one item, 1x…, got {'x'.join(map(str, shape)) or 'a scalar'}")
+        return shape[1:]
+
+
+class GraphedNetwork:
+    """A network on buffers of fixed shape: for each batch size a CUDA graph from inputs to what the host reads.
+
+    ``finish`` is the part of the postprocessor that runs on the GPU; with it, outputs end in pinned memory.
+    """
+
+    def __init__(self, buffers: list[Any], infer: Infer, finish: Infer | None, use_graphs: bool = True) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._inputs = [StagedInput(buffer) for buffer in buffers]
+        self._infer, self._finish = infer, finish
+        self._pool: Any = torch.cuda.graph_pool_handle() if use_graphs else None
+        self._runs: dict[Way, Callable[[], list[Any]]] = {}
+        self._stream = torch.cuda.current_stream()
+        self._is_staged = False
+
+    def run(self, rows: list[list[Any]], size: int) -> list[Any]:
+        """Enqueue a batch, padded to ``size``; outputs N×…, on the GPU or, with ``finish``, in pinned memory.
+
+        Both are overwritten by the next run.
+        """
+        if self._is_staged and not self._stream.query():
+            self._stream.synchronize()  # the last batch may still be on its way out of pinned memory
+        stagings = [staged.gather([row[index] for row in rows]) for index, staged in enumerate(self._inputs)]
+        self._is_staged = any(stagings)
+        return self._prepared((size, *stagings))()
+
+    def warm_up(self, size: int) -> None:
+        """Capture what runs a batch of ``size``: of tensors on the GPU, and of Mats where the inputs look like it."""
+        self._prepared((size, *[None] * len(self._inputs)))
+        if all(staged.takes_images() for staged in self._inputs):
+            self._prepared((size, *[staged.mat_staging() for staged in self._inputs]))
+
+    def _prepared(self, way: Way) -> Callable[[], list[Any]]:
+        run = self._runs.get(way)
+        if run is None:
+            run = self._runs[way] = self._eager(way) if self._pool is None else self._captured(way)
+        return run
+
+    def _eager(self, way: Way) -> Callable[[], list[Any]]:
+        host: list[Any] = []
+        return lambda: self._enqueue(way, host)
+
+    def _captured(self, way: Way) -> Callable[[], list[Any]]:
+        host: list[Any] = []
+        for _ in range(2):  # kernels are loaded and algorithms chosen before the capture
+            self._enqueue(way, host)
+        self._stream.synchronize()
+        graph = self._torch.cuda.CUDAGraph()
+        with _capturing:
+            # NOTE: "thread_local": other threads go on allocating and synchronizing meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = self._enqueue(way, host)
+            except Exception:
+                with suppress(Exception):  # the capture must end, but it has nothing more to say
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+        def run() -> list[Any]:
+            graph.replay()
+            return outputs
+
+        return run
+
+    def _enqueue(self, way: Way, host: list[Any]) -> list[Any]:
+        """Copies, network, ``finish`` and the copies to ``host``, which is filled with buffers at the first call."""
+        size, *stagings = way
+        for staging in stagings:
+            if staging is not None:
+                staging.enqueue(size)
+        outputs = self._infer([staged.buffer[:size] for staged in self._inputs])
+        for output in outputs:
+            if output.ndim == 0 or len(output) != size:
+                raise ValueError(f"an output of shape {tuple(output.shape)} for {size} items: no batch dimension")
+        if self._finish is None:
+            return outputs
+        outputs = self._finish(outputs)
+        if not host:
+            host.extend(self._torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in outputs)
+        for one, output in zip(host, outputs, strict=True):
+            one.copy_(output, non_blocking=True)
+        return host
+
+
+def batch_sizes(least: int, most: int) -> list[int]:
+    """The sizes that get a graph: each up to 8, then four for each doubling; a batch is padded to the next of them."""
+    sizes = list(range(1, ALL_SIZES + 1))
+    step = ALL_SIZES // 4
+    while sizes[-1] < most:
+        step = step if sizes[-1] < 4 * step * 2 else step * 2
+        sizes.append(sizes[-1] + step)
+    return [size for size in sizes if least <= size < most] + [most]
+
+
+def finish_of(postprocessor: Any) -> Infer | None:
+    """The part of a postprocessor that runs on the GPU; a subclass that has only ``forward`` of its own has none."""
+    for cls in type(postprocessor).__mro__:
+        if "on_device" in vars(cls):
+            finish: Infer = postprocessor.on_device
+            return finish
+        if "forward" in vars(cls):
+            return None
+    return None
+
+
+class CudaModel(GuardedBackend, ModelBackend):
+    """A model that runs on a GPU as CUDA graphs: subclasses load it, say what its inputs are, and enqueue it.
+
+    A value is a Mat, which is copied as it is and laid out on the GPU, or an array or tensor 1×… on any device.
+    """
+
+    use_graphs = True
+
+    def setup(self) -> None:
+        ModelBackend.setup(self)
+        GuardedBackend.setup(self)
+
+    def setup_guarded(self) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._sizes = batch_sizes(self.min(), self.max())
+        self._specs_of: dict[int, Sequence[InputSpec]] = {}
+        self._networks: OrderedDict[Shapes, GraphedNetwork] = OrderedDict()
+        self._finish = finish_of(self._postprocess)
+
+    def close(self) -> None:
+        self._networks = OrderedDict()
+        super().close()
+
+    def input_specs(self, count: int) -> Sequence[InputSpec]:
+        """The model's inputs; ``count`` is what a request brings, for models that do not say."""
+        raise NotImplementedError(type(self).__name__)
+
+    def size_for(self, count: int, shapes: Shapes) -> int:
+        """The size that a batch of ``count`` is padded to; ``ValueError`` where the model takes no such shapes."""
+        return self._sizes[bisect_left(self._sizes, count)]
+
+    def forget(self, shapes: Shapes) -> None:
+        """Release what ``enqueue`` keeps for inputs of these shapes."""
+
+    def enqueue(self, inputs: list[Any]) -> list[Any]:
+        """Enqueue the model on the current stream; output tensors N×…, in the model's order."""
+        raise NotImplementedError(type(self).__name__)
+
+    def warm_up(self, shapes: Shapes) -> None:
+        """Capture every batch size for inputs of these shapes (without batch)."""
+        network = self._network(shapes)
+        for size in sorted({self.size_for(size, shapes) for size in self._sizes}):
+            network.warm_up(size)
+        self._guard_synchronize()
+
+    def forward_guarded(self, items: list[Data]) -> None:
+        groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
+        for item in items:
+            row = request_values(item)
+            shapes = self._shapes(row)
+            members, rows = groups.setdefault(shapes, ([], []))
+            members.append(item)
+            rows.append(row)
+        for shapes, (members, rows) in groups.items():
+            self.run_group(shapes, members, rows)
+
+    def _shapes(self, row: list[Any]) -> Shapes:
+        """The shape of each input of one request, without batch; ``ValueError`` where they do not fit."""
+        specs = self._specs_of.get(len(row))
+        if specs is None:
+            specs = self._specs_of[len(row)] = self.input_specs(len(row))
+        check_count(row, len(specs))
+        if len(row) == 1:
+            return (specs[0].row_shape(row[0]),)
+        return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])
+
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
+        """Run requests whose inputs have the same ``shapes``; ``rows`` holds the inputs of each."""
+        count = len(items)
+        size = self.size_for(count, shapes)
+        outputs = self._network(shapes).run(rows, size)
+        if self._finish is None:
+            self.write_results(items, [output[:count].clone() for output in outputs])
+            return
+        self._guard_synchronize(count)
+        post: Any = self._postprocess
+        self.spread(items, post.on_host([output[:count] for output in outputs]))
+
+    def _guard_synchronize(self, batch: int = 1) -> None:
+        assert self._guard is not None  # a CudaModel needs CUDA
+        self._guard.synchronize(batch)
+
+    def _network(self, shapes: Shapes) -> GraphedNetwork:
+        network = self._networks.get(shapes)
+        if network is None:
+            if len(self._networks) == MAX_SHAPES:
+                self._guard_synchronize()  # its graph may still run
+                self.forget(self._networks.popitem(last=False)[0])
+            specs = self.input_specs(len(shapes))
+            buffers = [
+                self._torch.zeros((self.max(), *shape), dtype=spec.dtype, device=self.device)
+                for spec, shape in zip(specs, shapes, strict=True)
+            ]
+            network = self._networks[shapes] = GraphedNetwork(buffers, self.enqueue, self._finish, self.use_graphs)
+        elif len(self._networks) > 1:
+            self._networks.move_to_end(shapes)
+        return network

@@ -1,0 +1,104 @@
+"""What every model backend shares: parameters, inputs of a request, results from a batch of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Backend, Data, Param
+from torchpipe_py.backends.models.postprocess import Postprocessor, make_postprocessor, to_postprocessor
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_floats, to_int, to_str
+
+
+class ModelBackend(Backend):
+    """A model: ``data`` is its input, or a list in the model's order; so is ``result``.
+
+    Without a ``postprocessor`` the result is the output tensor of shape 1×…; several outputs are a list.
+    """
+
+    model = Param(to_str, file=True, doc="path of the model")
+    min_batch = Param(to_int, 1, low=1, key="min", doc="fewest items of a batch")
+    max_batch = Param(to_int, 1, low=1, key="max", doc="most items of a batch")
+    mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
+    std = Param(to_floats, (), doc="each channel divided by it after mean, inside the model")
+    postprocessor = Param(to_postprocessor, "", doc="cpu, SoftmaxCpu, SoftmaxMax or a registered one")
+    labels = Param(to_str, "", file=True, doc="text file with a label a line, for SoftmaxMax: index to label")
+
+    def setup(self) -> None:
+        if self.min() > self.max():
+            raise ConfigError(f"min = {self.min()} is larger than max = {self.max()}")
+        self._postprocess: Postprocessor | None = None
+        if self.postprocessor:
+            self._postprocess = make_postprocessor(self.postprocessor, {"labels": self.labels})
+
+    def check_labels(self, shape: Sequence[Any]) -> None:
+        """``ConfigError`` where the label file does not fit the first output, whose dimensions are ``shape``."""
+        if not self.labels or len(shape) != 2 or not isinstance(shape[1], int):
+            return
+        count = len(Path(self.labels).read_text(encoding="utf-8").splitlines())
+        if count != shape[1]:
+            raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {shape[1]} classes")
+
+    def max(self) -> int:
+        return int(self.max_batch)
+
+    def min(self) -> int:
+        return int(self.min_batch)
+
+    def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
+        """Spread a batch of outputs, each a tensor N×…, over N items."""
+        if self._postprocess is not None:
+            self.spread(items, self._postprocess.forward(outputs))
+            return
+        for index, item in enumerate(items):
+            parts = [output[index : index + 1] for output in outputs]
+            item[TASK_RESULT_KEY] = parts[0] if len(parts) == 1 else parts
+
+    def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
+        """Give each item its result; ``ValueError`` where a postprocessor gave more or fewer."""
+        if len(results) != len(items):
+            raise ValueError(f"{self.postprocessor.__name__} gave {len(results)} results for {len(items)} items")
+        for item, result in zip(items, results, strict=True):
+            item[TASK_RESULT_KEY] = result
+
+
+def request_values(item: Data) -> list[Any]:
+    """The inputs of one request: ``data`` itself, or the list that it is."""
+    data = item[TASK_DATA_KEY]
+    return list(data) if isinstance(data, (list, tuple)) else [data]
+
+
+def check_count(values: Sequence[Any], count: int) -> None:
+    """``ValueError`` where a request does not bring the model's ``count`` inputs."""
+    if len(values) != count:
+        raise ValueError(f"the model has {count} inputs, data holds {len(values)}")
+
+
+def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:
+    """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
+
+    A ``uint8`` array of three dimensions, for an input of four, is a Mat H×W×C.
+    """
+    array = value if isinstance(value, np.ndarray) else _tensor_to_numpy(value, name)
+    if len(dims) == 4 and array.ndim == 3 and value is array and array.dtype == np.uint8:
+        array = array.transpose(2, 0, 1)  # a Mat
+    if array.ndim == len(dims) - 1:
+        array = array[None]
+    shape = array.shape
+    fits = len(shape) == len(dims) and shape[0] == 1
+    if not fits or any(want is not None and want != have for want, have in zip(dims[1:], shape[1:], strict=True)):
+        wanted = "x".join("?" if dim is None else str(dim) for dim in (1, *dims[1:]))
+        raise ValueError(f"input {name!r} takes {wanted}, got {'x'.join(map(str, np.shape(value)))}")
+    return array
+
+
+def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:
+    try:
+        return value.detach().cpu().numpy()  # type: ignore[no-any-return]
+    except AttributeError:
+        raise TypeError(f"input {name!r} takes a tensor, got {type(value).__name__}") from None

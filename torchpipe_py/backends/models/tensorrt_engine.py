@@ -1,0 +1,309 @@
+"""From an ONNX model to a TensorRT engine, and the file that keeps it between starts."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.models.onnx_graph import half_model, node_name
+from torchpipe_py.backends.models.tensorrt_api import (
+    configure,
+    has_quantization,
+    is_strongly_typed,
+    messages,
+    network_flags,
+    said,
+    set_precision,
+)
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.values import Value, to_int, to_str
+
+logger = logging.getLogger("torchpipe_py")
+
+FORMAT = 1  # of the key file; raised when engines must be built anew for a reason no key shows
+PROGRESS_SECONDS = 5.0
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """One end of each profile's range: for each input a shape, of length 1 where only the batch is given."""
+
+    profiles: tuple[tuple[Shape, ...], ...]
+
+    def __str__(self) -> str:
+        return ";".join(",".join("x".join(map(str, shape)) for shape in profile) for profile in self.profiles)
+
+    def batches(self) -> list[int]:
+        """The batch size of each profile."""
+        return [profile[0][0] for profile in self.profiles]
+
+
+def to_bounds(value: Value) -> Bounds:
+    """``4``, ``"4x3x224x224"``, several inputs as ``"4x3x224x224,4x10"``, several profiles as ``"1;8"``."""
+    text = to_str(value) if not isinstance(value, (list, tuple)) else ",".join(to_str(part) for part in value)
+    bounds = []
+    for profile in text.split(";"):
+        shapes = [tuple(to_int(dim) for dim in shape.split("x")) for shape in profile.split(",") if shape.strip()]
+        if not shapes or any(dim < 1 for shape in shapes for dim in shape):
+            raise ValueError(f"expected a batch size or shapes like 4x3x224x224, at least 1 each, got {value!r}")
+        if len({shape[0] for shape in shapes}) > 1:
+            raise ValueError(f"the inputs of a profile have one batch size, got {profile!r}")
+        bounds.append(tuple(shapes))
+    return Bounds(tuple(bounds))
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything an engine depends on besides the machine. ``onnx`` has mean and std inside already."""
+
+    model: str
+    onnx: bytes
+    least: Bounds
+    most: Bounds
+    precision: str = "fp16"
+    fp32_layers: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    workspace: int = 1024
+
+    def key(self, trt: Any, gpu: str) -> dict[str, Any]:
+        """What an engine file must have been built from to be loaded; readable, and equal only if all is equal."""
+        return {
+            "format": FORMAT,
+            "ONNX model": hashlib.sha256(self.onnx).hexdigest(),
+            "TensorRT": str(trt.__version__),
+            "GPU": gpu,
+            "precision": self.precision,
+            "precision::fp32": sorted(self.fp32_layers),
+            "min": str(self.least),
+            "max": str(self.most),
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "workspace": self.workspace,
+        }
+
+
+class EngineCache:
+    """An engine file, beside it ``FILE.key`` (what it was built from) and ``FILE.timing`` (TensorRT's measurements).
+
+    Both are written to temporary files and renamed, the key last; it holds the engine's hash, so that a file that is
+    cut off or belongs to another key is never loaded.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.key_path = Path(f"{path}.key")
+        self.timing_path = Path(f"{path}.timing")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes out; they wait here while one builds."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(f"{self.path}.lock", "wb")  # noqa: SIM115 - closed below, which ends the lock
+        except OSError as error:
+            raise ConfigError(f"model::cache: cannot write beside {self.path}: {error}") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                logger.warning("engine %s: another process is at it, waiting", self.path)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def load(self, key: dict[str, Any]) -> tuple[bytes | None, str]:
+        """The engine if it was built from ``key``; else ``None`` and the reason."""
+        if not self.path.exists():
+            return None, "there is no engine yet"
+        try:
+            kept = json.loads(self.key_path.read_text(encoding="utf-8"))
+            engine_hash = kept.pop("engine")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None, f"{self.key_path.name} is missing or unreadable"
+        changed = [name for name in sorted({*kept, *key}) if kept.get(name) != key.get(name)]
+        if changed:
+            shown = (f"{name} was {_short(kept.get(name))}, is {_short(key.get(name))}" for name in changed)
+            return None, f"stale: {', '.join(shown)}"
+        engine = self.path.read_bytes()
+        if hashlib.sha256(engine).hexdigest() != engine_hash:
+            return None, f"damaged: {len(engine)} bytes are not what was written"
+        return engine, ""
+
+    def store(self, engine: bytes, key: dict[str, Any]) -> None:
+        """Replace what is there."""
+        self.key_path.unlink(missing_ok=True)
+        _write(self.path, engine)
+        content = {**key, "engine": hashlib.sha256(engine).hexdigest()}
+        _write(self.key_path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"model::cache: cannot write {path}: {error}") from error
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}…"
+
+
+def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
+    """The engine of ``spec`` on the current device: from the cache where that is right, else built and kept there.
+
+    Without ``cache_path`` it is built at every start.
+    """
+    if not cache_path:
+        logger.warning("%s: no model::cache is given, the engine is built at every start", spec.model)
+        return load_engine(trt, build_engine(trt, spec, None), spec.model)
+    cache, key = EngineCache(cache_path), spec.key(trt, gpu)
+    engine, _ = _kept_engine(trt, cache, key)
+    if engine is not None:  # without the lock: files are replaced whole, and a cache may be on a read-only disk
+        return engine
+    with cache.locked():
+        engine, reason = _kept_engine(trt, cache, key)
+        if engine is not None:
+            return engine
+        logger.warning("engine %s: %s; building it from %s", cache_path, reason, spec.model)
+        content = build_engine(trt, spec, cache.timing_path)
+        cache.store(content, key)
+    return load_engine(trt, content, cache_path)
+
+
+def _kept_engine(trt: Any, cache: EngineCache, key: dict[str, Any]) -> tuple[Any, str]:
+    """The engine in the cache if it is right and TensorRT takes it; else ``None`` and the reason."""
+    content, reason = cache.load(key)
+    if content is None:
+        return None, reason
+    try:
+        return load_engine(trt, content, str(cache.path)), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def load_engine(trt: Any, content: bytes, name: str) -> Any:
+    """``content`` as an ``ICudaEngine`` on the current device; ``ConfigError`` where TensorRT refuses it."""
+    said_by = messages(trt)
+    with said_by.collected() as errors:
+        trt.init_libnvinfer_plugins(said_by.logger, "")
+        engine = trt.Runtime(said_by.logger).deserialize_cuda_engine(content)
+        if engine is None:
+            raise ConfigError(
+                f"{name}: TensorRT {trt.__version__} cannot load this engine; engines fit one version of TensorRT and "
+                f"one kind of GPU: {said(errors)}"
+            )
+    return engine
+
+
+def build_engine(trt: Any, spec: EngineSpec, timing_path: Path | None) -> bytes:
+    """Build for the current device; takes tens of seconds, with a line in the log every five."""
+    said_by = messages(trt)
+    with said_by.collected() as errors, _progress(spec):
+        trt.init_libnvinfer_plugins(said_by.logger, "")
+        builder = trt.Builder(said_by.logger)
+        network = builder.create_network(network_flags(trt))
+        _parse(trt, spec, network, said_by.logger)
+        config = builder.create_builder_config()
+        configure(trt, config, spec.workspace << 20)
+        if spec.precision == "int8" and not is_strongly_typed(trt) and not has_quantization(trt, network):
+            raise ConfigError(f"{spec.model}: precision = int8 needs a quantised model, with QuantizeLinear nodes")
+        set_precision(trt, network, config, spec.precision, spec.fp32_layers)
+        for least, most in zip(spec.least.profiles, spec.most.profiles, strict=True):
+            config.add_optimization_profile(_profile(builder, network, spec.model, least, most))
+        _load_timing(config, timing_path)
+        serialized = builder.build_serialized_network(network, config)
+        if serialized is None:
+            raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot build an engine: {said(errors)}")
+        _store_timing(config, timing_path)
+        return bytes(serialized)
+
+
+def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
+    content = spec.onnx
+    if is_strongly_typed(trt) and spec.precision != "fp32":
+        content = half_model(content, spec.fp32_layers)
+    parser = trt.OnnxParser(network, trt_logger)
+    if not parser.parse(content):
+        problems = [parser.get_error(index) for index in range(parser.num_errors)]
+        words = "; ".join(f"{node_name(content, problem.node())}: {problem.desc()}" for problem in problems)
+        raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot take this ONNX model: {words}")
+
+
+def _profile(builder: Any, network: Any, model: str, least: Sequence[Shape], most: Sequence[Shape]) -> Any:
+    """One optimisation profile, tuned for its largest shapes."""
+    profile = builder.create_optimization_profile()
+    count = network.num_inputs
+    for given in (least, most):
+        if len(given) not in (1, count):
+            raise ConfigError(f"{model}: min and max give {len(given)} inputs, the model has {count}")
+    for index in range(count):
+        value = network.get_input(index)
+        dims = tuple(value.shape)
+        low, high = (_full_shape(model, value.name, dims, given[min(index, len(given) - 1)]) for given in (least, most))
+        profile.set_shape(value.name, low, high, high)
+    return profile
+
+
+def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
+    """``given``, completed by the model's own dimensions where it is only a batch size."""
+    shape = given if len(given) > 1 else (given[0], *dims[1:])
+    wanted = "x".join("?" if dim < 0 else str(dim) for dim in dims)
+    if len(shape) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, shape, strict=False)):
+        got = "x".join(map(str, shape))
+        hint = "; export it with a dynamic batch" if dims and dims[0] > 0 else ""
+        raise ConfigError(f"{model}: input {name!r} is {wanted}, min and max say {got}{hint}")
+    if -1 in shape:
+        raise ConfigError(f"{model}: input {name!r} is {wanted}; give its range in min and max, like 1x3x224x224")
+    return shape
+
+
+def _load_timing(config: Any, path: Path | None) -> None:
+    content = path.read_bytes() if path is not None and path.exists() else b""
+    cache = config.create_timing_cache(content)
+    if cache is None or not config.set_timing_cache(cache, False):  # damaged, another version or GPU: start afresh
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def _store_timing(config: Any, path: Path | None) -> None:
+    cache = config.get_timing_cache()
+    if path is not None and cache is not None:
+        _write(path, bytes(cache.serialize()))
+
+
+@contextmanager
+def _progress(spec: EngineSpec) -> Iterator[None]:
+    """A line now and then: TensorRT 8.6 says nothing while it measures kernels."""
+    done = threading.Event()
+    start = perf_counter()
+
+    def tell() -> None:
+        while not done.wait(PROGRESS_SECONDS):
+            logger.warning("%s: building the engine, %.0f s", spec.model, perf_counter() - start)
+
+    thread = threading.Thread(target=tell, name="torchpipe_py engine build", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        logger.warning("%s: engine build ended after %.0f s", spec.model, perf_counter() - start)

@@ -1,0 +1,110 @@
+"""Models by PyTorch itself: what serves a model where TensorRT is not installed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes
+from torchpipe_py.backends.models.staging import row_tensor
+from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
+from torchpipe_py.values import to_bool, to_str
+
+_DTYPES = ("float32", "float16", "bfloat16", "uint8")
+
+
+class TorchTensor(CudaModel):
+    """A TorchScript file, or a ``.pt2`` of ``torch.export`` or AOTInductor: Mats or tensors in, Tensors 1×… out.
+
+    On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
+    cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the first
+    input, channel by channel, as the first step of the graph. The instances of a node share the model.
+    """
+
+    input_type = Param(to_str, "float32", choices=_DTYPES, doc="dtype of the model's inputs")
+    cuda_graph = Param(to_bool, True, doc="capture a CUDA graph for each batch size")
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        self.use_graphs = bool(self.cuda_graph)
+        self._dtype = getattr(self._torch, self.input_type)
+        if (self.mean or self.std) and not self._dtype.is_floating_point:
+            raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
+        if 0.0 in self.std:
+            raise ConfigError("std holds a zero")
+        self._mean, self._std = (
+            self._torch.tensor(values, device=self.device, dtype=self._dtype).reshape(1, -1, 1, 1) if values else None
+            for values in (self.mean, self.std)
+        )
+        key = ("module", str(self.device), self.model)
+        self._module = self.config.shared.get(key, lambda: load_module(self.model, self.device))
+
+    def close(self) -> None:
+        self._module = None
+        super().close()
+
+    def input_specs(self, count: int) -> Sequence[InputSpec]:
+        return [InputSpec(f"input {index}", self._dtype) for index in range(count)]
+
+    def enqueue(self, inputs: list[Any]) -> list[Any]:
+        if self._mean is not None:
+            inputs = [inputs[0] - self._mean, *inputs[1:]]
+        if self._std is not None:
+            inputs = [inputs[0] / self._std, *inputs[1:]]
+        try:
+            with self._torch.inference_mode():
+                outputs = self._module(*inputs)
+        except Exception as error:
+            if self._guard is None or not self._torch.cuda.is_current_stream_capturing():
+                raise
+            raise RuntimeError(
+                f"{self.model} cannot be captured as a CUDA graph ({first_line(error)}); set cuda_graph = false"
+            ) from error
+        return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
+        if self._guard is not None:
+            super().run_group(shapes, items, rows)
+            return
+        # On the CPU: no buffers, no graphs.
+        columns = zip(shapes, zip(*rows, strict=True), strict=True)
+        inputs = [
+            self._torch.stack([row_tensor(value, shape).to("cpu", self._dtype) for value in values])
+            for shape, values in columns
+        ]
+        self.write_results(items, self.enqueue(inputs))
+
+
+def load_module(path: str, device: Any) -> Any:
+    """The callable of a model file on ``device``; ``ConfigError`` for what is no such file."""
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {error}") from error
+    try:
+        if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
+            return _load_package(torch, path, device)
+        if any(name.endswith("constants.pkl") for name in names):
+            return torch.jit.load(path, map_location=device).eval()
+        return torch.export.load(path).module().to(device)
+    except (BackendUnavailable, ConfigError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(error)}") from error
+
+
+def _load_package(torch: Any, path: str, device: Any) -> Any:
+    """AOTInductor packages are compiled for one kind of device."""
+    from torch._inductor import aoti_load_package
+
+    index = device.index if device.type == "cuda" else -1
+    package = aoti_load_package(path, device_index=index)
+    compiled_for = package.get_metadata().get("AOTI_DEVICE_KEY", device.type)
+    if compiled_for != device.type:
+        raise BackendUnavailable(f"model {path} is compiled for {compiled_for}, this node runs on {device.type}")
+    return package

@@ -1,0 +1,313 @@
+"""A backend in a process of its own, and that process as its parent sees it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Hashable
+from multiprocessing import connection, spawn
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, tensor_key
+from torchpipe_py.backends.process.recipe import Job, Recipe, is_loading_main, main_source
+from torchpipe_py.backends.process.transport import Block, Channel, check_travels
+from torchpipe_py.backends.process.worker import Outcome
+from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
+from torchpipe_py.keys import TASK_DATA_KEY
+
+_CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
+_STARTS = 3
+
+# The path comes first, so that nothing is imported from the working directory; then Ctrl-C, which reaches it too.
+_PROGRAM = r"""
+import sys
+sys.path[:] = sys.argv[1].split("\n")
+import signal
+signal.signal(signal.SIGINT, lambda *_: None)
+from torchpipe_py.backends.process.worker import main
+main(*map(int, sys.argv[2:]))
+"""
+
+
+class Process(Backend):
+    """Runs the backend in its brackets in a process of each instance's own, for Python code that holds the GIL.
+
+    What the dict holds goes there and comes back as copies: large arrays, Tensors on the CPU and ``bytes`` through
+    shared memory, everything else pickled. A value that cannot be pickled stays in the dict, unseen by the backend;
+    ``TypeError`` where it is ``data``, or one that the backend wrote. A worker that dies fails the batch it had with
+    ``WorkerDied``; the next one gets a new worker. Classes in the brackets must be importable from a module.
+    """
+
+    children = (1, 1)
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._wish: tuple[str | None, ...] = ()
+        self._worker: Worker | None = None
+        self._range = (1, 1)
+
+    def prefer_color(self, wish: str | None) -> str | None:
+        self._wish = (wish,)
+        return self.config.children[0].prefer_color(wish)
+
+    def setup(self) -> None:
+        if not hasattr(select, "poll") or os.name != "posix":
+            raise BackendUnavailable(f"{self.config.label} needs a POSIX system")
+        if is_loading_main():
+            raise ConfigError(
+                f"{self.config.label}: a worker process imports the main script for a class that stands in it, and "
+                'the script starts a pipe when imported: put that under `if __name__ == "__main__":`'
+            )
+        self._job = self._describe()
+        self._start()
+
+    def forward(self, items: list[Data]) -> None:
+        reason: BaseException | None = None
+        starts = 0
+        while starts < _STARTS:
+            worker = self._worker
+            if worker is None:
+                starts += 1
+                try:
+                    worker = self._start()
+                except Exception as error:
+                    reason = error
+                    continue
+            try:
+                self._forward(worker, items)
+                return
+            except WorkerDied as error:
+                if worker.has_taken:
+                    raise
+                reason = error  # it died before it had the items: nothing is lost
+        raise WorkerDied(
+            f"{self.config.label}: its worker process cannot be started again: {first_line(reason)}"  # type: ignore[arg-type]
+        ) from reason
+
+    def close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def max(self) -> int:
+        return self._range[1]
+
+    def min(self) -> int:
+        return self._range[0]
+
+    def batch_key(self, item: Data) -> Hashable:
+        try:
+            return self.config.children[0].batch_key(item)
+        except Exception:  # it needs what only setup gives it, and that was done elsewhere
+            return tensor_key(item[TASK_DATA_KEY])
+
+    def _describe(self) -> Job:
+        recipe = Recipe.of(self.config.children[0])
+        try:
+            pickled = pickle.dumps((recipe, recipe.postprocessors()))
+        except Exception as error:
+            raise ConfigError(f"{self.config.label}: cannot go to a worker process: {first_line(error)}") from error
+        return Job(
+            recipe=pickled,
+            device_id=self.config.device_id,
+            instance=self.config.instance,
+            instance_num=self.config.instance_num,
+            reaches_caller=self.config.reaches_caller,
+            wish=self._wish,
+            main=main_source(),
+            argv=tuple(sys.argv),
+            log_level=logging.getLogger("torchpipe_py").getEffectiveLevel(),
+        )
+
+    def _start(self) -> Worker:
+        worker = Worker(self.config.label)
+        try:
+            self._range = worker.call(worker.pack("setup", self._job))
+        except BaseException:
+            worker.kill()
+            raise
+        self._worker = worker
+        return worker
+
+    def _forward(self, worker: Worker, items: list[Data]) -> None:
+        visible = items
+        try:
+            packed = worker.pack("forward", items)
+        except Exception:
+            visible = [self._visible(item) for item in items]
+            packed = worker.pack("forward", visible)
+        try:
+            outcomes = worker.call(packed)
+        finally:
+            if not worker.is_open:
+                self._worker = None
+        for item, sent, outcome in zip(items, visible, outcomes, strict=True):
+            _apply(item, sent, outcome)
+
+    def _visible(self, item: Data) -> Data:
+        """What of the dict can be sent."""
+        visible = {}
+        for key, value in item.items():
+            try:
+                check_travels((key, value))
+            except Exception as error:
+                if key == TASK_DATA_KEY:
+                    raise TypeError(
+                        f"{self.config.label}: {key!r} cannot go to a worker process: {first_line(error)}"
+                    ) from error
+            else:
+                visible[key] = value
+        return visible
+
+
+def _apply(item: Data, sent: Data, outcome: Outcome) -> None:
+    """Make the dict what the worker's is; what was not sent stays."""
+    kept = {key: sent[source] for key, source in outcome.kept.items()}
+    for key in [*sent]:
+        if key not in kept and key not in outcome.changed:
+            del item[key]
+    item.update(kept)
+    item.update(outcome.changed)
+
+
+class Worker:
+    """A worker process and the only way to it; used from one thread."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self.is_open = True
+        ours, theirs = connection.Pipe()
+        outgoing, incoming = Block.create(), Block.create()
+        self._channel = Channel(ours, outgoing, incoming)
+        self.has_taken = False
+        try:
+            paths = "\n".join(path for path in sys.path if isinstance(path, str))
+            # NOTE: what the worker writes into is what is read here, and the other way round.
+            fds = (theirs.fileno(), incoming.fd, outgoing.fd)
+            self._process = subprocess.Popen(
+                [os.fsdecode(spawn.get_executable()), *_interpreter_flags(), "-c", _PROGRAM, paths]
+                + [str(number) for number in (*fds, os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+        except BaseException:
+            self._channel.close()
+            raise
+        finally:
+            theirs.close()
+        self._sentinel = _open_sentinel(self._process.pid)
+        self._poller = select.poll()
+        self._poller.register(ours, select.POLLIN)
+        if self._sentinel is not None:
+            self._poller.register(self._sentinel, select.POLLIN)
+        self._answer_fd = ours.fileno()
+
+    def pack(self, kind: str, value: Any) -> bytes:
+        """A message for ``call``; raises whatever pickling raises."""
+        return self._channel.pack((kind, value))
+
+    def call(self, packed: bytes) -> Any:
+        """Send, and wait for the answer; a failure there is raised here.
+
+        ``WorkerDied`` where the process ends first; ``has_taken`` then says whether it had received the message.
+        """
+        try:
+            answer = self._exchange(packed) or b""
+        except (EOFError, OSError):
+            raise self._died() from None
+        except BaseException:
+            self.kill()  # its answer to this must not be taken for one to the next
+            raise
+        try:
+            kind, value = self._channel.unpack(answer)
+        except Exception as error:
+            raise TypeError(f"{self._label}: the answer of its worker process: {first_line(error)}") from error
+        if kind == "failed":
+            assert isinstance(value, Failure)
+            raise value.error()
+        return value
+
+    def close(self) -> None:
+        """Let the worker close its backend and end; an error of that is raised once everything is released."""
+        failure: Any = None
+        try:
+            answer = self._exchange(self.pack("close", None), _CLOSE_TIMEOUT)
+            if answer is not None:
+                _, failure = self._channel.unpack(answer)
+                self._wait(_CLOSE_TIMEOUT)
+        except (EOFError, OSError):
+            pass  # it is gone
+        finally:
+            self.kill()
+        if isinstance(failure, Failure):
+            raise failure.error()
+
+    def kill(self) -> None:
+        """End the process if it still runs, and release everything; twice is allowed."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._process.kill()
+        self._process.wait()
+        if self._sentinel is not None:
+            os.close(self._sentinel)
+        self._channel.close()
+
+    def _exchange(self, packed: bytes, timeout: float | None = None) -> bytes | None:
+        """The answer; ``EOFError`` where the process ends first, ``None`` where ``timeout`` seconds pass."""
+        self._channel.post(packed)
+        ready = dict(self._poller.poll(None if timeout is None else 1000 * timeout))
+        if not ready:
+            return None
+        if not ready.get(self._answer_fd, 0) & select.POLLIN:
+            raise EOFError
+        return self._channel.receive()
+
+    def _died(self) -> WorkerDied:
+        self.has_taken = self._channel.is_taken
+        self._wait(1.0)  # the connection may end a moment before the process
+        status = self._process.poll()
+        self.kill()
+        return WorkerDied(f"{self._label}: its worker process {self._process.pid} died: {_ending(status)}")
+
+    def _wait(self, timeout: float) -> None:
+        """Wait for the process to end, no longer than ``timeout`` seconds."""
+        end = perf_counter() + timeout
+        if self._sentinel is not None:
+            poller = select.poll()
+            poller.register(self._sentinel, select.POLLIN)
+            poller.poll(1000 * timeout)
+        try:
+            self._process.wait(max(0.0, end - perf_counter()))
+        except subprocess.TimeoutExpired:
+            pass
+
+
+def _open_sentinel(pid: int) -> int | None:
+    """A descriptor that is readable when the process has ended, where the system has such a thing.
+
+    The connection tells it too, unless a process that the worker has forked still holds the other end.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _interpreter_flags() -> list[str]:
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "it closed its connection"
+    if status >= 0:
+        return f"exit status {status}"
+    names = {one.value: one.name for one in signal.Signals}
+    return f"killed by signal {-status} ({names.get(-status, 'unknown')})"

@@ -1,0 +1,158 @@
+"""A worker process: makes the backend, runs it for its parent, and ends when the parent does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torchpipe_py import registry
+from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.backends.process.recipe import Job, Recipe, load_main
+from torchpipe_py.backends.process.transport import Block, Channel, check_travels
+from torchpipe_py.errors import ConfigError, Failure, first_line
+
+_IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
+
+    kept: dict[Any, Any]
+    changed: dict[Any, Any]
+
+
+def main(connection: int, outgoing: int, incoming: int, parent: int) -> None:
+    """Serve until the parent says ``close``; the first three are file descriptors, ``parent`` is its process id."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # The parent says when to end: Ctrl-C, or a service manager, signals the whole group while it still has work.
+        # NOTE: a handler, since what is ignored would stay ignored in the programs that a backend starts.
+        signal.signal(number, lambda *_: None)
+    for fd in (connection, outgoing, incoming):
+        os.set_inheritable(fd, False)
+    _end_with(parent, connection)
+    _Server(Channel(Connection(connection), Block(outgoing), Block(incoming))).run()
+
+
+def _end_with(parent: int, connection: int) -> None:
+    """End this process, in the middle of ``forward`` too, as soon as the parent is gone."""
+    poller = select.poll()
+    poller.register(connection, 0)  # nothing but a hang-up
+    if hasattr(os, "pidfd_open"):
+        try:
+            poller.register(os.pidfd_open(parent), select.POLLIN)
+        except OSError:  # gone already, which the connection tells, or a system without it
+            pass
+
+    def watch() -> None:
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="torchpipe-parent", daemon=True).start()
+
+
+class _Server:
+    """Answers each message with ("done", value) or ("failed", a ``Failure``)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._backend: Backend | None = None
+        self._calls: dict[str, Callable[[Any], Any]] = {"setup": self._set_up, "forward": self._forward}
+        self._calls["close"] = self._close
+
+    def run(self) -> None:
+        is_open = True
+        while is_open:
+            try:
+                packed = self._channel.receive()
+            except (EOFError, OSError):
+                return
+            kind = ""
+            try:
+                kind, value = self._channel.unpack(packed)
+                answer: tuple[str, Any] = ("done", self._calls[kind](value))
+            except BaseException as error:
+                answer = ("failed", Failure.of(error))
+            is_open = kind != "close"
+            try:
+                self._answer(answer)
+            except OSError:
+                return
+            value = answer = ()  # type: ignore[assignment]  # an idle worker keeps nothing of its last batch
+
+    def _answer(self, answer: tuple[str, Any]) -> None:
+        try:
+            packed = self._channel.pack(answer)
+        except Exception as error:
+            packed = self._channel.pack(("failed", Failure.of(_stuck(answer[1], error))))
+        self._channel.post(packed)
+
+    def _set_up(self, job: Job) -> tuple[int, int]:
+        sys.argv[:] = job.argv
+        logging.getLogger("torchpipe_py").setLevel(job.log_level)
+        if job.main is not None:
+            self._channel.before_main = partial(load_main, job.main)
+        try:
+            recipe, postprocessors = self._channel.loads(job.recipe)
+        except Exception as error:
+            raise ConfigError(
+                f"a worker process cannot import what it needs: {type(error).__name__}: {error}; "
+                "a class must stand at the top level of a module that can be imported without side effects"
+            ) from error
+        for name, cls in postprocessors.items():
+            registry.register_postprocessor(cls, name)
+        backend = _made(recipe, job)
+        try:
+            backend.setup()
+            limits = backend.min(), backend.max()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                backend.close()
+            raise
+        self._backend = backend
+        return limits
+
+    def _forward(self, items: list[Data]) -> list[Outcome]:
+        assert self._backend is not None
+        before = [dict(item) for item in items]
+        self._backend.forward(items)
+        return list(map(_outcome, before, items))
+
+    def _close(self, _: object) -> None:
+        if self._backend is not None:
+            self._backend.close()
+
+
+def _made(recipe: Recipe, job: Job) -> Backend:
+    backend = recipe.create(job.seat())
+    for wish in job.wish:
+        backend.prefer_color(wish)
+    return backend
+
+
+def _outcome(before: Data, after: Data) -> Outcome:
+    """What the parent has already stays there: only values that nobody can have changed in place."""
+    sources = {id(value): key for key, value in before.items() if type(value) in _IMMUTABLE}
+    kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
+    return Outcome(kept, {key: value for key, value in after.items() if key not in kept})
+
+
+def _stuck(value: Any, error: Exception) -> Exception:
+    """A ``TypeError`` that names the key whose value cannot be sent."""
+    outcomes = value if isinstance(value, list) else []
+    for key, one in ((key, one) for outcome in outcomes for key, one in outcome.changed.items()):
+        try:
+            check_travels((key, one))
+        except Exception as reason:
+            return TypeError(f"{key!r} cannot come back from a worker process: {first_line(reason)}")
+    return error

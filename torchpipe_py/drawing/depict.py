@@ -1,0 +1,123 @@
+"""From a planned pipeline to a picture of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchpipe_py.backends.control.python import PythonClass
+from torchpipe_py.drawing.picture import Arrow, Box, Picture
+from torchpipe_py.drawing.svg import svg
+from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
+from torchpipe_py.plan.config import MapSource
+from torchpipe_py.plan.graph import Fold, Graph
+
+
+def live_svg(config: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """The picture of what ``pipe`` takes, with room for figures in each node; ``ConfigError``."""
+    return svg(depict(plan_pipeline(config), live=True))
+
+
+def depict(pipeline: Pipeline, live: bool = False) -> Picture:
+    """Nodes in file order; edges, maps, jumps, and where a node's filter may skip to.
+
+    ``live`` keeps room for figures in the boxes of nodes with instances of their own.
+    """
+    graph, plans = pipeline.graph, pipeline.plans
+    return Picture(
+        pipeline.spec.place.source,
+        tuple(_box(plan, graph, live) for plan in plans.values()),
+        tuple(arrow for name, plan in plans.items() for arrow in _arrows(name, graph, plan)),
+    )
+
+
+def _box(plan: NodePlan, graph: Graph, live: bool) -> Box:
+    spec = plan.spec
+    return Box(
+        name=spec.name,
+        backend=plan.label,
+        instances="&".join(map(str, spec.instance_num)),
+        range=_range(plan.backends),
+        filter=spec.filter or "",
+        alias_of=spec.owner if spec.owner != spec.name else "",
+        is_root=spec.name in graph.roots,
+        live=live and spec.owner == spec.name,
+    )
+
+
+def _arrows(name: str, graph: Graph, plan: NodePlan) -> Iterator[Arrow]:
+    for after in graph.successors[name]:
+        yield Arrow(name, after, "next")
+    for source in plan.spec.map:
+        for one in (source.node,) if source.node else graph.predecessors[name]:
+            yield Arrow(one, name, "map", _pairs(source))
+    labels = [label for backend in plan.backends for label in _split_and_merge(backend)]
+    for target in graph.jumps.get(name, ()):
+        yield Arrow(name, target, "jump", "; ".join(dict.fromkeys(labels)))
+    for fold in _folds(name, graph, plan.spec.filter or ""):
+        for way_out in fold.exits:
+            yield Arrow(name, way_out.node, "skip", (plan.spec.filter or "").lower())
+        if fold.is_end:
+            yield Arrow(name, "", "skip", (plan.spec.filter or "").lower())
+
+
+def _pairs(source: MapSource) -> str:
+    return ", ".join(f"{key}:{new}" for key, new in source.pairs)
+
+
+def _folds(name: str, graph: Graph, filter_name: str) -> list[Fold]:
+    """What the node's filter may skip; of a filter of the user's own both kinds, as far as they hide a node."""
+    word = filter_name.lower().replace("_", "")
+    if not word or word in ("swap", "or", "run", "continue", "skip", "break", "error"):
+        return []
+    folds = [] if word == "subgraphskip" else [graph.serial_fold(name)]
+    folds += [] if word == "serialskip" else [graph.subgraph_fold(name)]
+    hiding = {fold.members: fold for fold in folds if len(fold.members) > 1}
+    return list(hiding.values())
+
+
+def _split_and_merge(plan: BackendPlan) -> Iterator[str]:
+    given = _by_key(plan)
+    if "split" in given:
+        yield f"split {', '.join(given['split']) or 'nothing'}, merge {', '.join(given['merge'])}"
+    for child in plan.children:
+        yield from _split_and_merge(child)
+
+
+def _by_key(plan: BackendPlan) -> dict[str, Any]:
+    params = plan.cls.parameters()
+    return {params[name].key: value for name, value in plan.params.items() if name in params}
+
+
+def _range(plans: tuple[BackendPlan, ...]) -> str:
+    """The batches that it takes, as far as the configuration says."""
+    found = [_limits(plan) for plan in plans]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return ""
+    return f"{min(low for low, _ in known)}..{max(high for _, high in known)}"
+
+
+def _limits(plan: BackendPlan) -> tuple[int, int] | None:
+    given = _by_key(plan)
+    if issubclass(plan.cls, PythonClass):
+        return None if hasattr(plan.cls.wrapped, "max") else (1, 1)
+    if plan.cls.any_params:
+        return None
+    if "range" in given:
+        low, high = given["range"]
+        return low, high
+    if "max" in given:
+        return _batch(given.get("min", 1), min), _batch(given["max"], max)
+    inner = [_limits(child) for child in plan.children]
+    known = [one for one in inner if one is not None]
+    if len(known) < len(inner):
+        return None
+    return max(known, key=lambda one: one[1], default=(1, 1))
+
+
+def _batch(value: Any, choose: Callable[[list[int]], int]) -> int:
+    """A batch size, or the smallest or largest one where there are several profiles."""
+    return value if isinstance(value, int) else choose(value.batches())

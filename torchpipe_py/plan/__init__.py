@@ -1,0 +1,1 @@
+"""From TOML to a checked, frozen plan: no threads, no heavy imports."""

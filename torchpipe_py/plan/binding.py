@@ -1,0 +1,237 @@
+"""From an expression to backends that can be built: every name resolved and every value checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpipe_py import registry
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param
+from torchpipe_py.backends.control.basic import Sequential
+from torchpipe_py.backends.control.jump import Jump
+from torchpipe_py.backends.control.python import PythonClass
+from torchpipe_py.errors import ConfigError, Problems, nearest
+from torchpipe_py.filters import Filter
+from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
+from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.values import Value, to_str
+
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """A backend that can be built: class, typed parameters, children, and the filters in front of the children."""
+
+    cls: type[Backend]
+    label: str
+    params: Mapping[str, Any]
+    children: tuple[BackendPlan, ...] = ()
+    filters: tuple[Filter | None, ...] = ()
+
+    def jumps(self) -> Iterator[str]:
+        """Roots of the graphs that it runs."""
+        if issubclass(self.cls, Jump):
+            yield self.params["jump"]
+        for child in self.children:
+            yield from child.jumps()
+
+    def create(self, seat: BackendConfig) -> Backend:
+        """A new instance, not set up yet; ``seat`` says which instance it is, and on which device."""
+        config = replace(
+            seat,
+            params=self.params,
+            children=tuple(child.create(seat) for child in self.children),
+            filters=self.filters,
+            label=self.label,
+        )
+        return self.cls(config)
+
+
+def expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
+    """``A`` with a key ``"A::backend" = "B"`` is ``A[B]``; everything else stays as it is."""
+    name = registry.canonical(call.name)
+    key = next((key for key in _scoped(name, "backend") if key in node.params), None)
+    if not call.args and key is not None and name not in ancestors:
+        try:
+            (inner,) = parse_expression(f"{call.name}[{to_str(node.params[key])}]")
+            call = Call(call.name, inner.args, call.filter)
+        except ValueError as error:
+            raise node.at(key).error(error) from None
+    return Call(call.name, tuple(expand(arg, node, (*ancestors, name)) for arg in call.args), call.filter)
+
+
+class Binder:
+    """Binds the calls of one node to classes and values, and remembers which keys were used.
+
+    What is wrong with single values goes to ``problems``; what leaves no backend to bind is raised.
+    """
+
+    def __init__(self, node: NodeSpec, problems: Problems) -> None:
+        self.node = node
+        self.problems = problems
+        self.used: set[str] = set()
+        self.known: set[str] = set()
+        self.missing: list[ConfigError] = []
+
+    def bind(self, call: Call, positions: Mapping[int, _Position]) -> BackendPlan:
+        """``positions`` holds the positions of calls in their list, by identity."""
+        position = positions.get(id(call), _Position(0, 1, 0, 1))
+        call = self._hoisted(call)
+        cls = self._find(call)
+        self._check_children(call, cls)
+        params = self._params(call, cls, position)
+        inner = _positions(call)
+        return BackendPlan(
+            cls=cls,
+            label=str(Call(call.name, call.args)),
+            params=params,
+            children=tuple(self.bind(arg, inner) for arg in call.args),
+            filters=tuple(self._filter(arg, cls) for arg in call.args),
+        )
+
+    def _hoisted(self, call: Call) -> Call:
+        """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
+        if registry.canonical(call.name) != "Sequential" or len(call.args) < 2:
+            return call
+        *before, last = call.args
+        if last.args or last.filter or not self._find(last).wraps_sequence:
+            return call
+        return Call(last.name, (Call(call.name, tuple(before)),), call.filter)
+
+    def _find(self, call: Call) -> type[Backend]:
+        found = registry.find_backend(call.name)
+        if found is None:
+            raise self.node.at("backend").error(
+                f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())} (one of your own is "
+                "registered before: register_backend, import_code, --import)"
+            )
+        if issubclass(found, Backend):
+            return found
+        try:
+            return PythonClass.of(found)
+        except ConfigError as error:
+            raise self.node.at("backend").error(error) from None
+
+    def _check_children(self, call: Call, cls: type[Backend]) -> None:
+        low, high = cls.children
+        count = len(call.args)
+        if count < low:
+            raise self.node.at("backend").error(f"{call.name} needs a backend in brackets: {call.name}[…]")
+        if high is not None and count > high:
+            allowed = "no brackets" if high == 0 else f"at most {high} in its brackets"
+            raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
+
+    def _params(self, call: Call, cls: type[Backend], position: _Position) -> dict[str, Any]:
+        scope = registry.canonical(call.name)
+        if cls.any_params:
+            return self._all_params(scope)
+        params = {}
+        self.used.update(_scoped(scope, "backend"))
+        for name, param in cls.parameters().items():
+            self.known |= {param.key, f"{scope}::{param.key}"}
+            params[name] = self._value(scope, param, position)
+        return params
+
+    def _value(self, scope: str, param: Param, position: _Position) -> Any:
+        key = self._key(scope, param.key)
+        if key is None:
+            if param.default is REQUIRED:
+                place = Place(self.node.place.source, self.node.name, param.key)
+                self.missing.append(place.error(f"{scope} needs it: {param.doc}"))
+            return param.default
+        with self.problems.gathered():
+            return self._read(key, scope, param, position)
+        return param.default
+
+    def _read(self, key: str, scope: str, param: Param, position: _Position) -> Any:
+        try:
+            value = param.read(_at_position(self.node.params[key], position, scope))
+            if param.file and value and not os.path.isfile(value):
+                raise ValueError(f"no such file: {value} (working directory: {os.getcwd()})")
+        except ValueError as error:
+            raise self.node.at(key).error(error) from None
+        return value
+
+    def _key(self, scope: str, name: str) -> str | None:
+        """The key that holds the parameter: the node's table before the top level, the scoped form before the bare."""
+        present = [key for key in (*_scoped(scope, name), name) if key in self.node.params]
+        self.used.update(present)
+        own = [key for key in present if key in self.node.own]
+        return next(iter(own or present), None)
+
+    def _all_params(self, scope: str) -> dict[str, Value]:
+        """Every bare key, and those of this scope over them without their scope."""
+        prefix = f"{scope}::"
+        bare = {key: value for key, value in self.node.params.items() if "::" not in key}
+        scoped = {key: value for key, value in self.node.params.items() if key.startswith(prefix)}
+        self.used |= bare.keys() | scoped.keys()
+        return {**bare, **{key[len(prefix) :]: value for key, value in scoped.items()}}
+
+    def _filter(self, call: Call, parent: type[Backend]) -> Filter | None:
+        if call.filter is None:
+            return None
+        if not issubclass(parent, Sequential):
+            raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
+        return find_filter(call.filter, self.node, "backend")
+
+    def check_keys(self, unused: Iterable[str]) -> None:
+        """Keys that nothing takes, and missing ones."""
+        for key in unused:
+            if key in ("min", "max"):
+                self.problems.add(self.node.at(key).error("no backend of this node takes a batch range"))
+                continue
+            names = {name for name in self.known if ("::" in name) == ("::" in key)}
+            self.problems.add(self.node.at(key).error(f"unknown key; {nearest(key, names | set(NODE_KEYS))}"))
+        for error in self.missing:
+            self.problems.add(error)
+
+
+def _scoped(scope: str, name: str) -> list[str]:
+    """The scoped forms of a key, under the backend's own name and its aliases."""
+    aliases = [alias for alias, target in registry.ALIASES.items() if target == scope]
+    return [f"{one}::{name}" for one in (scope, *aliases)]
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a call stands in its list: which of those of its name, of how many; which of all, of how many."""
+
+    index: int
+    count: int
+    place: int
+    length: int
+
+
+def _positions(call: Call) -> dict[int, _Position]:
+    names = [registry.canonical(arg.name) for arg in call.args]
+    return {
+        id(arg): _Position(names[:place].count(name), names.count(name), place, len(names))
+        for place, (arg, name) in enumerate(zip(call.args, names, strict=True))
+    }
+
+
+def _at_position(value: Value, position: _Position, scope: str) -> Value:
+    """One of the values separated by ``|``, where the backend occurs several times in one list.
+
+    There is one for each of its occurrences, or one for each backend of the list, of which the others are ignored.
+    """
+    if position.count == 1 or not isinstance(value, str) or "|" not in value:
+        return value
+    parts = [part.strip() for part in value.split("|")]
+    if len(parts) == position.count:
+        return parts[position.index]
+    if len(parts) == position.length:
+        return parts[position.place]
+    raise ValueError(f"{value!r} has {len(parts)} values, {scope} occurs {position.count} times")
+
+
+def find_filter(name: str, node: NodeSpec, key: str) -> Filter:
+    """The filter that ``key`` of the node names."""
+    try:
+        found = registry.find_filter(name)
+    except Exception as error:
+        raise node.at(key).error(f"filter {name!r}: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise node.at(key).error(f"no filter {name!r}; {nearest(name, registry.filter_names())}")
+    return found

@@ -1,0 +1,161 @@
+"""From specs to what runs: a graph, and for each node what its instances are made of, before any thread starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
+from torchpipe_py.backends.control.ranges import composed
+from torchpipe_py.errors import ConfigError, Problems, nearest
+from torchpipe_py.filters import Filter, run, swap
+from torchpipe_py.plan.binding import BackendPlan, Binder, expand, find_filter
+from torchpipe_py.plan.config import (
+    GLOBAL,
+    NODE_KEYS,
+    TABLE_KEYS,
+    NodeSpec,
+    PipelineSpec,
+    is_composed,
+    read_config,
+    split_variants,
+)
+from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """A node that can be started; ``backends`` has an entry for each part of an ``&`` composition.
+
+    A logical node has the backends of the node whose instances it shares, and a filter of its own.
+    """
+
+    spec: NodeSpec
+    backends: tuple[BackendPlan, ...]
+    filter: Filter
+    reaches_caller: bool = True
+
+    @property
+    def label(self) -> str:
+        """The backend as it was written."""
+        labels = [backend.label for backend in self.backends]
+        return labels[0] if len(set(labels)) == 1 else "&".join(labels)
+
+    def creators(self, graphs: Graphs) -> list[Callable[[int], Backend]]:
+        """One function for each instance, from its index to its backend."""
+        counts = self.spec.instance_num
+        shared = [Shared() for _ in self.backends]
+
+        def create(instance: int) -> Backend:
+            seat = BackendConfig(
+                label=self.label,
+                device_id=self.spec.device_id,
+                instance=instance,
+                instance_num=max(counts),
+                reaches_caller=self.reaches_caller,
+                graphs=graphs,
+            )
+            parts = zip(self.backends, counts, shared, strict=True)
+            return composed(
+                seat,
+                [
+                    plan.create(replace(seat, shared=own, instance_num=count))
+                    for plan, count, own in parts
+                    if instance < count
+                ],
+            )
+
+        return [create] * max(counts)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything there is to know of a pipeline before it runs; ``plans`` has the nodes in file order."""
+
+    spec: PipelineSpec
+    graph: Graph
+    plans: Mapping[str, NodePlan]
+
+
+def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipeline:
+    """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts.
+
+    Raises ``ConfigError`` for all that is wrong with it, as far as one mistake does not hide another.
+    """
+    problems = Problems()
+    spec = read_config(config, problems)
+    bound = {}
+    for name, node in spec.nodes.items():
+        with problems.gathered():
+            if node.owner == name:
+                bound[name] = _bind_node(node, problems)
+    filters = {}
+    for name, node in spec.nodes.items():
+        with problems.gathered():
+            if node.filter is not None:
+                filters[name] = find_filter(node.filter, node, "filter")
+    if spec.broken:
+        # Without a node that could not be read, edges to it would look wrong as well.
+        problems.raise_all()
+    with problems.gathered():
+        graph = build_graph(spec)
+    problems.raise_all()
+    reaching = {
+        owner: any(_reaches_caller(spec.nodes[name], spec, graph) for name in names)
+        for owner, names in spec.logical().items()
+    }
+    plans = {}
+    for name, node in spec.nodes.items():
+        default = run if node.map or not graph.predecessors[name] else swap
+        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, default), reaching[node.owner])
+    used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
+    known = set().union(*(known for *_, known in bound.values()))
+    _check_defaults(spec, used, known, problems)
+    jumps = {name: tuple(dict.fromkeys(one for plan in plans[name].backends for one in plan.jumps())) for name in plans}
+    with problems.gathered():
+        graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
+    problems.raise_all()
+    return Pipeline(spec, graph, plans)
+
+
+def _bind_node(node: NodeSpec, problems: Problems) -> tuple[tuple[BackendPlan, ...], set[str], set[str]]:
+    """Its backends, the keys they used, and those they know."""
+    backends: list[BackendPlan] = []
+    binders = []
+    for index, call in enumerate(node.calls):
+        binder = Binder(_variant(node, index), problems)
+        backends.append(binder.bind(expand(call, binder.node), {}))
+        binders.append(binder)
+    used = set().union(*(binder.used for binder in binders))
+    binders[-1].check_keys([key for key in node.params if key in node.own and key not in used])
+    return tuple(backends), used, set().union(*(binder.known for binder in binders))
+
+
+def _variant(node: NodeSpec, index: int) -> NodeSpec:
+    """The node as one part of an ``&`` composition sees it."""
+    count = len(node.calls)
+    params = {
+        key: split_variants(value, count)[index] if is_composed(key) else value for key, value in node.params.items()
+    }
+    return replace(node, params=params)
+
+
+def _reaches_caller(node: NodeSpec, spec: PipelineSpec, graph: Graph) -> bool:
+    always_run = [_always_runs(spec.nodes[name]) for name in node.next]
+    return not (always_run and all(always_run)) or len(node.next) > 1 or bool(graph.readers[node.name])
+
+
+def _always_runs(node: NodeSpec) -> bool:
+    """Whether the node runs on every result that comes to it."""
+    return node.filter is None or node.filter.lower() in ("swap", "run")
+
+
+def _check_defaults(spec: PipelineSpec, used: set[str], known: set[str], problems: Problems) -> None:
+    """Refuse a key of the top level that no node takes."""
+    names = {name for name in {*used, *known, "max_inflight"} - TABLE_KEYS if "::" not in name}
+    for key in spec.defaults:
+        if key not in used:
+            problem = f"no node takes it; {nearest(key, names)}"
+            problems.add(ConfigError(f"{spec.place}: {GLOBAL}: key {key!r}: {problem}"))

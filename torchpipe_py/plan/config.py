@@ -1,0 +1,389 @@
+"""TOML text or dicts to frozen, checked node specs; nothing here knows a backend or starts a thread."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import tomli
+
+from torchpipe_py.errors import ConfigError, Problems, nearest
+from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.values import Value, to_float, to_int, to_str, to_strings
+
+logger = logging.getLogger("torchpipe_py")
+
+GLOBAL = "global"
+DEFAULT_NODE = "node"
+DEFAULT_MAX_INFLIGHT = 10_000
+
+NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id")
+TABLE_KEYS = frozenset(("next", "map", "backend", "filter"))
+LOGICAL_KEYS = ("next", "map", "filter")
+PIPELINE_KEYS = ("max_inflight",)
+
+# Scheduler choices of the C++ library: its default names are what this package does anyway.
+_SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
+_SCHEDULER_DEFAULTS = ("PipelineV3", "BaselineSchedule")
+
+_NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*(\.[A-Za-z0-9_\-]+)?")
+_MAP_SOURCE = re.compile(r"\s*(?P<node>[A-Za-z0-9_.\-]*)\s*\[(?P<pairs>[^\[\]]*)\]\s*(?:,|$)")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the configuration something stands; the beginning of every error message."""
+
+    source: str
+    node: str | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.source]
+        if self.node is not None:
+            parts.append("global" if self.node == GLOBAL else f"node {self.node!r}")
+        if self.key is not None:
+            parts.append(f"key {self.key!r}")
+        return ": ".join(parts)
+
+    def error(self, problem: object) -> ConfigError:
+        return ConfigError(f"{self}: {problem}")
+
+
+@dataclass(frozen=True)
+class MapSource:
+    """One source of a ``map``: ``node`` (empty: every predecessor) and its ``(key, new key)`` pairs."""
+
+    node: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One table of the configuration, with the defaults of the top level filled in.
+
+    ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition.
+    ``params`` holds every key that is not a node key, bare or as ``"Backend::param"``, still as written;
+    ``own`` names those that stand in the node's table itself.
+    """
+
+    place: Place
+    name: str
+    calls: tuple[Call, ...]
+    next: tuple[str, ...] = ()
+    map: tuple[MapSource, ...] = ()
+    filter: str | None = None
+    instance_num: tuple[int, ...] = (1,)
+    batching_timeout: float = 0.0
+    device_id: int = 0
+    params: Mapping[str, Value] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+
+    @property
+    def owner(self) -> str:
+        """The node whose instances run it: itself, or for a logical node ``name.alias`` the node ``name``."""
+        return self.name.partition(".")[0]
+
+    def at(self, key: str) -> Place:
+        """The place of ``key``: the node's table, or the top level where it comes from there."""
+        return Place(self.place.source, self.name if key in self.own else GLOBAL, key)
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """The whole configuration; ``nodes`` in file order, without the ``broken`` ones, which could not be read."""
+
+    place: Place
+    nodes: Mapping[str, NodeSpec]
+    defaults: Mapping[str, Value]
+    max_inflight: int = DEFAULT_MAX_INFLIGHT
+    broken: tuple[str, ...] = ()
+
+    def logical(self) -> dict[str, list[str]]:
+        """For each node with instances, the names of all nodes that run on them; in file order."""
+        found: dict[str, list[str]] = {}
+        for name, node in self.nodes.items():
+            found.setdefault(node.owner, []).append(name)
+        return found
+
+
+class Tables(dict[str, dict[str, Any]]):
+    """The tables of a file; errors about them name it: ``source``."""
+
+    source = "config"
+
+
+def parse_toml(path: str | os.PathLike[str]) -> Tables:
+    """The file as a dict of dicts, ``"global"`` first, to be edited and passed to ``pipe``.
+
+    Raises ``ConfigError`` for a missing file (naming it and the working directory) or text that is no TOML.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            tables = tomli.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+    found = Tables(_with_global(tables, Place(name)))
+    found.source = name
+    return found
+
+
+def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
+    """Specs from a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, all of them checked."""
+    problems = Problems()
+    spec = read_config(config, problems)
+    problems.raise_all()
+    return spec
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Problems) -> PipelineSpec:
+    """The same, with what is wrong in ``problems``; what is no configuration at all is raised."""
+    if isinstance(config, Mapping):
+        place = Place(config.source if isinstance(config, Tables) else Tables.source)
+        return _pipeline(_with_global(copy.deepcopy(dict(config)), place), place, problems)
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
+    name = os.fspath(config)
+    if not name.endswith(".toml"):
+        raise ConfigError(f"{name}: expected a path ending in .toml")
+    return _pipeline(parse_toml(name), Place(name), problems)
+
+
+def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Scalars beside tables become ``"global"``; scalars alone are one node."""
+    scalars = {key: value for key, value in tables.items() if not isinstance(value, Mapping)}
+    nodes: dict[str, dict[str, Any]] = {}
+    for name, table in tables.items():
+        if isinstance(table, Mapping):
+            nodes.update(_with_aliases(name, table))
+    if not nodes:
+        if not scalars:
+            raise place.error("no node in it")
+        pipeline = {key: scalars.pop(key) for key in PIPELINE_KEYS if key in scalars}
+        return {GLOBAL: pipeline, DEFAULT_NODE: scalars}
+    return {GLOBAL: {**scalars, **nodes.pop(GLOBAL, {})}, **nodes}
+
+
+def _with_aliases(name: Any, table: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The node, and its logical nodes: ``[name.alias]`` without quotes is a table in a table to TOML."""
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    own = {key: value for key, value in table.items() if key not in inner}
+    aliases = {f"{name}.{alias}": dict(value) for alias, value in inner.items()}
+    return {name: own, **aliases} if own or not aliases else aliases
+
+
+def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problems) -> PipelineSpec:
+    nodes = dict(tables)
+    top = Place(place.source, GLOBAL)
+    defaults = _cleaned(nodes.pop(GLOBAL), top, problems)
+    if not nodes:
+        raise place.error("no node in it")
+    for key in TABLE_KEYS:
+        if defaults.pop(key, None) is not None:
+            problems.add(Place(place.source, GLOBAL, key).error("belongs into a node's table"))
+    max_inflight = DEFAULT_MAX_INFLIGHT
+    with problems.gathered():
+        max_inflight = _read(defaults, "max_inflight", _positive, DEFAULT_MAX_INFLIGHT, top)
+    defaults.pop("max_inflight", None)
+    specs = {}
+    for name, table in nodes.items():
+        with problems.gathered():
+            specs[name] = _node(name, table, defaults, place, problems)
+    for spec in specs.values():
+        with problems.gathered():
+            _check_alias(spec, specs, set(nodes))
+    return PipelineSpec(place, specs, defaults, max_inflight, tuple(name for name in nodes if name not in specs))
+
+
+def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str]) -> None:
+    """A logical node has no instances, and so no parameters, of its own."""
+    if node.owner == node.name:
+        return
+    owner = nodes.get(node.owner)
+    if owner is None:
+        if node.owner in names:
+            return  # what is wrong with it has been said
+        physical = {name for name, one in nodes.items() if one.owner == name}
+        found = nearest(node.owner, physical)
+        raise node.place.error(f"a logical node (name.alias) of {node.owner!r}, which is not there; {found}")
+    if "backend" in node.own and node.calls != owner.calls:
+        backends = ["&".join(map(str, one.calls)) for one in (node, owner)]
+        raise node.at("backend").error(
+            f"shares the instances of {owner.name!r}, but its backend is {backends[0]}, not {backends[1]}"
+        )
+    for key in sorted(node.own - {"backend", *LOGICAL_KEYS}):
+        raise node.at(key).error(f"shares the instances of {owner.name!r}, where this key belongs")
+
+
+def _node(
+    name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipeline: Place, problems: Problems
+) -> NodeSpec:
+    place = Place(pipeline.source, name)
+    if not _NODE_NAME.fullmatch(name):
+        raise place.error("a node's name is letters, digits, '_' and '-', with one '.' before an alias")
+    own = _cleaned(table, place, problems)
+    for key in PIPELINE_KEYS:
+        if own.pop(key, None) is not None:
+            problems.add(Place(place.source, name, key).error("belongs to the top level, not into a node"))
+    keys = {**defaults, **own}
+
+    failed: dict[str, ConfigError] = {}
+
+    def read(key: str, convert: Callable[[Any], Any], default: Any) -> Any:
+        try:
+            return _read(keys, key, convert, default, Place(place.source, name if key in own else GLOBAL))
+        except ConfigError as error:
+            problems.add(error)
+            failed[key] = error
+            return default
+
+    calls = read("backend", parse_expression_value, None) or (Call("Identity"),)
+    variants = max([len(calls), *(_variants(keys[key]) for key in keys if is_composed(key))])
+    if len(calls) == 1:
+        calls *= variants
+    elif len(calls) != variants:
+        key = next(key for key in keys if is_composed(key) and _variants(keys[key]) == variants)
+        raise Place(place.source, name, key).error(f"{keys[key]!r} has {variants} parts, backend has {len(calls)}")
+    for key in filter(is_composed, keys):
+        where = Place(place.source, name if key in own else GLOBAL)
+        _read(keys, key, lambda value: split_variants(value, variants), None, where)
+    spec = NodeSpec(
+        place=place,
+        name=name,
+        calls=calls,
+        next=read("next", _names, ()),
+        map=read("map", _map, ()),
+        filter=read("filter", to_str, None),
+        instance_num=read("instance_num", lambda value: _instance_num(value, variants), (1,) * variants),
+        batching_timeout=read("batching_timeout", _not_negative, 0.0),
+        device_id=read("device_id", _device, 0),
+        params={key: value for key, value in keys.items() if key not in NODE_KEYS},
+        own=frozenset(own),
+    )
+    for key in ("backend", "next", "map"):
+        if key in failed:
+            raise failed[key]  # without these it is another node, with other mistakes
+    return spec
+
+
+def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict[str, Value]:
+    """The table without scheduler choices that are the default anyway; values of impossible types refused."""
+    cleaned: dict[str, Value] = {}
+    for key, value in table.items():
+        here = Place(place.source, place.node, key)
+        with problems.gathered():
+            if not isinstance(key, str):
+                raise here.error("a key is a string")
+            if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
+                raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")
+            if key.split("::")[0] not in _SCHEDULER_SCOPES:
+                cleaned[key] = value
+            elif value in _SCHEDULER_DEFAULTS:
+                logger.info("%s: ignored, this is how every pipe is scheduled", here)
+            else:
+                raise here.error(f"the scheduler is not exchangeable; {nearest(str(value), _SCHEDULER_DEFAULTS)}")
+    return cleaned
+
+
+def _read(keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], default: Any, place: Place) -> Any:
+    if key not in keys:
+        return default
+    try:
+        return convert(keys[key])
+    except ValueError as error:
+        raise Place(place.source, place.node, key).error(error) from None
+
+
+def parse_expression_value(value: Value) -> tuple[Call, ...]:
+    """``parse_expression`` of a value that must be a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a backend expression, got {value!r}")
+    return parse_expression(value)
+
+
+def is_composed(key: str) -> bool:
+    """Whether the values of a key may have a part for each part of an ``&`` composition."""
+    return key == "instance_num" or key == "model::cache" or key.rpartition("::")[2] in ("model", "min", "max")
+
+
+def _variants(value: Value) -> int:
+    return value.count("&") + 1 if isinstance(value, str) else 1
+
+
+def split_variants(value: Value, count: int) -> list[Value]:
+    """One value for each of ``count`` parts of an ``&`` composition: a shared one, or ``"a&b"`` with a part each."""
+    if not isinstance(value, str) or "&" not in value:
+        return [value] * count
+    parts: list[Value] = [part.strip() for part in value.split("&")]
+    if len(parts) != count:
+        raise ValueError(f"{value!r} has {len(parts)} parts, others have {count}")
+    return parts
+
+
+def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in split_variants(value, variants))
+
+
+def _positive(value: Value) -> int:
+    number = to_int(value)
+    if number < 1:
+        raise ValueError(f"expected at least 1, got {number}")
+    return number
+
+
+def _device(value: Value) -> int:
+    number = to_int(value)
+    if number < 0:
+        raise ValueError(f"expected a CUDA device number from 0, got {number}")
+    return number
+
+
+def _not_negative(value: Value) -> float:
+    number = to_float(value)
+    if number < 0:
+        raise ValueError(f"expected milliseconds, at least 0, got {number}")
+    return number
+
+
+def _names(value: Value) -> tuple[str, ...]:
+    names = to_strings(value)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"names {name!r} twice")
+    return names
+
+
+def _map(value: Value) -> tuple[MapSource, ...]:
+    """``"src[key:newkey,key:newkey],src2[…]"``."""
+    text, position, sources = to_str(value).strip(), 0, []
+    while position < len(text):
+        match = _MAP_SOURCE.match(text, position)
+        if match is None:
+            raise ValueError(f"expected source[key:newkey,…] at column {position + 1} of {text!r}")
+        sources.append(MapSource(match.group("node"), _pairs(match.group("pairs"), text)))
+        position = match.end()
+    if not sources:
+        raise ValueError("is empty; expected source[key:newkey,…]")
+    return tuple(sources)
+
+
+def _pairs(text: str, whole: str) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for part in text.split(","):
+        names = [name.strip() for name in part.split(":")]
+        if len(names) != 2 or not all(names):
+            raise ValueError(f"expected key:newkey, found {part.strip()!r} in {whole!r}")
+        pairs.append((names[0], names[1]))
+    return tuple(pairs)

@@ -1,0 +1,283 @@
+"""The graph of a pipeline as pure data: roots, successors, order, what a skip hides, and everything that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
+
+from torchpipe_py.errors import Problems, nearest
+from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
+
+MAX_JUMPS = 64
+"""How deep graphs may run graphs: the end of each is told on the stack of the one inside."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Where a way leads on: ``edges`` of the way's ``ways`` into ``node``, which has a map or takes the dict itself."""
+
+    node: str
+    edges: int
+    ways: int
+    has_map: bool
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A node, or a node with what a skip hides behind it: from outside it is one node, with that node's dict.
+
+    ``members`` begins with that node. ``is_end``: a way through the graph ends in it. ``is_read``: the map of a node
+    outside reads a member. ``copies``: the dict has several uses, so that each successor needs its own.
+    """
+
+    members: tuple[str, ...]
+    exits: tuple[Exit, ...]
+    is_end: bool
+    is_read: bool
+    copies: bool
+
+    @property
+    def next(self) -> str | None:
+        """The one node that takes over the dict as it is and waits for no other; ``None`` if there is more to do."""
+        if len(self.exits) == 1 and not (self.is_end or self.copies or self.exits[0].has_map):
+            return self.exits[0].node
+        return None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """``order`` is topological; everything else is in file order.
+
+    ``upstream[n]`` holds every node from which a request can still reach ``n``, ``reached_from[n]`` the roots.
+    ``jumps[n]`` names the roots of the graphs that ``n`` runs, ``readers[n]`` the nodes with a map that reads ``n``.
+    """
+
+    order: tuple[str, ...]
+    roots: tuple[str, ...]
+    successors: Mapping[str, tuple[str, ...]]
+    predecessors: Mapping[str, tuple[str, ...]]
+    readers: Mapping[str, tuple[str, ...]]
+    mapped: frozenset[str]
+    reached_from: Mapping[str, frozenset[str]]
+    upstream: Mapping[str, frozenset[str]]
+    jumps: Mapping[str, tuple[str, ...]]
+
+    @property
+    def jumped_to(self) -> frozenset[str]:
+        """Roots of the graphs that nodes of others run."""
+        return frozenset(root for roots in self.jumps.values() for root in roots)
+
+    def fold(self, name: str) -> Fold:
+        """A node alone."""
+        return self._fold((name,))
+
+    def serial_fold(self, name: str) -> Fold:
+        """The largest serial chain from a node on: each next one is the only successor and has no other predecessor."""
+        members = [name]
+        while True:
+            after = self.successors[members[-1]]
+            if len(after) != 1 or len(self.predecessors[after[0]]) != 1:
+                return self._fold(members)
+            members.append(after[0])
+
+    def subgraph_fold(self, name: str) -> Fold:
+        """The largest subgraph from a node on all of whose other nodes have their predecessors in it."""
+        members = {name: None}
+        for other in self.order:
+            before = self.predecessors[other]
+            if before and other not in members and all(one in members for one in before):
+                members[other] = None
+        return self._fold(members)
+
+    def _fold(self, members: Iterable[str]) -> Fold:
+        inside = dict.fromkeys(members)
+        edges: dict[str, int] = {}
+        for name in inside:
+            for after in self.successors[name]:
+                if after not in inside:
+                    edges[after] = edges.get(after, 0) + 1
+        exits = [Exit(to, count, len(self.predecessors[to]), to in self.mapped) for to, count in edges.items()]
+        is_read = any(reader not in inside for name in inside for reader in self.readers[name])
+        is_end = any(not self.successors[name] for name in inside)
+        copies = is_read or is_end + sum(not one.has_map for one in exits) > 1
+        return Fold(tuple(inside), tuple(exits), is_end, is_read, copies)
+
+
+def build_graph(spec: PipelineSpec) -> Graph:
+    """Check edges and maps and order the nodes; ``ConfigError`` names file, node, key and the nearest valid name."""
+    problems = Problems()
+    nodes = spec.nodes
+    for node in nodes.values():
+        _check_next(node, nodes, problems)
+    problems.raise_all()
+    order = _topological(nodes)
+    before_of: dict[str, list[str]] = {name: [] for name in nodes}
+    for node in nodes.values():
+        for successor in node.next:
+            before_of[successor].append(node.name)
+    predecessors = {name: tuple(found) for name, found in before_of.items()}
+    roots = tuple(name for name in nodes if not predecessors[name])
+    upstream: dict[str, frozenset[str]] = {}
+    reached_from: dict[str, frozenset[str]] = {}
+    readers: dict[str, list[str]] = {name: [] for name in order}
+    for name in order:
+        before = predecessors[name]
+        upstream[name] = frozenset(before).union(*(upstream[one] for one in before))
+        reached_from[name] = frozenset([] if before else [name]).union(*(reached_from[one] for one in before))
+        with problems.gathered():
+            _check_join(nodes[name], before, reached_from)
+            for source in _check_map(nodes[name], before, upstream[name], reached_from):
+                readers[source].append(name)
+    problems.raise_all()
+    return Graph(
+        order=order,
+        roots=roots,
+        successors={name: nodes[name].next for name in order},
+        predecessors=predecessors,
+        readers={name: tuple(found) for name, found in readers.items()},
+        mapped=frozenset(name for name in order if nodes[name].map),
+        reached_from=reached_from,
+        upstream=upstream,
+        jumps={},
+    )
+
+
+def _check_next(node: NodeSpec, nodes: Mapping[str, NodeSpec], problems: Problems) -> None:
+    for successor in node.next:
+        if successor not in nodes:
+            found = nearest(successor, set(nodes) - {node.name})
+            problems.add(node.at("next").error(f"no node {successor!r}; {found}"))
+
+
+def _check_join(node: NodeSpec, before: tuple[str, ...], reached_from: Mapping[str, frozenset[str]]) -> None:
+    if len(before) > 1 and not node.map:
+        raise node.place.error(f"several predecessors ({', '.join(before)}) need a map")
+    for one in before:
+        for root in reached_from[node.name] - reached_from[one]:
+            raise node.place.error(f"waits for {one!r}, which a request that enters at {root!r} never reaches")
+
+
+def _check_map(
+    node: NodeSpec, before: tuple[str, ...], ancestors: frozenset[str], reached_from: Mapping[str, frozenset[str]]
+) -> dict[str, None]:
+    """The nodes that the node's map reads."""
+    if not node.map:
+        return {}
+    if not before:
+        raise node.at("map").error("the node is a root: there is no node before it to map from")
+    if not any(new == "data" for source in node.map for _, new in source.pairs):
+        raise node.at("map").error("gives no 'data'; expected source[key:data]")
+    sources: dict[str, None] = {}
+    for source in node.map:
+        if not source.node:
+            sources.update(dict.fromkeys(before))
+            continue
+        if source.node not in ancestors:
+            raise node.at("map").error(f"{source.node!r} is no node before it; {nearest(source.node, ancestors)}")
+        for root in reached_from[node.name] - reached_from[source.node]:
+            raise node.at("map").error(f"{source.node!r} is not reached by a request that enters at {root!r}")
+        sources[source.node] = None
+    return sources
+
+
+def _topological(nodes: Mapping[str, NodeSpec]) -> tuple[str, ...]:
+    """Depth first from every node, without recursion; a cycle is an error that shows it."""
+    order: list[str] = []
+    done: set[str] = set()
+    for start in nodes:
+        path: dict[str, None] = {}
+        stack = [(start, False)]
+        while stack:
+            name, leaving = stack.pop()
+            if leaving:
+                path.pop(name)
+                if name not in done:
+                    done.add(name)
+                    order.append(name)
+            elif name in path:
+                steps = list(path)
+                cycle = " -> ".join([*steps[steps.index(name) :], name])
+                raise nodes[steps[-1]].at("next").error(f"a cycle: {cycle}")
+            elif name not in done:
+                path[name] = None
+                stack.append((name, True))
+                stack.extend((successor, False) for successor in reversed(nodes[name].next))
+    order.reverse()
+    return tuple(order)
+
+
+def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, ...]]) -> Graph:
+    """The graph with the jumps of its nodes: targets checked, and who is upstream of whom through them."""
+    problems = Problems()
+    for name, targets in jumps.items():
+        for target in targets:
+            with problems.gathered():
+                _check_jump(graph, spec.nodes[name], target, _place(spec, name))
+    problems.raise_all()
+    inside = {root: frozenset(name for name in graph.order if root in graph.reached_from[name]) for root in graph.roots}
+    runs = {root: {target for name in inside[root] for target in jumps.get(name, ())} for root in graph.roots}
+    _check_jump_cycles(spec, graph, jumps, runs)
+    upstream = {name: set(before) for name, before in graph.upstream.items()}
+    # What runs in a graph that a node jumps to comes back to it, and goes on to the nodes behind it.
+    for name, targets in jumps.items():
+        within = set().union(*(_all_inside(target, inside, runs) for target in targets))
+        for reached in graph.order:
+            if name in graph.upstream[reached]:
+                upstream[reached] |= within
+    # And what can reach a jump can reach its target; graphs that jump before those they jump to.
+    for root in _by_jumps(graph.roots, runs):
+        for name in sorted(inside[root] & jumps.keys()):
+            for target in jumps[name]:
+                for reached in inside[target]:
+                    upstream[reached] |= upstream[name] | {name}
+    return replace(graph, upstream={name: frozenset(before) for name, before in upstream.items()}, jumps=dict(jumps))
+
+
+def _place(spec: PipelineSpec, name: str) -> Place:
+    """Where the target of a node's jump is written."""
+    owner = spec.nodes[spec.nodes[name].owner]
+    return owner.at(next((key for key in owner.params if key.rpartition("::")[2] == "jump"), "jump"))
+
+
+def _check_jump(graph: Graph, node: NodeSpec, target: str, place: Place) -> None:
+    if target not in graph.successors:
+        raise place.error(f"no node {target!r}; {nearest(target, graph.roots)}")
+    if target not in graph.roots:
+        raise place.error(f"{target!r} is no root, a jump enters a graph at its root; {nearest(target, graph.roots)}")
+    if target in graph.reached_from[node.name]:
+        raise place.error(f"{target!r} is the root of the graph of {node.name!r} itself")
+
+
+def _check_jump_cycles(
+    spec: PipelineSpec, graph: Graph, jumps: Mapping[str, tuple[str, ...]], runs: Mapping[str, set[str]]
+) -> None:
+    for name, targets in jumps.items():
+        for target in targets:
+            back = _reachable(target, runs) & graph.reached_from[name]
+            if back:
+                raise _place(spec, name).error(f"from {target!r} jumps lead back to {min(back)!r}: a cycle")
+    depth: dict[str, int] = {}
+    for root in reversed(_by_jumps(graph.roots, runs)):
+        depth[root] = 1 + max((depth[target] for target in runs[root]), default=0)
+        if depth[root] > MAX_JUMPS:
+            raise spec.nodes[root].place.error(f"graphs run graphs from here on, more than {MAX_JUMPS} deep")
+
+
+def _reachable(root: str, runs: Mapping[str, set[str]]) -> set[str]:
+    found, left = {root}, [root]
+    while left:
+        for target in runs[left.pop()] - found:
+            found.add(target)
+            left.append(target)
+    return found
+
+
+def _all_inside(root: str, inside: Mapping[str, frozenset[str]], runs: Mapping[str, set[str]]) -> set[str]:
+    return set().union(*(inside[one] for one in _reachable(root, runs)))
+
+
+def _by_jumps(roots: Iterable[str], runs: Mapping[str, set[str]]) -> list[str]:
+    """Roots, each before those it jumps to; there are no cycles any more."""
+    sorter = TopologicalSorter({root: runs[root] for root in roots})
+    return list(sorter.static_order())[::-1]

@@ -1,0 +1,258 @@
+"""The pipe: built from a configuration, called from any thread, closed once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from _thread import allocate_lock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.runtime.request import Countdown, Request, Ride, deadline_after
+from torchpipe_py.runtime.routes import Enter
+from torchpipe_py.runtime.runtime import Engine
+from torchpipe_py.runtime.statistics import describe, node_stats
+from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
+
+Data = dict[str, Any]
+
+
+class pipe:
+    """A pipeline that any number of threads may call at once.
+
+    ``config`` is a path ending in ``.toml``, a flat dict (one node) or a dict of dicts (``"global"`` holds defaults).
+    Raises ``ConfigError`` for a configuration that cannot be built, ``BackendUnavailable`` where a backend lacks a
+    library or device here, ``BackendError`` for any other failure of a backend's ``setup``. No thread is left then.
+
+    A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. Where there
+    is none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
+    ``BackendError`` in the caller. ``node_name`` selects the root where there are several
+    (or more than one that no jump leads to). A list of dicts is
+    several requests: the call returns when all are finished, and raises the first error if any raised.
+    ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
+    Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        self._engine = Engine(plan_pipeline(config))
+        self._engine.start()
+        self._roots = {name: self._engine.entries[name] for name in self._engine.graph.roots}
+        entered = [name for name in self._roots if name not in self._engine.graph.jumped_to]
+        self._only_root = self._roots[entered[0]] if len(entered) == 1 else None
+        # The threads know the engine only: a pipe that is dropped, or alive at exit, is closed.
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    def __call__(self, data: Data | Sequence[Data], timeout: float | None = None) -> None:
+        """Run one request, or several, and wait until all are finished."""
+        lock = allocate_lock()
+        lock.acquire()
+        requests, entries = self._prepare(data, lock.release, timeout)
+        if not requests:
+            return
+        ride = requests[0].ride = Ride() if timeout is None and len(requests) == 1 else None
+        try:
+            self._launch(requests, entries)
+            if ride is not None:
+                ride.go()
+            if timeout is None:
+                lock.acquire()
+            elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
+                for request in requests:
+                    self._engine.complete(request, _too_late(timeout))
+                lock.acquire()
+        except BaseException as interrupt:
+            for request in requests:
+                self._engine.complete(request, interrupt)
+            raise
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+
+    def submit(self, data: Data | Sequence[Data], timeout: float | None = None) -> Future[Any]:
+        """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued."""
+        future: Future[Any] = Future()
+        engine = self._engine  # not self: a future that is kept must not keep the pipe
+
+        def settle() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            error = next((request.error for request in requests if request.error is not None), None)
+            if error is None:
+                future.set_result(data)
+            else:
+                future.set_exception(error)
+
+        def drop_if_cancelled(done: Future[Any]) -> None:
+            if done.cancelled():
+                for request in requests:
+                    engine.complete(request, CancelledError())
+
+        requests, entries = self._prepare(data, settle, timeout)
+        self._launch(requests, entries)
+        if not requests:
+            settle()
+        future.add_done_callback(drop_if_cancelled)
+        return future
+
+    async def acall(self, data: Data | Sequence[Data], timeout: float | None = None) -> Any:
+        """``submit``, awaited; returns ``data``. Cancelling the task drops what is still queued."""
+        return await asyncio.wrap_future(self.submit(data, timeout))
+
+    def dispatch(
+        self, data: Data, on_done: Callable[[Data, BaseException | None], None], timeout: float | None = None
+    ) -> Ticket:
+        """Start one request without a waiting thread, for servers.
+
+        ``on_done(data, error)`` is called exactly once, unless ``dispatch`` itself raises, on the thread that
+        finishes the request, perhaps before ``dispatch`` returns; it must not block. The deadline is looked at
+        before each node; ``Ticket.cancel`` ends the request earlier.
+        """
+        if not isinstance(data, dict):
+            raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
+        requests, entries = self._prepare(data, lambda: on_done(data, requests[0].error), timeout)
+        self._launch(requests, entries)
+        return Ticket(self._engine, requests[0])
+
+    def max(self) -> int:
+        """The largest batch any node forms."""
+        return max(node.max for node in self._engine.nodes.values())
+
+    def min(self) -> int:
+        """The smallest batch any node forms."""
+        return min(node.min for node in self._engine.nodes.values())
+
+    def expected_wait(self) -> float:
+        """Seconds until the slowest node is through with what it holds now, by the compute times measured so far.
+
+        For a server that refuses what cannot meet its deadline.
+        """
+        return self._engine.expected_wait()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
+        engine = self._engine
+        return {
+            "inflight": engine.inflight,
+            "max_inflight": engine.max_inflight,
+            "admitted": engine.admitted,
+            "rejected": engine.rejected,
+            "nodes": {name: node_stats(engine.nodes[name]) for name in engine.nodes},
+        }
+
+    @contextmanager
+    def trace(self, limit: int = DEFAULT_LIMIT) -> Iterator[Trace]:
+        """Record the timeline of every request meanwhile, at most ``limit`` spans; ``save`` it, or look at ``spans``.
+
+        ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
+        """
+        nodes = self._engine.nodes.values()
+        if any(node.trace is not None for node in nodes):
+            raise RuntimeError("the pipe is being traced already")
+        trace = Trace(limit)
+        for node in nodes:
+            node.trace = trace
+        try:
+            yield trace
+        finally:
+            for node in nodes:
+                node.trace = None
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
+
+        ``False`` if a backend still runs after ``timeout`` seconds; its requests have failed nevertheless.
+        """
+        return self._engine.close(timeout)
+
+    def __enter__(self) -> pipe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return describe(self._engine)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, data: Data | Sequence[Data], on_done: Callable[[], object], timeout: float | None
+    ) -> tuple[Sequence[Request], Sequence[Enter]]:
+        """Requests and the roots they enter, all checked before any starts."""
+        deadline = deadline_after(timeout)
+        if isinstance(data, dict):
+            return (self._request(data, on_done, deadline),), (self._entry(data),)
+        items = _checked_list(data)
+        countdown = Countdown(len(items), on_done)
+        entries = [self._entry(item) for item in items]
+        return [self._request(item, countdown, deadline) for item in items], entries
+
+    def _request(self, data: Data, on_done: Callable[[], object], deadline: float | None) -> Request:
+        if TASK_DATA_KEY not in data:
+            found = ", ".join(map(repr, data)) or "none"
+            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {found}")
+        data.pop(TASK_RESULT_KEY, None)
+        data.pop(TASK_ERROR_KEY, None)
+        return Request(data, on_done, deadline)
+
+    def _entry(self, data: Data) -> Enter:
+        if self._only_root is not None and TASK_NODE_NAME_KEY not in data:
+            return self._only_root
+        name = data.get(TASK_NODE_NAME_KEY)
+        if name is None:
+            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self._roots)}")
+        enter = self._roots.get(name) if isinstance(name, str) else None
+        if enter is None:
+            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {name!r}; {nearest(str(name), self._roots)}")
+        return enter
+
+    def _launch(self, requests: Sequence[Request], entries: Sequence[Enter]) -> None:
+        self._engine.admit(requests)
+        for request, enter in zip(requests, entries):  # noqa: B905 - equal by construction, and hot
+            try:
+                enter(request)
+            except Exception as error:
+                self._engine.complete(request, error)
+
+
+class Ticket:
+    """A request started with ``pipe.dispatch``."""
+
+    __slots__ = ("_engine", "_request")
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+
+    @property
+    def deadline(self) -> float | None:
+        """When the request's time is over, in seconds of ``time.perf_counter``."""
+        return self._request.deadline
+
+    def cancel(self, error: BaseException | None = None) -> bool:
+        """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
+        return self._engine.complete(self._request, error or CancelledError())
+
+
+def _checked_list(data: Any) -> list[Data]:
+    if not isinstance(data, (list, tuple)):
+        raise InvalidRequest(f"expected a dict or a list of dicts, got {type(data).__name__}")
+    for index, item in enumerate(data):
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"item {index}: expected a dict, got {type(item).__name__}")
+    if len({id(item) for item in data}) < len(data):
+        raise InvalidRequest("the same dict stands in the list twice; each request needs its own")
+    return list(data)
+
+
+def _too_late(timeout: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"not finished within {timeout} s")

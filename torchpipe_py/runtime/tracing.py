@@ -1,0 +1,144 @@
+"""The timeline of each request: where it waited, for what, and which instance ran it in which batch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.runtime.request import Request
+
+DEFAULT_LIMIT = 1_000_000
+
+_INSTANCES, _REQUESTS = 1, 2  # what Chrome's format calls processes
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request at one node. Times are seconds since the trace began.
+
+    From ``arrived`` to ``collected`` it stood in the queue, to ``started`` its batch waited for company, to ``ended``
+    the backend ran. ``request`` counts requests from 1; the parts of a jump carry the number of the one that jumped.
+    ``batch`` counts the batches of the trace, ``size`` is how many requests were in it.
+    """
+
+    request: int
+    node: str
+    instance: int
+    batch: int
+    size: int
+    arrived: float
+    collected: float
+    started: float
+    ended: float
+
+
+class Trace:
+    """What a pipe did while it was traced; see ``pipe.trace``. Beyond ``limit`` spans the rest is only counted."""
+
+    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
+        self.dropped = 0
+        self._limit = limit
+        self._begin = perf_counter()
+        self._spans: list[Span] = []
+        self._numbers = itertools.count(1)
+        self._batches = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All of them so far, in the order in which they ended."""
+        return tuple(self._spans)
+
+    def record(
+        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
+    ) -> None:
+        """A batch has run; times of ``time.perf_counter``. From any thread."""
+        if len(self._spans) + len(requests) > self._limit:
+            self.dropped += len(requests)
+            return
+        begin, batch = self._begin, next(self._batches)
+        for request in requests:
+            arrived = request.arrived
+            self._spans.append(
+                Span(
+                    self._number(request),
+                    node,
+                    instance,
+                    batch,
+                    len(requests),
+                    arrived - begin,
+                    min(started, max(arrived, collected)) - begin,
+                    started - begin,
+                    ended - begin,
+                )
+            )
+
+    def _number(self, request: Request) -> int:
+        while True:
+            if request.trip is not None:
+                request = request.trip.request
+            if request.origin is None:
+                break
+            request = request.origin
+        with self._lock:
+            if not request.number:
+                request.number = next(self._numbers)
+        return request.number
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it for Perfetto (ui.perfetto.dev) or chrome://tracing: a line for each instance and each request."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": list(chrome_events(self._spans)), "displayTimeUnit": "ms"}, file)
+
+
+def chrome_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    """Spans in Chrome's trace event format: batches as complete events, requests as nestable asynchronous ones."""
+    yield _meta("process_name", _INSTANCES, 0, "instances")
+    yield _meta("process_name", _REQUESTS, 0, "requests")
+    lines: dict[tuple[str, int], int] = {}
+    batches: dict[tuple[str, int], list[Span]] = {}
+    counts: Counter[int] = Counter()
+    for span in spans:
+        if (span.node, span.instance) not in lines:
+            lines[span.node, span.instance] = len(lines) + 1
+            yield _meta("thread_name", _INSTANCES, len(lines), f"{span.node} {span.instance}")
+        batches.setdefault((span.node, span.batch), []).append(span)
+        counts[span.request] += 1
+        yield from _phases(span, f"{span.request}.{counts[span.request]}")
+    for (node, _), members in batches.items():
+        first = members[0]
+        yield {
+            "name": f"{node} x{first.size}",
+            "ph": "X",
+            "pid": _INSTANCES,
+            "tid": lines[node, first.instance],
+            "ts": _us(first.started),
+            "dur": _us(first.ended - first.started),
+            "args": {"requests": [span.request for span in members], "batch size": first.size},
+        }
+
+
+def _phases(span: Span, identity: str) -> Iterator[dict[str, Any]]:
+    """Each visit of a node has an identity of its own: those of parallel branches overlap."""
+    times = (span.arrived, span.collected, span.started, span.ended)
+    for phase, start, end in zip(("queue", "batch wait", "compute"), times, times[1:], strict=False):
+        if end > start:
+            common = {"name": f"{span.node}: {phase}", "cat": "request", "id": identity, "pid": _REQUESTS, "tid": 0}
+            where = {"request": span.request, "instance": span.instance, "batch size": span.size}
+            yield {**common, "ph": "b", "ts": _us(start), "args": where}
+            yield {**common, "ph": "e", "ts": _us(end)}
+
+
+def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

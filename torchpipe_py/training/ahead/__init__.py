@@ -1,0 +1,1 @@
+"""Work ahead of the training loop: threads, buffers, CUDA streams."""

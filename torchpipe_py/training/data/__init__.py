@@ -1,0 +1,1 @@
+"""What is read: datasets, readers, the order of an epoch, its randomness."""

@@ -1,0 +1,1 @@
+"""Batches that a DataLoader's workers make."""
