@@ -22,7 +22,7 @@ def plant_in_supervisor(name: str) -> None:
 
 def _lose_replies() -> None:
     """Every 200th is not written."""
-    from torchpipe_server.connection import Connection
+    from torchpipe_server.serving.connection import Connection
 
     send, count = Connection.send, [0]
 
@@ -35,7 +35,7 @@ def _lose_replies() -> None:
 
 def _repeat_replies() -> None:
     """Every 200th is written twice."""
-    from torchpipe_server.connection import Connection
+    from torchpipe_server.serving.connection import Connection
 
     send, count = Connection.send, [0]
 
@@ -64,7 +64,7 @@ def _spoil_neighbours() -> None:
 
 
 def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
-    from torchpipe_server.handler import InferenceHandler
+    from torchpipe_server.worker.handler import InferenceHandler
 
     of, state = InferenceHandler._outcome, [0, (None, None)]
 
@@ -79,7 +79,7 @@ def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
 
 def _die_of_garbage() -> None:
     """The 100th broken stream ends the process."""
-    from torchpipe_server.server import Server
+    from torchpipe_server.serving.server import Server
 
     refuse, count = Server._refuse, [0]
 
@@ -94,7 +94,7 @@ def _die_of_garbage() -> None:
 
 def _keep_garbage() -> None:
     """16 KiB stay of each broken stream."""
-    from torchpipe_server.server import Server
+    from torchpipe_server.serving.server import Server
 
     refuse, kept = Server._refuse, []
 
@@ -107,7 +107,7 @@ def _keep_garbage() -> None:
 
 def _keep_connections() -> None:
     """A client that goes is not noticed."""
-    from torchpipe_server.server import Server
+    from torchpipe_server.serving.server import Server
 
     drop = Server._drop
 
@@ -122,7 +122,7 @@ def _keep_connections() -> None:
 
 def _drain_hastily() -> None:
     """At the stop connections are closed, whatever they wait for."""
-    from torchpipe_server.server import Server
+    from torchpipe_server.serving.server import Server
 
     def drain(self: Any) -> None:
         self._ending_until = 1e-9
@@ -131,35 +131,35 @@ def _drain_hastily() -> None:
 
 
 def _outlive_the_supervisor() -> None:
-    from torchpipe_server.worker import Worker
+    from torchpipe_server.worker.worker import Worker
 
     Worker._orphaned = lambda self: None  # type: ignore[method-assign]
 
 
 def _forget_deaths() -> None:
     """A dead worker's requests stay unanswered, its connections open."""
-    from torchpipe_server.switchboard import Switchboard
+    from torchpipe_server.supervisor.switchboard import Switchboard
 
     Switchboard._take_over = lambda self, slot: False  # type: ignore[method-assign]
 
 
 def _leave_seats_empty() -> None:
     """No worker is started in place of a dead one."""
-    from torchpipe_server.fleet import Fleet
+    from torchpipe_server.supervisor.fleet import Fleet
 
     Fleet._replace = lambda self, seat, child: None  # type: ignore[method-assign]
 
 
 def _restart_without_end() -> None:
     """No pause between attempts."""
-    from torchpipe_server.fleet import Fleet
+    from torchpipe_server.supervisor.fleet import Fleet
 
     Fleet._pause = lambda self, seat, is_failure: self._start(seat)  # type: ignore[method-assign]
 
 
 def _reload_anything() -> None:
     """The old generation goes before the new one has started."""
-    from torchpipe_server.fleet import Fleet
+    from torchpipe_server.supervisor.fleet import Fleet
 
     def reload(self: Any) -> None:
         for child in self.ready:

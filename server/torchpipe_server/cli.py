@@ -49,8 +49,8 @@ def _serve(options: Options) -> int:
     if find_spec("thriftpy2") is None:
         raise CannotServeError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")
     from torchpipe_py import parse_toml
-    from torchpipe_server.idl import load_idl
-    from torchpipe_server.supervisor import Supervisor
+    from torchpipe_server.supervisor.supervisor import Supervisor
+    from torchpipe_server.wire.idl import load_idl
 
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
@@ -95,7 +95,7 @@ def _reason(error: OSError) -> str:
 def _http(options: Options, supervisor: Any) -> Any:
     if find_spec("prometheus_client") is None:
         raise CannotServeError("--http-port: prometheus_client is not installed (pip install 'torchpipe_py[server]')")
-    from torchpipe_server.status import StatusServer
+    from torchpipe_server.supervisor.status import StatusServer
 
     try:
         return StatusServer(options.host, options.http_port, supervisor)
@@ -109,7 +109,7 @@ def _prepare(options: Options) -> None:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor or two for each connection
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be there before the fork, and nobody uses it
-    modules = ["torchpipe_server.preload"]
+    modules = ["torchpipe_server.worker.preload"]
     if b"Tensorrt" in Path(options.config).read_bytes():
         modules.append("tensorrt")
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)

@@ -23,13 +23,13 @@ from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
-from torchpipe_server.acceptor import Acceptor, slots_for
-from torchpipe_server.handler import InferenceHandler
-from torchpipe_server.idl import load_idl
-from torchpipe_server.loop import Loop
 from torchpipe_server.options import Options
-from torchpipe_server.server import Server
-from torchpipe_server.slots import SlotTable
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.serving.server import Server
+from torchpipe_server.serving.slots import SlotTable
+from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
+from torchpipe_server.wire.idl import load_idl
+from torchpipe_server.worker.handler import InferenceHandler
 
 from torchpipe_py import pipe
 

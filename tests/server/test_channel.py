@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from service import eventually
-from torchpipe_server.channel import Channel
-from torchpipe_server.loop import Loop
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.worker.channel import Channel
 
 MEBIBYTE = 2**20
 

@@ -11,9 +11,9 @@ import thriftpy2.rpc
 from fakes import WAIT
 from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, pack_call, read_all
 from thrift.Thrift import TApplicationException
-from torchpipe_server.fallback import ANSWER_SECONDS, Fallback
-from torchpipe_server.loop import Loop
-from torchpipe_server.protocol import CALL, Framing, Limits, Message, MessageReader
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback
+from torchpipe_server.wire.protocol import CALL, Framing, Limits, Message, MessageReader
 
 from torchpipe_py.errors import WorkerDied
 

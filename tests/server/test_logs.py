@@ -17,9 +17,9 @@ import pytest
 from conftest import Register
 from service import IDL, Client, LocalServer, Process, connect, eventually, pack_batch, serving
 from thrift.Thrift import TApplicationException
-from torchpipe_server.ledger import Ledger
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, parse_options
+from torchpipe_server.serving.ledger import Ledger
 
 from torchpipe_py import Backend
 from torchpipe_py.errors import DecodeError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fakes import WAIT
-from torchpipe_server.loop import LONGEST_WAIT, READ, WRITE, Loop
+from torchpipe_server.serving.loop import LONGEST_WAIT, READ, WRITE, Loop
 
 
 @pytest.fixture

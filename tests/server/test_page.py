@@ -21,7 +21,7 @@ from torchpipe_py.drawing.svg import svg
 from torchpipe_py.plan.build import plan_pipeline
 
 ROOT = Path(__file__).parents[2]
-PAGE = Path(torchpipe_server.__file__).parent / "page"
+PAGE = Path(torchpipe_server.__file__).parent / "supervisor" / "page"
 HOSTILE = "<script>document.title='caught'</script>\"' & <b>"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 import thriftpy2
-import torchpipe_server.protocol
-import torchpipe_server.scanner
+import torchpipe_server.wire.protocol
+import torchpipe_server.wire.scanner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thrift.protocol.TBinaryProtocol import TBinaryProtocol
@@ -22,8 +22,8 @@ from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
 from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
 from thriftpy2.thrift import TApplicationException, TPayload
 from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
-from torchpipe_server.codec import BadArgumentsError, Codec
-from torchpipe_server.protocol import (
+from torchpipe_server.wire.codec import BadArgumentsError, Codec
+from torchpipe_server.wire.protocol import (
     CALL,
     EXCEPTION,
     ONEWAY,
@@ -573,7 +573,7 @@ class TestLinear:
 
     @staticmethod
     def lines(data: bytes, piece: int) -> int:
-        files = {torchpipe_server.protocol.__file__, torchpipe_server.scanner.__file__}
+        files = {torchpipe_server.wire.protocol.__file__, torchpipe_server.wire.scanner.__file__}
         count = 0
 
         def trace(frame, event, _):

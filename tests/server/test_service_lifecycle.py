@@ -33,9 +33,9 @@ from service import (
     serving,
 )
 from torchpipe_server import cli
-from torchpipe_server.connection import Connection
-from torchpipe_server.protocol import Limits, MessageReader
-from torchpipe_server.slots import SlotTable
+from torchpipe_server.serving.connection import Connection
+from torchpipe_server.serving.slots import SlotTable
+from torchpipe_server.wire.protocol import Limits, MessageReader
 
 from torchpipe_py import Backend
 

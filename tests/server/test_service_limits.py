@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torchpipe_server.connection
-import torchpipe_server.server
+import torchpipe_server.serving.connection
+import torchpipe_server.serving.server
 from conftest import Register
 from fakes import WAIT, Gate
 from service import (
@@ -489,8 +489,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(torchpipe_server.server, "monotonic", made)
-    monkeypatch.setattr(torchpipe_server.connection, "monotonic", made)
+    monkeypatch.setattr(torchpipe_server.serving.server, "monotonic", made)
+    monkeypatch.setattr(torchpipe_server.serving.connection, "monotonic", made)
     return made
 
 
@@ -547,14 +547,14 @@ def test_an_error_of_accept_does_not_end_the_server(number):
 
 
 def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch):
-    feed = torchpipe_server.server.MessageReader.feed
+    feed = torchpipe_server.serving.server.MessageReader.feed
 
     def failing(self: Any, data: bytes) -> Any:
         if b"poison" in data:
             raise RuntimeError("a defect")
         return feed(self, data)
 
-    monkeypatch.setattr(torchpipe_server.server.MessageReader, "feed", failing)
+    monkeypatch.setattr(torchpipe_server.serving.server.MessageReader, "feed", failing)
     with serving(length) as server, Client(server.port) as other:
         other.ping()
         with connect(server.port) as sock:

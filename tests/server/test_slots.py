@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from fakes import WAIT
-from torchpipe_server.protocol import CALL, ONEWAY, Framing, Message
-from torchpipe_server.slots import SLOT_BYTES, Found, Mark, SlotTable
+from torchpipe_server.serving.slots import SLOT_BYTES, Found, Mark, SlotTable
+from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
 
 FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
 NAMES = ["x", "infer_batch", "n" * 56, "größe", "ü" * 28]

@@ -28,8 +28,8 @@ from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_
 from test_service_lifecycle import Plugin
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
-from torchpipe_server import status
-from torchpipe_server.status import StatusServer
+from torchpipe_server.supervisor.status import StatusServer
+from torchpipe_server.supervisor import status
 
 from torchpipe_py.runtime.histogram import BOUNDS_MS
 
@@ -128,7 +128,7 @@ def test_the_files_of_the_page(served: Served):
         answer = served.get(path)
         assert (answer.status, answer.kind) == (200, f"{kind}; charset=utf-8")
         name = path.lstrip("/") or "index.html"
-        assert answer.body == (ROOT / "server/torchpipe_server/page" / name).read_bytes()
+        assert answer.body == (ROOT / "server/torchpipe_server/supervisor/page" / name).read_bytes()
 
 
 def test_the_picture(served: Served):

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from fakes import WAIT, in_threads
 from service import IDL, Client, Process, connect, eventually
-from torchpipe_server.channel import Channel
-from torchpipe_server.fleet import Seat
-from torchpipe_server.loop import Loop
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.supervisor.fleet import Seat
+from torchpipe_server.worker.channel import Channel
 
 BACKENDS = '''
 import os, pathlib, subprocess, time

@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from time import monotonic
 
-from torchpipe_server.method import Cancellable
-from torchpipe_server.protocol import Message, MessageReader, ProtocolError
-from torchpipe_server.slots import Mark
+from torchpipe_server.serving.method import Cancellable
+from torchpipe_server.serving.slots import Mark
+from torchpipe_server.wire.protocol import Message, MessageReader, ProtocolError
 
 
 class Connection:

@@ -9,7 +9,7 @@ from time import time
 from typing import Any
 
 from torchpipe_py.runtime.histogram import COUNTS, bucket
-from torchpipe_server.method import OK
+from torchpipe_server.serving.method import OK
 
 logger = logging.getLogger("torchpipe_server.requests")
 

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, TorchpipeError
-from torchpipe_server.codec import BadArgumentsError, Codec
-from torchpipe_server.connection import Connection
-from torchpipe_server.ledger import Ledger
-from torchpipe_server.loop import READ, WRITE, Loop
-from torchpipe_server.method import Method, describe_error
 from torchpipe_server.options import Options
-from torchpipe_server.protocol import ONEWAY, Limits, Message, MessageReader, ProtocolError
-from torchpipe_server.slots import Mark
+from torchpipe_server.serving.connection import Connection
+from torchpipe_server.serving.ledger import Ledger
+from torchpipe_server.serving.loop import READ, WRITE, Loop
+from torchpipe_server.serving.method import Method, describe_error
+from torchpipe_server.serving.slots import Mark
+from torchpipe_server.wire.codec import BadArgumentsError, Codec
+from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, MessageReader, ProtocolError
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -13,7 +13,7 @@ from multiprocessing import reduction
 from struct import Struct
 from typing import Any, NamedTuple
 
-from torchpipe_server.protocol import CALL, ONEWAY, Framing, Message
+from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
 
 SLOT_BYTES = 64
 _NAME_BYTES = 56

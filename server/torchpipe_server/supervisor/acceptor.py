@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from time import monotonic
 
-from torchpipe_server.loop import READ, Loop
+from torchpipe_server.serving.loop import READ, Loop
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -12,11 +12,11 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from torchpipe_server.channel import Channel, Said
-from torchpipe_server.loop import READ, Loop
 from torchpipe_server.options import Options
-from torchpipe_server.slots import SlotTable
-from torchpipe_server.worker import Start, worker_main
+from torchpipe_server.serving.loop import READ, Loop
+from torchpipe_server.serving.slots import SlotTable
+from torchpipe_server.worker.channel import Channel, Said
+from torchpipe_server.worker.worker import Start, worker_main
 
 logger = logging.getLogger("torchpipe_server")
 

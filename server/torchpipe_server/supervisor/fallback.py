@@ -12,10 +12,10 @@ from typing import Any
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import TorchpipeError
-from torchpipe_server.codec import Codec
-from torchpipe_server.loop import LONGEST_WAIT, Loop
-from torchpipe_server.method import Done, Method, describe_error
-from torchpipe_server.protocol import Limits, Message
+from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.serving.method import Done, Method, describe_error
+from torchpipe_server.wire.codec import Codec
+from torchpipe_server.wire.protocol import Limits, Message
 
 ANSWER_SECONDS = 0.25  # a client that repeats at once must not keep the supervisor busy
 

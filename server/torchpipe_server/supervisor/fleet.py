@@ -11,12 +11,12 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchpipe_py.errors import TorchpipeError
-from torchpipe_server.channel import Said
-from torchpipe_server.child import Child, Forked, fork_worker
-from torchpipe_server.loop import LONGEST_WAIT, Loop
 from torchpipe_server.options import Options
-from torchpipe_server.slots import SlotTable
-from torchpipe_server.snapshot import Figures, add_past
+from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.serving.slots import SlotTable
+from torchpipe_server.supervisor.child import Child, Forked, fork_worker
+from torchpipe_server.supervisor.snapshot import Figures, add_past
+from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
 

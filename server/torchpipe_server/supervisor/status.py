@@ -12,7 +12,7 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple, Protocol
 
 from torchpipe_py.errors import nearest
-from torchpipe_server.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -18,13 +18,13 @@ from typing import Any
 import torchpipe_py
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.runtime.histogram import BOUNDS_MS
-from torchpipe_server.channel import Said
-from torchpipe_server.child import Child
-from torchpipe_server.fleet import Fleet, Seat
-from torchpipe_server.loop import LONGEST_WAIT, Loop
 from torchpipe_server.options import Options
-from torchpipe_server.snapshot import Figures, add_requests, service_figures
-from torchpipe_server.switchboard import Switchboard
+from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.fleet import Fleet, Seat
+from torchpipe_server.supervisor.snapshot import Figures, add_requests, service_figures
+from torchpipe_server.supervisor.switchboard import Switchboard
+from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
 

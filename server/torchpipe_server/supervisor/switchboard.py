@@ -9,14 +9,14 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import WorkerDied
-from torchpipe_server.acceptor import Acceptor, slots_for
-from torchpipe_server.child import Child
-from torchpipe_server.fallback import Fallback
-from torchpipe_server.loop import LONGEST_WAIT, Loop
 from torchpipe_server.options import Options
-from torchpipe_server.server import Server
-from torchpipe_server.slots import SlotTable
-from torchpipe_server.snapshot import Figures
+from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.serving.server import Server
+from torchpipe_server.serving.slots import SlotTable
+from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
+from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.fallback import Fallback
+from torchpipe_server.supervisor.snapshot import Figures
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -14,8 +14,8 @@ import thriftpy2.transport
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
 from thriftpy2.thrift import TApplicationException, TType
 
-from torchpipe_server.protocol import EXCEPTION, REPLY, Message
-from torchpipe_server.scanner import (
+from torchpipe_server.wire.protocol import EXCEPTION, REPLY, Message
+from torchpipe_server.wire.scanner import (
     I64_VARINT,
     BinaryScanner,
     CompactScanner,

@@ -7,9 +7,9 @@ from typing import Any
 
 import thriftpy2
 
-_HERE = Path(__file__).resolve().parent
-# In a wheel the file lies beside this module, in a checkout in the folder idl/.
-_CANDIDATES = (_HERE / "inference.thrift", _HERE.parents[1] / "idl" / "inference.thrift")
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel the file lies in this package, in a checkout in the folder idl/.
+_CANDIDATES = (_PACKAGE / "inference.thrift", _PACKAGE.parents[1] / "idl" / "inference.thrift")
 
 
 def load_idl() -> Any:

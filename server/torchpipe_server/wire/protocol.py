@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 
-from torchpipe_server.scanner import (
+from torchpipe_server.wire.scanner import (
     I32_VARINT,
     BinaryScanner,
     Buffer,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torchpipe_server.loop import READ, WRITE, Loop
+from torchpipe_server.serving.loop import READ, WRITE, Loop
 
 _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
 _RECEIVE_BYTES = 2**18

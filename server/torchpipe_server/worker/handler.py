@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
-from torchpipe_server.method import OK, Cancellable, Done, Method, describe_error, reason
-from torchpipe_server.values import to_label_and_score, to_python, to_values
+from torchpipe_server.serving.method import OK, Cancellable, Done, Method, describe_error, reason
+from torchpipe_server.worker.values import to_label_and_score, to_python, to_values
 
 logger = logging.getLogger("torchpipe_server")
 

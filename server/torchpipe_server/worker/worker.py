@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchpipe_server.channel import Channel, Said
 from torchpipe_server.logs import set_up_logging
-from torchpipe_server.loop import Loop
 from torchpipe_server.options import Options
-from torchpipe_server.slots import SlotTable
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.serving.slots import SlotTable
+from torchpipe_server.worker.channel import Channel, Said
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_server.server import Handler
+    from torchpipe_server.serving.server import Handler
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -72,7 +72,7 @@ class Worker:
     """Serves a handler to the connections that come through the channel, and says what becomes of them."""
 
     def __init__(self, start: Start, run: pipe, handler: Handler) -> None:
-        from torchpipe_server.server import Server
+        from torchpipe_server.serving.server import Server
 
         self._run, self._tables = run, start.tables
         self._loop = Loop()
@@ -149,12 +149,12 @@ def build_pipe(options: Options, tables: Any) -> pipe:
 def handler_maker(options: Options) -> Callable[[pipe], Handler]:
     """What makes the methods that are served of a pipe: the usual ones, or the user's own."""
     if options.handler:
-        from torchpipe_server.custom import CustomHandler, load_handler
+        from torchpipe_server.worker.custom import CustomHandler, load_handler
 
         cls = load_handler(options.handler)
         return lambda run: CustomHandler(cls, run, options.deadline_ms)
-    from torchpipe_server.handler import InferenceHandler
-    from torchpipe_server.idl import load_idl
+    from torchpipe_server.wire.idl import load_idl
+    from torchpipe_server.worker.handler import InferenceHandler
 
     return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms)
 
