@@ -24,18 +24,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from loadtest.campaigns import run_search, run_sweep
-from loadtest.compare import compare_main
-from loadtest.options import parse_arguments
-from loadtest.page import page
-from loadtest.runs import Runner
-from loadtest.spreadsheet import write_csv
-from loadtest.sweeps import parse_sweep
-from loadtest.tables import run_table, runs_table, search_line
-from loadtest.verdict import EXIT_CANNOT_RUN, EXIT_INTERRUPTED, verdict
-
+from torchpipe_py.loadtest.campaigns import run_search, run_sweep
 from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.report import check_output, print_report, write_json
+from torchpipe_py.loadtest.load_options import parse_arguments
+from torchpipe_py.loadtest.report.compare import compare_main
+from torchpipe_py.loadtest.report.page import page
+from torchpipe_py.loadtest.report.spreadsheet import write_csv
+from torchpipe_py.loadtest.report.summary import check_output, print_report, write_json
+from torchpipe_py.loadtest.report.tables import run_table, runs_table, search_line
+from torchpipe_py.loadtest.report.verdict import EXIT_CANNOT_RUN, EXIT_INTERRUPTED, verdict
+from torchpipe_py.loadtest.runs import Runner
+from torchpipe_py.loadtest.sweeps import parse_sweep
 
 _DESCRIPTION = "Load tester of the inference service. `client_qps.py compare A.json B.json` compares two reports."
 

@@ -16,9 +16,10 @@ from fakes import Gate
 
 from torchpipe_py import Backend, ItemBackend
 from torchpipe_py.cli import main
-from torchpipe_py.loadtest import command, cpu
+from torchpipe_py.loadtest import bench as command
 from torchpipe_py.loadtest.ledger import Ledger
-from torchpipe_py.loadtest.nodes import node_figures, node_rows
+from torchpipe_py.loadtest.measure import cpu
+from torchpipe_py.loadtest.measure.nodes import node_figures, node_rows
 from torchpipe_py.loadtest.plans import Rotation
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -111,7 +111,7 @@ def _parity(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     # Here, so that the other commands stay light.
-    from torchpipe_py.loadtest.command import run_bench
+    from torchpipe_py.loadtest.bench import run_bench
 
     return run_bench(args)
 

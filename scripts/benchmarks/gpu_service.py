@@ -21,7 +21,7 @@ from training.files import to_toml
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
 from benchmarks.gpu import SIDE, WARM_UP, Engines, _cores, cpu_pipe, gpu_pipe
 from benchmarks.servers import client_report, free_port, load_in, run_clients, serving, started
-from torchpipe_py.loadtest.nodes import node_figures
+from torchpipe_py.loadtest.measure.nodes import node_figures
 
 WORKERS = (4, 8, 2, 1)
 FEW, MANY = 20, 100

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from loadtest import wire
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType, TProcessor
 from thriftpy2.transport import TSocket
 from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
+
+from torchpipe_py.loadtest.client import wire
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

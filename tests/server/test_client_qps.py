@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 from fake_servers import IDL, Serve, ToyServer, command, load, toy_servers
-from loadtest import cost, wire
-from loadtest.connection import Connection, Endpoint
 
-from torchpipe_py.loadtest import statistics
+from torchpipe_py.loadtest.client import wire
+from torchpipe_py.loadtest.client.connection import Connection, Endpoint
+from torchpipe_py.loadtest.measure import cost, statistics
 from torchpipe_py.loadtest.plans import make_plans
 
 

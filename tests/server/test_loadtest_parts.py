@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loadtest import axes, charts, compare, lateness, search, series, stability, sweeps, verdict
-from loadtest.arrivals import ClosedLoop, OpenLoop, Turn
-from loadtest.campaigns import run_search, run_sweep
-from loadtest.gpu import summarize_gpus
-from loadtest.loads import make_load, offered_images
-from loadtest.records import Records, collect
-from loadtest.replay import read_replay
-from loadtest.schedules import constant_times, cut, deal, poisson_times, rate_of, rescale
 
+from torchpipe_py.loadtest import search, sweeps
+from torchpipe_py.loadtest.campaigns import run_search, run_sweep
+from torchpipe_py.loadtest.client.arrivals import ClosedLoop, OpenLoop, Turn
+from torchpipe_py.loadtest.client.loads import make_load, offered_images
+from torchpipe_py.loadtest.client.replay import read_replay
+from torchpipe_py.loadtest.client.schedules import constant_times, cut, deal, poisson_times, rate_of, rescale
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.ledger import NO_REPLY, Ledger
+from torchpipe_py.loadtest.measure import lateness, series, stability
+from torchpipe_py.loadtest.measure.gpu import summarize_gpus
+from torchpipe_py.loadtest.measure.records import Records, collect
 from torchpipe_py.loadtest.plans import make_plans
+from torchpipe_py.loadtest.report.summary import axes, charts, compare, verdict
 
 MS = 1_000_000
 SECOND = 1000 * MS

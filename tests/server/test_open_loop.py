@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from fake_servers import IDL, SCRIPTS, Images, Serve, command, load, toy_servers
-from loadtest.server import find_server
 from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
 from thriftpy2.transport import TServerSocket
+
+from torchpipe_py.loadtest.measure.server import find_server
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_
 from test_service_lifecycle import Plugin
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
-from torchpipe_server.supervisor.status import StatusServer
 from torchpipe_server.supervisor import status
+from torchpipe_server.supervisor.status import StatusServer
 
 from torchpipe_py.runtime.histogram import BOUNDS_MS
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.statistics import percentile
-
-from .verdict import EXIT_FAILED, EXIT_OK
+from torchpipe_py.loadtest.measure.statistics import percentile
+from torchpipe_py.loadtest.report.verdict import EXIT_FAILED, EXIT_OK
 
 RESAMPLES = 2000
 LEAST_SECONDS = 5  # whole ones, of each run: from fewer there is nothing to resample

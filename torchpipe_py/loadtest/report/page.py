@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from .plots import run_plots, runs_plots
-from .tables import HEADS, describe_arrivals, run_cells, search_line
-from .verdict import verdict
+from torchpipe_py.loadtest.report.plots import run_plots, runs_plots
+from torchpipe_py.loadtest.report.tables import HEADS, describe_arrivals, run_cells, search_line
+from torchpipe_py.loadtest.report.verdict import verdict
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #d6dbe1; --paper: #fff; --card: #f5f7f9;

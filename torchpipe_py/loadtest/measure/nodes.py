@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torchpipe_py.loadtest.report import Rows
+from torchpipe_py.loadtest.report.summary import Rows
 
 _TOTALS = ("requests", "batches", "failed", "expired")
 _TIMES = ("queue_ms", "batch_wait_ms", "compute_ms")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchpipe_py.loadtest.cpu import CpuUse
 from torchpipe_py.loadtest.ledger import Outcome
-from torchpipe_py.loadtest.report import Rows, format_cpu
+from torchpipe_py.loadtest.measure.cpu import CpuUse
+from torchpipe_py.loadtest.report.summary import Rows, format_cpu
 
 CLIENT_LIMIT = 0.9  # of a core, for one client process
 MACHINE_LIMIT = 0.95  # of all cores: saturated

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from torchpipe_py.loadtest.cpu import psutil
 from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.measure.cpu import psutil
 
 
 def is_local(host: str) -> bool:

@@ -7,11 +7,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torchpipe_py.loadtest.client.arrivals import Arrivals, ClosedLoop, OpenLoop
+from torchpipe_py.loadtest.client.replay import read_replay
+from torchpipe_py.loadtest.client.schedules import Times, constant_times, cut, deal, poisson_times, rate_of, rescale
 from torchpipe_py.loadtest.plans import Plan, make_plans
-
-from .arrivals import Arrivals, ClosedLoop, OpenLoop
-from .replay import read_replay
-from .schedules import Times, constant_times, cut, deal, poisson_times, rate_of, rescale
 
 DEFAULT_TOTAL = 10_000
 HEAD_START_NS = 100_000_000  # from the opening of the gate to the start, for all clients to be awake by then

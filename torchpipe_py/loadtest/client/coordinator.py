@@ -14,15 +14,14 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
+from torchpipe_py.loadtest.client.clients import READY, client_main
+from torchpipe_py.loadtest.client.connection import Endpoint
+from torchpipe_py.loadtest.client.gate import Gate
+from torchpipe_py.loadtest.client.loads import Load
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.images import Payload
 from torchpipe_py.loadtest.ledger import Ledger, Outcome
 from torchpipe_py.loadtest.plans import Plan
-
-from .clients import READY, client_main
-from .connection import Endpoint
-from .gate import Gate
-from .loads import Load
 
 _LOOK_S = 0.25
 _GRACE_S = 1.0

@@ -6,25 +6,24 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from torchpipe_py.loadtest.cpu import CpuMeter, CpuUse
+from torchpipe_py.loadtest.client.connection import Endpoint, probe
+from torchpipe_py.loadtest.client.coordinator import Coordinator
+from torchpipe_py.loadtest.client.loads import Load, make_load, offered_images
+from torchpipe_py.loadtest.client.wire import encode_body, load_idl
 from torchpipe_py.loadtest.images import load_images
 from torchpipe_py.loadtest.ledger import Outcome
+from torchpipe_py.loadtest.measure.cost import cpu_fields, tester_cost
+from torchpipe_py.loadtest.measure.cpu import CpuMeter, CpuUse
+from torchpipe_py.loadtest.measure.gpu import GpuMeter
+from torchpipe_py.loadtest.measure.lateness import Lateness, judge_lateness
+from torchpipe_py.loadtest.measure.records import Records, collect
+from torchpipe_py.loadtest.measure.series import histogram, per_second, percentile_curve
+from torchpipe_py.loadtest.measure.server import find_server, is_local
+from torchpipe_py.loadtest.measure.stability import judge_stability
+from torchpipe_py.loadtest.measure.statistics import summarize
 from torchpipe_py.loadtest.progress import progress_bar
-from torchpipe_py.loadtest.report import describe_run, make_report
-from torchpipe_py.loadtest.statistics import summarize
-
-from .connection import Endpoint, probe
-from .coordinator import Coordinator
-from .cost import cpu_fields, tester_cost
-from .gpu import GpuMeter
-from .lateness import Lateness, judge_lateness
-from .loads import Load, make_load, offered_images
-from .records import Records, collect
-from .series import histogram, per_second, percentile_curve
-from .server import find_server, is_local
-from .stability import judge_stability
-from .verdict import judge
-from .wire import encode_body, load_idl
+from torchpipe_py.loadtest.report.summary import describe_run, make_report
+from torchpipe_py.loadtest.report.verdict import judge
 
 
 class Runner:

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
-from torchpipe_py.loadtest.cpu import CpuMeter, CpuUse
+from torchpipe_py.loadtest.client.threads import Crew
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.images import load_images
 from torchpipe_py.loadtest.ledger import Ledger
-from torchpipe_py.loadtest.nodes import node_figures, node_rows
+from torchpipe_py.loadtest.measure.cpu import CpuMeter, CpuUse
+from torchpipe_py.loadtest.measure.nodes import node_figures, node_rows
 from torchpipe_py.loadtest.plans import make_plans
 from torchpipe_py.loadtest.progress import progress_bar
-from torchpipe_py.loadtest.report import (
+from torchpipe_py.loadtest.report.summary import (
     check_output,
     describe_run,
     format_cpu,
@@ -25,7 +26,6 @@ from torchpipe_py.loadtest.report import (
     print_report,
     write_json,
 )
-from torchpipe_py.loadtest.threads import Crew
 from torchpipe_py.runtime.pipe import pipe
 
 EXIT_OK, EXIT_ALL_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130

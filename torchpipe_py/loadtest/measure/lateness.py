@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .arrivals import Turn
-from .records import Records
+from torchpipe_py.loadtest.client.arrivals import Turn
+from torchpipe_py.loadtest.measure.records import Records
 
 LATE_MS = 1.0  # a send counts as late from here on; a sleeping process is some 0.1 ms late on a machine with time
 TESTER_LIMIT = 0.01  # of all sends, late while their client was free

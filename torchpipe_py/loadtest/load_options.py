@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchpipe_py.loadtest.client.loads import DEFAULT_TOTAL
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.options import add_options, at_least
-
-from .loads import DEFAULT_TOTAL
 
 ARRIVALS = ("closed", "constant", "poisson", "replay")
 DEFAULT_PROBE_S = 10.0

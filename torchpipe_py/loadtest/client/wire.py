@@ -27,11 +27,10 @@ from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
+from torchpipe_py.loadtest.client.errors import ReplyError
 from torchpipe_py.loadtest.errors import CannotRunError
 
-from .errors import ReplyError
-
-IDL_PATH = Path(__file__).resolve().parents[2] / "idl" / "inference.thrift"
+IDL_PATH = Path(__file__).resolve().parents[3] / "idl" / "inference.thrift"
 
 _UUID_FORMAT = b"%04x-%08x-%04x"  # client, sequence id, position in the call
 _UUID_BLANK = "0" * len(_UUID_FORMAT % (0, 0, 0))

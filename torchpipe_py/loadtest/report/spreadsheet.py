@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .verdict import verdict
+from torchpipe_py.loadtest.report.verdict import verdict
 
 _SETTINGS = ("request_client", "request_batch", "arrivals", "rate", "seed", "duration", "total_number")
 _FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s")

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from torchpipe_py.loadtest.statistics import percentile
-
-from .records import Records
+from torchpipe_py.loadtest.measure.records import Records
+from torchpipe_py.loadtest.measure.statistics import percentile
 
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1e6

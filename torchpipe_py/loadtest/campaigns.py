@@ -7,10 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torchpipe_py.loadtest.errors import CannotRunError
-
-from .search import TOLERANCE, Found, search_rate
-from .sweeps import Sweep
-from .verdict import EXIT_CANNOT_RUN, EXIT_INTERRUPTED, EXIT_OK, EXIT_SLO_MISSED, worst
+from torchpipe_py.loadtest.report.verdict import (
+    EXIT_CANNOT_RUN,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_SLO_MISSED,
+    worst,
+)
+from torchpipe_py.loadtest.search import TOLERANCE, Found, search_rate
+from torchpipe_py.loadtest.sweeps import Sweep
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
 """Runs what the options say and returns the report."""

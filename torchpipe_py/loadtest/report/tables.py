@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchpipe_py.loadtest.report import Rows, format_table
-
-from .cost import cpu_rows
-from .gpu import gpu_rows
-from .verdict import verdict
+from torchpipe_py.loadtest.measure.cost import cpu_rows
+from torchpipe_py.loadtest.measure.gpu import gpu_rows
+from torchpipe_py.loadtest.report.summary import Rows, format_table
+from torchpipe_py.loadtest.report.verdict import verdict
 
 HEADS = ("run", "offered", "QPS", "goodput", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from .axes import Axis
+from torchpipe_py.loadtest.report.axes import Axis
 
 WIDTH, HEIGHT = 620, 290
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 22, 16, 48

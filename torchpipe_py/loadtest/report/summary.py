@@ -12,11 +12,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.loadtest.cpu import cpu_model
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.images import Payload
 from torchpipe_py.loadtest.ledger import Outcome
-from torchpipe_py.loadtest.statistics import Tally, tally
+from torchpipe_py.loadtest.measure.cpu import cpu_model
+from torchpipe_py.loadtest.measure.statistics import Tally, tally
 
 OTHERS_LIMIT = 25.0  # percent of a core, for all processes that have no part in the run
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .axes import Axis, linear_axis, log_axis, percentile_axis, span_axis, value_axis
-from .charts import Bars, Line, Mark, Point, Rule, chart
+from torchpipe_py.loadtest.report.axes import (
+    Axis,
+    linear_axis,
+    log_axis,
+    percentile_axis,
+    span_axis,
+    value_axis,
+)
+from torchpipe_py.loadtest.report.charts import Bars, Line, Mark, Point, Rule, chart
 
 _COLORS = ("blue", "orange", "green", "purple", "red", "teal")
 _MOST_CURVES = len(_COLORS)

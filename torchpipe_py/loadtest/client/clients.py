@@ -9,16 +9,15 @@ from multiprocessing.connection import Connection as Channel
 from types import ModuleType
 from typing import Any
 
+from torchpipe_py.loadtest.client.arrivals import Arrivals, Turn
+from torchpipe_py.loadtest.client.connection import Endpoint, connect_patiently
+from torchpipe_py.loadtest.client.gate import Gate
+from torchpipe_py.loadtest.client.loads import Load
+from torchpipe_py.loadtest.client.wire import CallTemplate, answers_of, error_name
 from torchpipe_py.loadtest.images import Payload
 from torchpipe_py.loadtest.ledger import NO_REPLY, Ledger
+from torchpipe_py.loadtest.measure.lateness import LagMeter
 from torchpipe_py.loadtest.plans import Plan, Rotation
-
-from .arrivals import Arrivals, Turn
-from .connection import Endpoint, connect_patiently
-from .gate import Gate
-from .lateness import LagMeter
-from .loads import Load
-from .wire import CallTemplate, answers_of, error_name
 
 READY = "ready"
 

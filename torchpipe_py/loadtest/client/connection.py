@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from torchpipe_py.loadtest.client.errors import ConnectionClosed
+from torchpipe_py.loadtest.client.wire import ReplyReader, encode_call, error_name
 from torchpipe_py.loadtest.errors import CannotRunError
-
-from .errors import ConnectionClosed
-from .wire import ReplyReader, encode_call, error_name
 
 _FIRST_DELAY_S = 0.01
 _LONGEST_DELAY_S = 0.5

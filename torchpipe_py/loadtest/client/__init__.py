@@ -1,0 +1,1 @@
+"""Clients of a load test: what they send, when, and over which connection."""

@@ -1,0 +1,1 @@
+"""A load test as tables, files, plots and a page."""
