@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 from benchmarks.common import Load, interleave, machine, run_threads
 from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
-from training.command import whole
+from recipes.command import whole
 
 SUFFIXES = (".jpg", ".jpeg")
 ORIENTATION = 0x0112  # the EXIF tag

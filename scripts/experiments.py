@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from training.accuracy_table import accuracy_table, textures
-from training.command import guarded
-from training.epochs_table import epochs_table
-from training.models import make_model
-from training.report import report
+from recipes.accuracy_table import accuracy_table, textures
+from recipes.command import guarded
+from recipes.epochs_table import epochs_table
+from recipes.models import make_model
+from recipes.report import report
 
 SCRIPTS = Path(__file__).resolve().parent
 

@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-}
 [[ -n $python ]] || { [[ -x .venv/bin/python ]] && python=.venv/bin/python || python=python3; }
-PYTHONPATH=".:server:tests:tests/gpu${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m pytest "${@:-tests/gpu}"
+PYTHONPATH=".:server${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m pytest "${@:-tests/gpu}"

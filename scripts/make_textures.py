@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.textures import KINDS, SUBSAMPLINGS, write_set
+from recipes.textures import KINDS, SUBSAMPLINGS, write_set
 
 
 def _parser() -> argparse.ArgumentParser:

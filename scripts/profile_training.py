@@ -21,14 +21,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from recipes.command import guarded, whole
+from recipes.data import Loaders
+from recipes.options import make_parser
+from recipes.place import Place
+from recipes.session import PRECISIONS, Session
+from recipes.timeline import STEP, WAIT, GpuUse, gpu_use
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as profiled
-from training.command import guarded, whole
-from training.data import Loaders
-from training.options import make_parser
-from training.place import Place
-from training.session import PRECISIONS, Session
-from training.timeline import STEP, WAIT, GpuUse, gpu_use
 
 from torchpipe_py.training import Batch, TorchpipeLoader, TrainingError
 

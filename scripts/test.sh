@@ -12,13 +12,14 @@ if [[ $# -gt 0 ]]; then exec .venv/bin/python -m pytest "$@"; fi
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-chaos=(tests/server/test_chaos.py tests/server/test_chaos_judges.py tests/server/test_supervision.py)
 run() { .venv/bin/python -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
-# NOTE: tests/test_process.py looks for shared memory that is left over, and training has some of its own.
-run slow "${chaos[@]}" tests/training tests/test_process.py & first=$!
-run server tests/server "${chaos[@]/#/--ignore=}" & second=$!
+# NOTE: test_process.py looks for shared memory that is left over, and training has some of its own.
+process=tests/backends/test_process.py
+supervision=tests/server/supervisor/test_supervision.py
+run slow tests/chaos tests/training tests/scripts $supervision $process & first=$!
+run server tests/server tests/loadtest --ignore=$supervision & second=$!
 status=0
-run rest tests --ignore=tests/server --ignore=tests/training --ignore=tests/test_process.py || status=$?
+run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts} --ignore=$process || status=$?
 wait $first || status=$?
 wait $second || status=$?
 cat "$logs"/slow "$logs"/server "$logs"/rest

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from training.command import guarded, whole
-from training.evaluation import Agreement, Scores
-from training.serving import PRECISIONS
-from training.solutions import Run, by_pipe, by_torch
+from recipes.command import guarded, whole
+from recipes.evaluation import Agreement, Scores
+from recipes.serving import PRECISIONS
+from recipes.solutions import Run, by_pipe, by_torch
 
 from torchpipe_py.training import ImageFolder
 

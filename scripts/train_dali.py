@@ -13,11 +13,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from training.command import guarded
-from training.dali import AUGMENTS, dali_loaders
-from training.options import make_parser
-from training.place import Place
-from training.session import run
+from recipes.command import guarded
+from recipes.dali import AUGMENTS, dali_loaders
+from recipes.options import make_parser
+from recipes.place import Place
+from recipes.session import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from training.command import guarded
-from training.options import make_parser
-from training.place import torchrun_place
-from training.session import PRECISIONS, run
+from recipes.command import guarded
+from recipes.options import make_parser
+from recipes.place import torchrun_place
+from recipes.session import PRECISIONS, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from recipes.command import guarded
+from recipes.options import make_parser, to_device
+from recipes.place import Place, as_it_is
+from recipes.session import run
 from torch import nn
-from training.command import guarded
-from training.options import make_parser, to_device
-from training.place import Place, as_it_is
-from training.session import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes.dali import DaliLoader, Recipe
+from recipes.data import MEAN, STD, FlipAndNormalise
+from recipes.pipes import Config, pipe_on_cpu, pipe_on_gpu
 from torch.utils.data import DataLoader
-from training.dali import DaliLoader, Recipe
-from training.data import MEAN, STD, FlipAndNormalise
-from training.pipes import Config, pipe_on_cpu, pipe_on_gpu
 
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, wrap_dataloader_torchpipe
 from torchpipe_py.training.libraries import library

@@ -10,9 +10,9 @@ import cv2
 import numpy as np
 from export_onnx import open_session
 
-from .drawing import Scene
-from .networks import CROP
-from .shared import postprocess
+from examples.drawing import Scene
+from examples.networks import CROP
+from examples.shared import postprocess
 
 Run = Callable[[np.ndarray], np.ndarray]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from train_demo import normalise
 
-from .drawing import HEIGHT, WIDTH, Line, Scene
-from .shared import postprocess
+from examples.drawing import HEIGHT, WIDTH, Line, Scene
+from examples.shared import postprocess
 
 CROP = 32  # pixels; the classifier's input is CROP×CROP
 CROPS_PER_TILE = 3

@@ -1,0 +1,106 @@
+"""The two loaders of a training: augmented and shuffled, and as it is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from recipes.place import Place
+from torchpipe_py.training import (
+    DistributedEvalSampler,
+    ImageFolder,
+    TorchpipeLoader,
+    TrainingError,
+    wrap_dataloader_torchpipe,
+)
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Normalise:
+    """For ``transforms_batch``: N×3×H×W of 0..255 to 0..1, less ``mean``, over ``std``."""
+
+    def __init__(self, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD) -> None:
+        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+
+    def __call__(self, images: Any) -> Any:
+        if self._mean.device != images.device:
+            self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
+        return images.to(torch.float32, copy=True).div_(255.0).sub_(self._mean).div_(self._std)
+
+
+class FlipAndNormalise(Normalise):
+    """The same, after a horizontal flip of about every second image; a few kernels for the whole batch."""
+
+    def __call__(self, images: Any) -> Any:
+        chosen = (torch.rand(len(images)) < 0.5).nonzero().flatten().to(images.device, non_blocking=True)
+        images = super().__call__(images)
+        # NOTE: only these, in place: on a CPU each further copy of a batch takes longer than to normalise it.
+        return images.index_copy_(0, chosen, images.index_select(0, chosen).flip(-1))
+
+
+def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
+    sampler = DistributedSampler(dataset, seed=args.seed) if place.is_distributed else None
+    loader = DataLoader(
+        dataset, args.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=args.workers, drop_last=True
+    )
+    return _wrapped(args, place, loader, args.toml, FlipAndNormalise())
+
+
+def validation_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
+    sampler = DistributedEvalSampler(dataset) if place.is_distributed else None
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.workers)
+    return _wrapped(args, place, loader, args.val_toml or args.toml, Normalise())
+
+
+class Loaders:
+    """``train`` and ``val``, and the names of the ``classes``; a context that closes both.
+
+    ``training`` and ``validation`` make them from the options, the place and an ``ImageFolder``: of ours, or of others
+    with what ``Session`` uses of ``TorchpipeLoader``.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        place: Place,
+        training: Callable[[argparse.Namespace, Place, Any], Any] = training_loader,
+        validation: Callable[[argparse.Namespace, Place, Any], Any] = validation_loader,
+    ) -> None:
+        if not (args.data / "train").is_dir():
+            raise TrainingError(f"--data {args.data}: there is no train/ in it, which val/ stands beside")
+        train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
+        if train.classes != val.classes:
+            raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
+        self.classes = train.classes
+        with ExitStack() as stack:
+            self.train = stack.enter_context(training(args, place, train))
+            if not len(self.train):
+                raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
+            self.val = stack.enter_context(validation(args, place, val))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Loaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms: Any) -> TorchpipeLoader:
+    return wrap_dataloader_torchpipe(
+        place.parallel_type,
+        loader,
+        toml,
+        local_rank=place.local_rank,
+        devices=place.devices,
+        seed=args.seed,
+        bad_samples=args.bad_samples,
+        workers_decode=args.workers_decode,
+        transforms_batch=transforms,
+    )

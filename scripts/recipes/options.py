@@ -1,0 +1,42 @@
+"""The options of the training scripts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from recipes.command import whole
+
+POLICIES = ("raise", "skip", "mask")
+
+
+def to_device(text: str) -> int | str:
+    """A CUDA device's number, or a name."""
+    return int(text) if text.isdigit() else text
+
+
+def make_parser(description: str, toml: bool = True) -> argparse.ArgumentParser:
+    """All options but those of one script alone; ``toml``: whether a pipe does the preprocessing."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
+    if toml:
+        parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")
+        parser.add_argument("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
+        parser.add_argument(
+            "--workers-decode",
+            action="store_true",
+            help="the workers, one at least, make whole batches, on the GPU too",
+        )
+    parser.add_argument("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
+    parser.add_argument("--epochs", type=whole(1), default=10, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=whole(1), default=32, help="of each process (default: %(default)s)")
+    parser.add_argument("--workers", type=whole(0), default=2, help="processes that read files (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
+    parser.add_argument("--bad-samples", choices=POLICIES, default="raise", help="(default: %(default)s)")
+    parser.add_argument("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
+    parser.add_argument("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
+    parser.add_argument("--save-every", type=whole(0), default=0, help="also after so many steps (default: never)")
+    parser.add_argument("--max-steps", type=whole(1), help="stop after so many steps of this run, with a checkpoint")
+    parser.add_argument("--tensorboard", type=Path, help="a folder for scalars; needs tensorboard")
+    return parser

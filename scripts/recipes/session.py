@@ -1,0 +1,217 @@
+"""A training from its first step, or a checkpoint, to its last."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from recipes import checkpoints
+from recipes.data import Loaders
+from recipes.models import make_model
+from recipes.place import Place
+from recipes.scalars import Scalars
+from torchpipe_py.training import Batch, TrainingError
+
+IGNORED = -100
+LOG_EVERY = 10  # steps between two points of a curve in TensorBoard
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run(
+    args: argparse.Namespace,
+    place: Place,
+    precision: str = "fp32",
+    open_loaders: Callable[[argparse.Namespace, Place], Loaders] = Loaders,
+) -> dict[str, Any]:
+    """Train; the last epoch's figures. Prints a line for each epoch on rank 0."""
+    with open_loaders(args, place) as loaders:
+        session = Session(args, place, loaders, precision)
+        try:
+            return session.train()
+        finally:
+            session.scalars.close()
+
+
+class Session:
+    """Model, optimiser, schedule and loaders of one process."""
+
+    def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders, precision: str) -> None:
+        self._args, self._place, self._loaders = args, place, loaders
+        self.device = loaders.train.devices[0]
+        self.bare = make_model(args.arch, len(loaders.classes), args.seed).to(self.device)
+        if self.device.type == "cuda":
+            self.bare = self.bare.to(memory_format=torch.channels_last)  # what tensor cores want
+        self.model = place.wrap(self.bare)
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.bare = self.model.module  # with synchronised batch norms it is another one
+        self._optimiser = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=1e-2)
+        total = max(1, args.epochs * len(loaders.train))
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimiser, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+        )
+        self._dtype = PRECISIONS[precision]
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.scalars = Scalars(args.tensorboard if place.rank == 0 else None)
+        self._steps = self._steps_now = 0
+        # Of this epoch: the losses, on the device, since to ask for one is to wait for the step; samples; seconds.
+        self._loss: Any = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._samples = 0
+        self._timed = 0.0, 0  # seconds of it in this run, and the samples before those
+        self._resume()
+
+    def train(self) -> dict[str, Any]:
+        """Epoch by epoch, until all are through or ``--max-steps`` are made."""
+        figures: dict[str, Any] = {}
+        while self._loaders.train.epoch < self._args.epochs:
+            if not self._train_epoch():
+                self._save()
+                self._say(f"stopped after {self._steps_now} steps, in epoch {self._loaders.train.epoch}")
+                break
+            figures = self._finish_epoch()
+        return figures
+
+    def _say(self, line: str) -> None:
+        if self._place.rank == 0:
+            print(line, flush=True)
+
+    # -- one epoch ------------------------------------------------------------------------------------------------
+
+    def _train_epoch(self) -> bool:
+        """``False`` if it was left early."""
+        loader, args = self._loaders.train, self._args
+        self.model.train()
+        shown = tqdm(
+            initial=loader.state_dict()["position"], total=len(loader), desc=f"epoch {loader.epoch}", **self._quiet()
+        )
+        began, before = perf_counter(), self._samples
+        with shown:
+            for batch in loader:
+                self.step(batch)
+                shown.update()
+                if self._steps_now == args.max_steps:
+                    return False
+                if args.save_every and self._steps % args.save_every == 0:
+                    self._save()
+        self._place.wait(self.device)
+        self._timed = perf_counter() - began, before
+        return True
+
+    def _quiet(self) -> dict[str, Any]:
+        return {"disable": True if self._place.rank else None, "leave": False}
+
+    def step(self, batch: Batch) -> None:
+        """Forward, backward and update on one batch, of a model in training mode."""
+        images, labels = batch
+        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            loss = masked_loss(self.model(images), labels)
+        self._optimiser.zero_grad(set_to_none=True)
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._optimiser)
+        self._scaler.update()
+        self._schedule.step()
+        self._steps += 1
+        self._steps_now += 1
+        count = int(batch.mask.sum())
+        self._loss += loss.detach() * count
+        self._samples += count
+        if self.scalars.are_wanted and self._steps % LOG_EVERY == 0:
+            self.scalars.add(self._steps, loss=float(loss.detach()), lr=self._schedule.get_last_lr()[0])
+
+    def _finish_epoch(self) -> dict[str, Any]:
+        epoch = self._loaders.train.epoch
+        seconds, before = self._timed
+        loss, samples, timed = self._place.summed(
+            [float(self._loss), self._samples, self._samples - before], self.device
+        )
+        accuracy, seen = self.validate()
+        stats = self._loaders.train.stats()
+        figures = {"epoch": epoch, "loss": loss / max(1.0, samples), "accuracy": accuracy, "validated": seen}
+        self.scalars.add(self._steps, accuracy=accuracy, samples_per_s=timed / seconds)
+        memory = self._place.memory(self.device)
+        self._say(
+            f"epoch {epoch}: loss {figures['loss']:.4f}, accuracy {accuracy:.4f} of {seen} images, "
+            f"{seconds:.2f} s, {timed / seconds:.0f} images/s, "
+            f"waited for data {stats['stall_share']:.0%} of the time, bad samples {stats['bad']['count']}"
+            + (f", GPU memory in use {' '.join(map(str, memory))} MiB" if memory else "")
+        )
+        self._loaders.train.reset()
+        self._loss.zero_()
+        self._samples = 0
+        self._save()
+        return figures
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, int]:
+        """The share of images named rightly, and how many there were, each once; over all processes."""
+        self.model.eval()
+        hits = seen = 0.0
+        for images, labels in self._loaders.val:
+            with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
+                named = self.bare(images).argmax(dim=1)
+            hits += float((named == labels).sum())
+            seen += float((labels != IGNORED).sum())
+        self._loaders.val.reset()
+        hits, seen = self._place.summed([hits, seen], self.device)
+        return hits / max(1.0, seen), int(seen)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self._args.checkpoint is None:
+            return
+        loss, samples = self._place.summed([float(self._loss), self._samples], self.device)
+        if self._place.rank == 0:
+            state = {name: part.state_dict() for name, part in self._parts().items()}
+            checkpoints.save(
+                self._args.checkpoint,
+                {
+                    **state,
+                    "arch": self._args.arch,
+                    "classes": self._loaders.classes,
+                    "steps": self._steps,
+                    "sums": [loss, samples],
+                },
+            )
+
+    def _resume(self) -> None:
+        state = checkpoints.load(self._args.checkpoint)
+        if state is None:
+            return
+        path = self._args.checkpoint
+        checkpoints.check_classes(path, state["classes"], self._loaders.classes)
+        parts = self._parts()
+        checkpoints.load_weights(path, parts.pop("model"), state["model"], self._args.arch, state.get("arch"))
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+        except TrainingError as error:
+            raise TrainingError(f"{path}: {error}; go on with the options it was made with") from error
+        self._steps = state["steps"]
+        epoch, epochs = self._loaders.train.epoch, self._args.epochs
+        where = f"goes on after step {self._steps}, in epoch {epoch} of 0 to {epochs - 1}"
+        self._say(f"{path}: {where if epoch < epochs else f'has all {epochs} epochs'}")
+        if self._place.rank == 0:
+            self._loss += state["sums"][0]
+            self._samples = int(state["sums"][1])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self.bare,
+            "optimiser": self._optimiser,
+            "schedule": self._schedule,
+            "scaler": self._scaler,
+            "loader": self._loaders.train,
+        }
+
+
+def masked_loss(logits: Any, labels: Any) -> Any:
+    """Mean cross entropy of the samples that are not masked; 0, with a gradient of 0, where all are."""
+    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)

@@ -1,0 +1,189 @@
+"""A JPEG classification set whose classes differ by fine textures alone, so that how pixels are made counts.
+
+Each picture is a smooth random background with clouds, noise and two faint gratings near the finest waves that a
+224×224 network input can hold: one of luminance, one of chrominance. A class is a pair of gratings; everything else
+is chance. Shrinking with or without smoothing, and how a decoder doubles halved chrominance, change just these.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from recipes.files import in_the_place_of
+
+WIDTH, HEIGHT = 500, 375  # pixels of a picture
+SIDE = 224  # pixels of the network's input, which the picture is shrunk to without keeping its aspect ratio
+QUALITY = 90
+SPLITS = ("train", "val")  # the place is the second word of every picture's random seed: they share no stream
+MOST_IMAGES = 10_000  # of a class and split, so that four digits number them
+SUBSAMPLINGS = {
+    "420": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
+    "422": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422,
+    "444": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
+}
+
+# With these a narrow residual network gets about 94 % of eight classes right, after three epochs of 150 images of each.
+LUMA_CONTRAST = (12.0, 24.0)  # amplitude of the grating in levels, before its patches; of each picture by chance
+CHROMA_CONTRAST = (14.0, 28.0)
+NOISE = (3.0, 6.0)  # standard deviation in levels
+TURN, DETUNE = 5.0, 0.04  # of each grating by chance: most degrees either way, most change of frequency
+
+
+class Grating(NamedTuple):
+    """Degrees between its waves' direction and the x axis, 0 to 90, and cycles per pixel of the 224×224 image."""
+
+    angle: float
+    frequency: float
+
+
+# NOTE: a mirrored picture is of the same class, since trainings mirror pictures: angles are drawn with either sign.
+LUMA = (
+    Grating(20, 0.34), Grating(70, 0.34), Grating(20, 0.44), Grating(70, 0.44),
+    Grating(45, 0.30), Grating(45, 0.46), Grating(0, 0.39), Grating(90, 0.39),
+)  # fmt: skip
+# NOTE: without smoothing, a decoder that repeats halved chrominance shows waves of 0.40 along x at 0.28 as well.
+CHROMA = (Grating(15, 0.40), Grating(15, 0.29))
+KINDS = tuple(product(LUMA, CHROMA))
+"""The gratings of each class; a set of fewer classes has the first ones."""
+
+
+def write_set(
+    root: Path, train: int, val: int, classes: int = 8, seed: int = 0, jobs: int = 1, subsampling: str = "420"
+) -> None:
+    """Write ``root/train/<class>/<nnnn>.jpg`` and ``root/val/…``, ``train`` and ``val`` images of each class.
+
+    500×375 pixels, quality 90, chroma ``"420"``, ``"422"`` or ``"444"``. A picture depends on seed, split, class and
+    number alone. Files that are there are left as they are: a run that was stopped goes on, and nothing is deleted.
+    ``ValueError`` names an argument that makes no sense. ``jobs`` processes draw.
+    """
+    _check("train", train, 1, MOST_IMAGES)
+    _check("val", val, 1, MOST_IMAGES)
+    _check("classes", classes, 2, len(KINDS))
+    _check("seed", seed, 0)
+    _check("jobs", jobs, 1)
+    if subsampling not in SUBSAMPLINGS:
+        raise ValueError(f"subsampling: expected one of {', '.join(SUBSAMPLINGS)}, got {subsampling!r}")
+    for split, kind in product(SPLITS, range(classes)):
+        (root / split / class_name(kind)).mkdir(parents=True, exist_ok=True)
+    _claim(root, f"seed {seed}, subsampling {subsampling}\n")
+    missing = list(_missing(root, {"train": train, "val": val}, classes))
+    write = partial(_write, root, seed, subsampling)
+    if jobs == 1 or len(missing) < 2:
+        for picture in missing:
+            write(picture)
+        return
+    # Not forked: the caller may have threads, of PyTorch for one.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(write, missing, chunksize=max(1, min(32, len(missing) // jobs))):
+            pass
+
+
+def class_name(kind: int) -> str:
+    """The folder of the class of this number; folders sort by number."""
+    return f"texture{kind:02d}"
+
+
+def draw(seed: int, split: str, kind: int, number: int) -> np.ndarray:
+    """The picture before it is a JPEG: uint8, 375×500×3, BGR."""
+    rng = np.random.default_rng([seed, SPLITS.index(split), kind, number])
+    luma, chroma = KINDS[kind]
+    picture = np.empty((HEIGHT, WIDTH, 3), dtype=np.float32)  # Y, Cr, Cb
+    picture[:, :, 0] = rng.uniform(100, 156) + _clouds(rng, (45, 18, 9))
+    picture[:, :, 0] += _noise(rng, WIDTH, HEIGHT)
+    picture[:, :, 0] += _waves(rng, luma, rng.uniform(*LUMA_CONTRAST))
+    waves = _waves(rng, chroma, rng.uniform(*CHROMA_CONTRAST))
+    hue = rng.uniform(0, 2 * math.pi)
+    for channel, share in ((1, math.cos(hue)), (2, math.sin(hue))):
+        noise = cv2.resize(_noise(rng, WIDTH // 2, HEIGHT // 2), (WIDTH, HEIGHT), interpolation=cv2.INTER_LINEAR)
+        picture[:, :, channel] = rng.uniform(108, 148) + _clouds(rng, (20, 8)) + noise
+        picture[:, :, channel] += np.float32(share) * waves
+    bgr: np.ndarray = cv2.cvtColor(cv2.convertScaleAbs(np.maximum(picture, 0)), cv2.COLOR_YCrCb2BGR)
+    return bgr
+
+
+def encode(picture: np.ndarray, subsampling: str = "420") -> bytes:
+    """A BGR picture as a JPEG of quality 90."""
+    options = (cv2.IMWRITE_JPEG_QUALITY, QUALITY, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, SUBSAMPLINGS[subsampling])
+    done, encoded = cv2.imencode(".jpg", picture, options)
+    if not done:
+        raise RuntimeError("OpenCV cannot encode JPEGs here")
+    return bytes(encoded)
+
+
+# --- what a picture is made of: float32, 375×500 -------------------------------------------------------------------
+
+
+def _clouds(rng: np.random.Generator, strengths: tuple[float, ...]) -> np.ndarray:
+    """Smooth noise, each octave of three times the detail and a strength (standard deviation in levels) of its own."""
+    total = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
+    for octave, strength in enumerate(strengths):
+        rows, columns = 3 * 3**octave, 4 * 3**octave
+        coarse = rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(strength)
+        total += cv2.resize(coarse, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
+    return total
+
+
+def _noise(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
+    noise = rng.standard_normal((height, width), dtype=np.float32)
+    noise *= np.float32(rng.uniform(*NOISE))
+    return noise
+
+
+def _waves(rng: np.random.Generator, grating: Grating, contrast: float) -> np.ndarray:
+    """The grating, turned and detuned by chance, mirrored half the time, stronger in some places than in others."""
+    angle = math.radians(grating.angle + rng.uniform(-TURN, TURN)) * rng.choice((-1, 1))
+    step = 2 * math.pi * SIDE * grating.frequency * (1 + rng.uniform(-DETUNE, DETUNE))
+    x = np.arange(WIDTH) * (step * math.cos(angle) / WIDTH) + rng.uniform(0, 2 * math.pi)
+    y = np.arange(HEIGHT) * (step * math.sin(angle) / HEIGHT)
+    # cos(x + y) from one row and one column, which is much faster than a cosine for each pixel.
+    rows = np.stack([np.cos(y), -np.sin(y)], axis=1).astype(np.float32)
+    columns = np.stack([np.cos(x), np.sin(x)]).astype(np.float32)
+    patches = rng.uniform(0.3, 1.0, (3, 4)).astype(np.float32) * np.float32(contrast)
+    waves: np.ndarray = (rows @ columns) * cv2.resize(patches, (WIDTH, HEIGHT), interpolation=cv2.INTER_LINEAR)
+    return waves
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _check(name: str, value: int, low: int, high: int | None = None) -> None:
+    bounds = f"{low} to {high}" if high is not None else f"{low} or more"
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected a whole number, {bounds}, got {value!r}")
+
+
+def _claim(root: Path, made_with: str) -> None:
+    """Remember what the pictures are made with; ``ValueError`` where some are there that were made otherwise."""
+    path = root / "textures.txt"
+    if not path.exists():
+        with in_the_place_of(path) as unfinished:
+            unfinished.write_text(made_with, encoding="utf-8")
+    found = path.read_text(encoding="utf-8")
+    if found != made_with:
+        raise ValueError(f"root: {root} holds pictures of {found.strip()}, not {made_with.strip()}")
+
+
+def _missing(root: Path, counts: dict[str, int], classes: int) -> Iterator[tuple[str, int, int]]:
+    """Split, class and number of each picture that is not there."""
+    for split, count in counts.items():
+        for kind in range(classes):
+            there = set(os.listdir(root / split / class_name(kind)))
+            yield from ((split, kind, number) for number in range(count) if f"{number:04d}.jpg" not in there)
+
+
+def _write(root: Path, seed: int, subsampling: str, picture: tuple[str, int, int]) -> None:
+    split, kind, number = picture
+    path = root / split / class_name(kind) / f"{number:04d}.jpg"
+    with in_the_place_of(path) as unfinished:
+        unfinished.write_bytes(encode(draw(seed, split, kind, number), subsampling))

@@ -1,0 +1,380 @@
+"""``OnnxTensor`` against ONNX Runtime itself, and the postprocessors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from conftest import Register, encode, picture, save_model
+from fakes import Gate, error_of, outcome
+from onnx import TensorProto, helper
+
+from torchpipe_py import BackendError, BackendUnavailable, ConfigError, pipe, register_postprocessor, registry
+
+Data = dict[str, Any]
+
+
+def tensors(count: int, *shape: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, *shape, generator=generator) for _ in range(count)]
+
+
+def reference(model: str | bytes, **feed: Any) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return session.run(None, {name: np.asarray(value) for name, value in feed.items()})
+
+
+def run_together(register: Register, values: list[Any], dense: bool = True, **config: Any) -> list[Data]:
+    """The dicts of ``values`` after a run: the first alone, the others queued meanwhile, ``dense`` in one batch."""
+    gate = Gate(blocks=lambda data: data is values[0])
+    backend = f"S[{register(gate.backend)},{config.pop('backend', 'OnnxTensor')}]"
+    items = [{"data": value} for value in values]
+    with pipe({"backend": backend, **config}) as p, gate:
+        futures = [p.submit(items[0])]
+        gate.wait_entered()
+        futures += [p.submit(item) for item in items[1:]]
+        gate.open()
+        for future in futures:
+            outcome(future)
+        sizes = p.stats()["nodes"]["node"]["batch_sizes"]
+    assert sum(size * count for size, count in sizes.items()) == len(values)
+    assert not dense or len(values) == 1 or max(sizes) == min(len(values) - 1, config.get("max", 1))
+    return items
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_every_batch_size(register: Register, classifier: str, count: int) -> None:
+    values = tensors(count, 3, 8, 8)
+    items = run_together(register, values, model=classifier, max=8)
+    (wanted,) = reference(classifier, x=torch.cat(values))
+    for item, row in zip(items, wanted, strict=True):
+        assert item["result"].shape == (1, 5)
+        assert item["result"].dtype == torch.float32
+        np.testing.assert_allclose(item["result"].numpy()[0], row, rtol=1e-5, atol=1e-6)
+
+
+def test_results_are_not_overwritten_by_the_next_batch(classifier: str) -> None:
+    first, second = ({"data": value} for value in tensors(2, 3, 8, 8))
+    with pipe({"backend": "OnnxTensor", "model": classifier}) as p:
+        p(first)
+        kept = first["result"].clone()
+        p(second)
+    assert torch.equal(first["result"], kept)
+    assert not torch.equal(second["result"], kept)
+
+
+@pytest.mark.parametrize("form", ["tensor", "CHW", "array", "float64", "float16", "non-contiguous"])
+def test_forms_of_an_input(classifier: str, form: str) -> None:
+    (value,) = tensors(1, 3, 8, 8)
+    value = value.half().float()
+    given: Any = {
+        "tensor": value,
+        "CHW": value[0],
+        "array": value.numpy(),
+        "float64": value.double(),
+        "float16": value.half(),
+        "non-contiguous": value.transpose(2, 3).contiguous().transpose(2, 3),
+    }[form]
+    item = {"data": given}
+    with pipe({"backend": "OnnxTensor", "model": classifier}) as p:
+        p(item)
+    np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=value)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_pixels_are_converted_and_normalised_inside_the_model(register: Register, classifier: str) -> None:
+    mean, std = [123.675, 116.28, 103.53], [58.395, 57.120, 57.375]
+    values = [torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8) for _ in range(4)]
+    items = run_together(register, values, model=classifier, max=4, mean=mean, std="58.395, 57.120, 57.375")
+    for item, value in zip(items, values, strict=True):
+        # torchvision's Normalize
+        normal = value.float().sub(torch.tensor(mean).view(-1, 1, 1)).div(torch.tensor(std).view(-1, 1, 1))
+        np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=normal)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "normal"),
+    [
+        ({"mean": 10}, lambda x: x - 10),
+        ({"std": "2"}, lambda x: x / 2),
+        ({"mean": [1, 2, 3], "std": 4}, lambda x: (x - torch.tensor([1.0, 2, 3]).view(3, 1, 1)) / 4),
+    ],
+)
+def test_mean_or_std_alone_or_one_for_all_channels(classifier: str, config: dict[str, Any], normal: Any) -> None:
+    (value,) = tensors(1, 3, 8, 8)
+    item = {"data": value}
+    with pipe({"backend": "OnnxTensor", "model": classifier, **config}) as p:
+        p(item)
+    np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=normal(value))[0], atol=1e-5)
+
+
+def test_mean_reaches_a_branch_inside_the_model(models: Path) -> None:
+    """The branches of an ``If`` read the input by its name from outside."""
+    output = helper.make_tensor_value_info("branch", TensorProto.FLOAT, None)
+    branches = {
+        name: helper.make_graph([helper.make_node("Identity", ["x"], ["branch"])], name, [], [output])
+        for name in ("then_branch", "else_branch")
+    }
+    model = save_model(
+        models / "branch.onnx",
+        [helper.make_node("If", ["yes"], ["y"], **branches)],
+        {"x": ["N", 3, "H", "W"]},
+        {"y": ["N", 3, "H", "W"]},
+        {"yes": np.array(True)},
+    )
+    item = {"data": torch.full((1, 3, 2, 2), 7.0)}
+    with pipe({"backend": "OnnxTensor", "model": model, "mean": 5, "std": 2}) as p:
+        p(item)
+    assert item["result"].unique().tolist() == [1.0]
+
+
+def test_several_inputs_and_outputs(register: Register, sum_and_difference: str) -> None:
+    values = [[torch.tensor([[float(n), 1.0]]), torch.tensor([[10.0, float(n)]])] for n in range(5)]
+    for item, (a, b) in zip(run_together(register, values, model=sum_and_difference, max=4), values, strict=True):
+        total, difference = item["result"]
+        assert torch.equal(total, a + b)
+        assert torch.equal(difference, a - b)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (torch.zeros(1, 2), "the model has 2 inputs, data holds 1"),
+        ([torch.zeros(1, 2)] * 3, "the model has 2 inputs, data holds 3"),
+        ([torch.zeros(1, 2), torch.zeros(1, 3)], "input 'b' takes 1x2, got 1x3"),
+        ([torch.zeros(2, 2), torch.zeros(1, 2)], "input 'a' takes 1x2, got 2x2"),
+        ([torch.zeros(1, 2), "text"], "input 'b' takes a tensor, got str"),
+    ],
+)
+def test_inputs_that_do_not_fit(sum_and_difference: str, data: Any, problem: str) -> None:
+    with (
+        pipe({"backend": "OnnxTensor", "model": sum_and_difference}) as p,
+        pytest.raises(BackendError, match=problem),
+    ):
+        p({"data": data})
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_a_tensor_of_the_wrong_shape_fails_alone(classifier: str, position: int) -> None:
+    items: list[Data] = [{"data": value} for value in tensors(3, 3, 8, 8)]
+    items.insert(position, {"data": torch.zeros(1, 4, 8, 8)})
+    with pipe({"backend": "OnnxTensor", "model": classifier, "max": 8}) as p:
+        futures = [p.submit(item) for item in items]
+        errors = [error_of(future) for future in futures]
+    assert [error is not None for error in errors] == [index == position for index in range(4)]
+    assert "input 'x' takes 1x3x?x?, got 1x4x8x8" in str(errors[position])
+
+
+@pytest.mark.parametrize("form", ["arrays", "images"])
+def test_different_sizes_in_one_batch_are_never_stretched(register: Register, models: Path, form: str) -> None:
+    """A 1×1 input beside an 8×8 one: 1×1 would broadcast."""
+    nodes = [helper.make_node("ReduceSum", ["x", "axes"], ["y"], keepdims=0)]
+    constants = {"axes": np.array([1, 2, 3])}
+    path = models / "total.onnx"
+    model = save_model(path, nodes, {"x": ["N", 3, "H", "W"]}, {"y": ["N"]}, constants)
+    mats = [picture(8, 8), picture(8, 8), picture(8, 8)[:1, :1], picture(8, 8)[:1]]
+    if form == "images":
+        values: list[Any] = [encode(mat, ".png") for mat in mats]
+        backend = "DecodeMat,Mat2Tensor,OnnxTensor"
+    else:
+        values, backend = [mat.transpose(2, 0, 1)[None].copy() for mat in mats], "OnnxTensor"
+    items = run_together(register, values, dense=False, backend=backend, model=model, max=8)
+    assert [item["result"].item() for item in items] == [float(mat.sum()) for mat in mats]
+
+
+# -- refusals at setup --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"mean": "1,2"}, "mean has 2 numbers, the model's input has 3 channels"),
+        ({"std": "1,2,3,4"}, "std has 4 numbers, the model's input has 3 channels"),
+        ({"std": "1,0,3"}, "std holds a zero"),
+        ({"providers": "CPUExecutionProvder"}, "not installed; did you mean 'CPUExecutionProvider'?"),
+    ],
+)
+def test_refused_by_the_model(classifier: str, config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe({"a": {"backend": "OnnxTensor", "model": classifier, **config}})
+    assert str(caught.value).startswith("config: node 'a': OnnxTensor: ")
+    assert problem in str(caught.value)
+
+
+def test_normalisation_needs_one_floating_image_input(sum_and_difference: str, models: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    dims: dict[str, list[int | str]] = {"x": ["N", 3, 2, 2]}
+    bytes_ = save_model(models / "bytes.onnx", nodes, dims, {"y": dims["x"]}, dtype=TensorProto.UINT8)
+    for model, problem in ((sum_and_difference, "one input, it has 2"), (bytes_, "need a floating input")):
+        with pytest.raises(ConfigError, match=problem):
+            pipe({"backend": "OnnxTensor", "model": model, "mean": 1})
+
+
+@pytest.mark.parametrize("batch", [{}, {"max": 4}, {"max": 2}, {"min": 1, "max": 2}])
+def test_a_fixed_batch_takes_no_other(fixed_batch: str, batch: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="input 'x' has a fixed batch of 2"):
+        pipe({"backend": "OnnxTensor", "model": fixed_batch, **batch})
+
+
+def test_a_lone_request_to_a_fixed_batch_of_two(fixed_batch: str, classifier: str) -> None:
+    """What is built, works: a batch of two is all that this model takes."""
+    (value,) = tensors(1, 3, 8, 8)
+    item = {"data": value}
+    with pipe({"backend": "OnnxTensor", "model": fixed_batch, "min": 2, "max": 2}) as p:
+        p(item)
+    np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=value)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [{}, {"mean": 1}])
+def test_a_file_that_is_no_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = tmp_path / "text.onnx"
+    path.write_text("no model")
+    with pytest.raises(ConfigError, match=f"model {path}: "):
+        pipe({"backend": "OnnxTensor", "model": str(path), **config})
+
+
+def test_an_output_without_a_batch_is_a_defect(models: Path) -> None:
+    nodes = [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0)]
+    model = save_model(models / "scalar.onnx", nodes, {"x": ["N", 2]}, {"y": []})
+    with pipe({"backend": "OnnxTensor", "model": model}) as p, pytest.raises(BackendError, match="no batch dimension"):
+        p({"data": torch.zeros(1, 2)})
+
+
+def test_one_session_for_all_instances(classifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    original = onnxruntime.InferenceSession
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(original(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", counted)
+    with pipe(
+        {"backend": "OnnxTensor", "model": classifier, "instance_num": 4, "providers": "CPUExecutionProvider"}
+    ) as p:
+        p([{"data": value} for value in tensors(8, 3, 8, 8)])
+    assert len(made) == 1
+
+
+def test_the_session_has_run_its_smallest_and_largest_batch_before_the_first_request(monkeypatch):
+    sizes: list[int] = []
+    made = onnxruntime.InferenceSession
+
+    class Watched:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._session = made(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._session, name)
+
+        def run(self, names: Any, feed: Any) -> Any:
+            sizes.append(len(next(iter(feed.values()))))
+            return self._session.run(names, feed)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Watched)
+    model = str(Path(__file__).parents[2] / "configs" / "demo" / "model.onnx")
+    with pipe({"backend": "OnnxTensor", "model": model, "max": 8, "instance_num": 3}):
+        assert sizes == [1, 8]
+
+
+def test_the_model_file_is_not_changed(classifier: str) -> None:
+    before = Path(classifier).read_bytes()
+    with pipe({"backend": "OnnxTensor", "model": classifier, "mean": 1, "std": 2}):
+        pass
+    assert Path(classifier).read_bytes() == before
+    onnx.checker.check_model(classifier)
+
+
+def test_onnx_runtime_takes_mats_as_tensorrt_does(classifier: str) -> None:
+    """So that ``FirstAvailable[TensorrtTensor,OnnxTensor]`` takes the same requests on every machine."""
+    mats = [np.random.default_rng(seed).integers(0, 256, (8, 6, 3), np.uint8) for seed in range(3)]
+    planes = [torch.from_numpy(mat).permute(2, 0, 1) for mat in mats]
+    with pipe({"backend": "OnnxTensor", "model": classifier, "max": 4, "batching_timeout": 20}) as p:
+        items: list[Data] = [{"data": value} for value in (*mats, *planes)]
+        p(items)
+    for mat, tensor in zip(items[:3], items[3:], strict=True):
+        torch.testing.assert_close(mat["result"], tensor["result"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_tensorrt_says_what_is_missing(classifier: str) -> None:
+    with pytest.raises(BackendUnavailable, match="node 'node': TensorrtTensor: "):
+        pipe({"backend": "TensorrtTensor", "model": classifier})
+    with pytest.raises(ConfigError, match="key 'precision': expected one of fp32, fp16, int8, best, got 'fp8'"):
+        pipe({"backend": "TensorrtTensor", "model": classifier, "precision": "fp8"})
+
+
+# -- postprocessors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_postprocessors(register: Register, classifier: str, count: int) -> None:
+    values = tensors(count, 3, 8, 8)
+    (logits,) = reference(classifier, x=torch.cat(values))
+    softmax = torch.from_numpy(logits).softmax(1)
+    found = {
+        name: [item["result"] for item in run_together(register, values, model=classifier, max=4, postprocessor=name)]
+        for name in ("cpu", "SoftmaxCpu", "SoftmaxMax")
+    }
+    for index in range(count):
+        torch.testing.assert_close(found["cpu"][index], torch.from_numpy(logits[index : index + 1]))
+        torch.testing.assert_close(found["SoftmaxCpu"][index], softmax[index : index + 1])
+        label, score = found["SoftmaxMax"][index]
+        assert (label, type(label), type(score)) == (int(logits[index].argmax()), int, float)
+        assert score == pytest.approx(softmax[index].max().item(), abs=1e-6)
+
+
+def test_cpu_of_several_outputs(sum_and_difference: str) -> None:
+    item: Data = {"data": [torch.ones(1, 2), torch.ones(1, 2)]}
+    with pipe({"backend": "OnnxTensor", "model": sum_and_difference, "postprocessor": "cpu"}) as p:
+        p(item)
+    assert [part.tolist() for part in item["result"]] == [[[2.0, 2.0]], [[0.0, 0.0]]]
+
+
+def test_labels(classifier: str, tmp_path: Path) -> None:
+    labels = tmp_path / "labels.txt"
+    config = {"backend": "OnnxTensor", "model": classifier, "postprocessor": "SoftmaxMax", "labels": str(labels)}
+    (value,) = tensors(1, 3, 8, 8)
+    labels.write_text("null\nün\ndeux\ntrois\nquatre\n", encoding="utf-8")
+    item = {"data": value}
+    with pipe(config) as p:
+        p(item)
+    assert item["result"][0] == ["null", "ün", "deux", "trois", "quatre"][reference(classifier, x=value)[0].argmax()]
+    labels.write_text("one\ntwo\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"labels\.txt has 2 lines, the model has 5 classes"):
+        pipe(config)
+    with pytest.raises(ConfigError, match=r"key 'labels': no such file: none\.txt"):
+        pipe({**config, "labels": "none.txt"})
+
+
+def test_softmax_max_takes_one_row_for_each_item(sum_and_difference: str, models: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    dims: dict[str, list[int | str]] = {"x": ["N", 3, 2, 2]}
+    model = save_model(models / "image.onnx", nodes, dims, {"y": dims["x"]})
+    with (
+        pipe({"backend": "OnnxTensor", "model": model, "postprocessor": "SoftmaxMax"}) as p,
+        pytest.raises(BackendError, match="SoftmaxMax takes an output NxC, got 1x3x2x2"),
+    ):
+        p({"data": torch.zeros(1, 3, 2, 2)})
+
+
+def test_a_postprocessor_of_ones_own(classifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_postprocessors", {})
+
+    class Sizes:
+        """No init, and one result too few for a batch of three."""
+
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return [len(outputs[0])] * min(2, len(outputs[0]))
+
+    assert register_postprocessor(Sizes, "sizes") is Sizes
+    with pytest.raises(ConfigError, match="'cpu' is registered already"):
+        register_postprocessor(Sizes, "cpu")
+    item: Data = {"data": torch.zeros(1, 3, 8, 8)}
+    with pipe({"backend": "OnnxTensor", "model": classifier, "postprocessor": "sizes"}) as p:
+        p(item)
+    assert item["result"] == 1

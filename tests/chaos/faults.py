@@ -1,0 +1,193 @@
+"""Defects to be planted in a service, each of which a judge has to find; and the launcher that plants them.
+
+``python tests/chaos/faults.py NAME CONFIG ...`` is ``torchpipe-serve`` with the fault in its supervisor; those in
+workers come with ``chaos_backends.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def plant_in_worker(name: str) -> None:
+    _IN_WORKER.get(name, lambda: None)()
+
+
+def plant_in_supervisor(name: str) -> None:
+    _IN_SUPERVISOR.get(name, lambda: None)()
+
+
+def _lose_replies() -> None:
+    """Every 200th is not written."""
+    from torchpipe_server.serving.connection import Connection
+
+    send, count = Connection.send, [0]
+
+    def losing(self: Any, reply: bytes) -> Any:
+        count[0] += 1
+        return send(self, b"" if count[0] % 200 == 0 else reply)
+
+    Connection.send = losing  # type: ignore[method-assign]
+
+
+def _repeat_replies() -> None:
+    """Every 200th is written twice."""
+    from torchpipe_server.serving.connection import Connection
+
+    send, count = Connection.send, [0]
+
+    def repeating(self: Any, reply: bytes) -> Any:
+        count[0] += 1
+        return send(self, reply * 2 if count[0] % 200 == 0 else reply)
+
+    Connection.send = repeating  # type: ignore[method-assign]
+
+
+def _cross_results() -> None:
+    """Every 200th request gets the result of the one before it."""
+    _change_outcomes(lambda number, outcome, last: last if number % 200 == 0 else outcome)
+
+
+def _spoil_neighbours() -> None:
+    """Whoever shares a list with an item that fails gets a slightly different score."""
+
+    def spoil(number: int, outcome: Any, last: Any) -> Any:
+        result, failure = outcome
+        if result is not None and last[1] is not None:
+            result.score += 1e-9
+        return result, failure
+
+    _change_outcomes(spoil)
+
+
+def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
+    from torchpipe_server.worker.handler import InferenceHandler
+
+    of, state = InferenceHandler._outcome, [0, (None, None)]
+
+    def outcome(self: Any, data: Any, error: Any) -> Any:
+        found = of(self, data, error)
+        state[0] += 1
+        last, state[1] = state[1], found
+        return change(state[0], found, last if last != (None, None) else found)
+
+    InferenceHandler._outcome = outcome  # type: ignore[method-assign]
+
+
+def _die_of_garbage() -> None:
+    """The 100th broken stream ends the process."""
+    from torchpipe_server.serving.server import Server
+
+    refuse, count = Server._refuse, [0]
+
+    def dying(self: Any, connection: Any, error: Any) -> None:
+        count[0] += 1
+        if count[0] == 100:
+            os._exit(5)
+        refuse(self, connection, error)
+
+    Server._refuse = dying  # type: ignore[method-assign]
+
+
+def _keep_garbage() -> None:
+    """16 KiB stay of each broken stream."""
+    from torchpipe_server.serving.server import Server
+
+    refuse, kept = Server._refuse, []
+
+    def keeping(self: Any, connection: Any, error: Any) -> None:
+        kept.append(os.urandom(2**14))
+        refuse(self, connection, error)
+
+    Server._refuse = keeping  # type: ignore[method-assign]
+
+
+def _keep_connections() -> None:
+    """A client that goes is not noticed."""
+    from torchpipe_server.serving.server import Server
+
+    drop = Server._drop
+
+    def dropping(self: Any, connection: Any) -> None:
+        if connection.serial % 2:
+            self._watch(connection, 0)
+        else:
+            drop(self, connection)
+
+    Server._drop = dropping  # type: ignore[method-assign]
+
+
+def _drain_hastily() -> None:
+    """At the stop connections are closed, whatever they wait for."""
+    from torchpipe_server.serving.server import Server
+
+    def drain(self: Any) -> None:
+        self._ending_until = 1e-9
+
+    Server.drain = drain  # type: ignore[method-assign]
+
+
+def _outlive_the_supervisor() -> None:
+    from torchpipe_server.worker.worker import Worker
+
+    Worker._orphaned = lambda self: None  # type: ignore[method-assign]
+
+
+def _forget_deaths() -> None:
+    """A dead worker's requests stay unanswered, its connections open."""
+    from torchpipe_server.supervisor.switchboard import Switchboard
+
+    Switchboard._take_over = lambda self, slot: False  # type: ignore[method-assign]
+
+
+def _leave_seats_empty() -> None:
+    """No worker is started in place of a dead one."""
+    from torchpipe_server.supervisor.fleet import Fleet
+
+    Fleet._replace = lambda self, seat, child: None  # type: ignore[method-assign]
+
+
+def _restart_without_end() -> None:
+    """No pause between attempts."""
+    from torchpipe_server.supervisor.fleet import Fleet
+
+    Fleet._pause = lambda self, seat, is_failure: self._start(seat)  # type: ignore[method-assign]
+
+
+def _reload_anything() -> None:
+    """The old generation goes before the new one has started."""
+    from torchpipe_server.supervisor.fleet import Fleet
+
+    def reload(self: Any) -> None:
+        for child in self.ready:
+            child.kill()
+
+    Fleet.reload = reload  # type: ignore[method-assign]
+
+
+_IN_WORKER: dict[str, Callable[[], None]] = {
+    "lose_replies": _lose_replies,
+    "repeat_replies": _repeat_replies,
+    "cross_results": _cross_results,
+    "spoil_neighbours": _spoil_neighbours,
+    "die_of_garbage": _die_of_garbage,
+    "keep_garbage": _keep_garbage,
+    "keep_connections": _keep_connections,
+    "drain_hastily": _drain_hastily,
+    "outlive_the_supervisor": _outlive_the_supervisor,
+}
+_IN_SUPERVISOR: dict[str, Callable[[], None]] = {
+    "forget_deaths": _forget_deaths,
+    "leave_seats_empty": _leave_seats_empty,
+    "restart_without_end": _restart_without_end,
+    "reload_anything": _reload_anything,
+}
+
+if __name__ == "__main__":
+    from torchpipe_server import cli
+
+    plant_in_supervisor(sys.argv[1])
+    sys.exit(cli.main(sys.argv[2:]))

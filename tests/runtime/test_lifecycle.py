@@ -1,0 +1,398 @@
+"""Building, closing, forgetting, forking: threads end, nothing hangs, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+
+from torchpipe_py import Backend, BackendError, BackendUnavailable, ConfigError, ItemBackend, PipeClosed, pipe
+
+Data = dict[str, Any]
+Threads = Callable[[], list[threading.Thread]]
+
+
+class Echo(ItemBackend):
+    """result = data."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = item["data"]
+
+
+@pytest.fixture
+def pipe_threads() -> Threads:
+    """The threads of the pipes that this test made."""
+    before = set(threading.enumerate())
+    return lambda: [one for one in threading.enumerate() if one.name.startswith("torchpipe-") and one not in before]
+
+
+# -- close --------------------------------------------------------------------------------------------------------
+
+
+def test_close_twice(pipe_threads: Threads) -> None:
+    p = pipe({"backend": "Identity", "instance_num": 3})
+    assert len(pipe_threads()) == 3
+    p.close()
+    assert pipe_threads() == []
+    p.close()
+
+
+def test_close_from_many_threads(pipe_threads: Threads) -> None:
+    p = pipe({"a": {"next": "b", "instance_num": 3}, "b": {"instance_num": 3}})
+    in_threads(16, lambda index: p.close())
+    assert pipe_threads() == []
+
+
+def test_a_closed_pipe_refuses() -> None:
+    p = pipe({"backend": "Identity"})
+    p.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: p({"data": 1}),
+        lambda: p([{"data": 1}]),
+        lambda: p.submit({"data": 1}),
+        lambda: asyncio.run(p.acall({"data": 1})),
+        lambda: p.dispatch({"data": 1}, lambda data, error: None),
+    ]
+    for call in calls:
+        with pytest.raises(PipeClosed, match="closed"):
+            call()
+    assert p.stats()["inflight"] == 0
+
+
+def test_a_closed_pipe_has_nothing_queued(register: Register) -> None:
+    for name in ("Identity", register(Gate(most=4).backend)):
+        with pipe({"a": {"backend": name, "instance_num": 2}}) as p:
+            pass
+        assert p.stats()["nodes"]["a"]["queued"] == 0
+
+
+def test_the_context_manager_closes_after_an_error(pipe_threads: Threads) -> None:
+    with pytest.raises(KeyError), pipe({"backend": "Identity"}) as p:
+        raise KeyError("mine")
+    assert pipe_threads() == []
+    with pytest.raises(PipeClosed):
+        p({"data": 1})
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_close_while_busy(register: Register, most: int) -> None:
+    """What runs is finished, what is queued fails, close waits."""
+    gate = Gate(most)
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        running = p.submit({"data": "running"})
+        gate.wait_entered()
+        queued = [p.submit({"data": number}) for number in range(3)]
+        closer = threading.Thread(target=p.close)
+        closer.start()
+        for future in queued:
+            error = error_of(future)
+            assert isinstance(error, PipeClosed)
+            assert "node 'node'" in str(error)
+        with pytest.raises(PipeClosed):
+            p({"data": 1})
+        assert closer.is_alive()
+        assert not running.done()
+        gate.open()
+        closer.join(WAIT)
+        assert not closer.is_alive()
+        assert outcome(running)["result"] == "running"
+    assert gate.batches == [["running"]]
+
+
+def test_close_while_a_leader_waits_for_company(register: Register) -> None:
+    gate = Gate(blocks=lambda data: data == "slow")
+    batches = Gate(most=4, blocks=lambda data: False)
+    config = {
+        "a": {"backend": register(gate.backend), "instance_num": 2, "next": "b"},
+        "b": {"backend": register(batches.backend), "batching_timeout": 60_000},
+    }
+    with pipe(config) as p, gate:
+        slow = p.submit({"data": "slow"})
+        gate.wait_entered()
+        waiting = p.submit({"data": "waiting"})
+        assert batches.arrived.wait(WAIT)
+        closer = threading.Thread(target=p.close)
+        closer.start()
+        assert isinstance(error_of(waiting), PipeClosed)
+        gate.open()
+        closer.join(WAIT)
+        assert not closer.is_alive()
+        assert isinstance(error_of(slow), PipeClosed)
+    assert batches.batches == []
+
+
+def test_close_from_a_callback(pipe_threads: Threads) -> None:
+    closed = threading.Event()
+
+    def done(data: Data, error: BaseException | None) -> None:
+        p.close()
+        closed.set()
+
+    p = pipe({"a": {"next": "b", "instance_num": 2}, "b": {"instance_num": 2}})
+    p.dispatch({"data": 1}, done)
+    assert closed.wait(WAIT)
+    p.close()
+    assert pipe_threads() == []
+
+
+def test_close_of_a_backend_that_raises(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+    class Stubborn(Echo):
+        """Raises in close."""
+
+        def close(self) -> None:
+            raise ValueError("will not close")
+
+    with pipe({"backend": register(Stubborn), "instance_num": 2}) as p:
+        p({"data": 1})
+    messages = sorted(record.getMessage() for record in caplog.records if "will not close" in str(record.exc_info))
+    assert messages == [
+        "node 'node': close of instance 0 failed",
+        "node 'node': close of instance 1 failed",
+    ]
+
+
+# -- threads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_an_instance_lives_on_one_thread(register: Register, most: int) -> None:
+    seen: dict[int, set[int]] = {}
+    order: list[str] = []
+
+    class Owner(Echo):
+        """Notes the thread of everything that happens to it."""
+
+        def note(self, what: str) -> None:
+            seen.setdefault(self.config.instance, set()).add(threading.get_ident())
+            order.append(f"{what} {self.config.instance}")
+
+        def setup(self) -> None:
+            assert (self.config.instance_num, self.config.device_id) == (3, 2)
+            self.note("setup")
+
+        def forward(self, items: list[Data]) -> None:
+            self.note("forward")
+            super().forward(items)
+
+        def close(self) -> None:
+            self.note("close")
+
+        def max(self) -> int:
+            return most
+
+    with pipe({"backend": register(Owner), "instance_num": 3, "device_id": 2}) as p:
+        in_threads(8, lambda index: [p({"data": number}) for number in range(20)])
+    assert sorted(seen) == [0, 1, 2]
+    assert all(len(threads) == 1 for threads in seen.values())
+    assert len(set.union(*seen.values())) == 3
+    for index in range(3):
+        mine = [step for step in order if step.endswith(str(index))]
+        assert (mine[0], mine[-1]) == (f"setup {index}", f"close {index}")
+        assert mine.count(mine[0]) == mine.count(mine[-1]) == 1
+
+
+@pytest.mark.parametrize("used", ["not", "call", "submit", "submit and keep the future"])
+def test_a_forgotten_pipe_ends_its_threads(pipe_threads: Threads, used: str) -> None:
+    p = pipe({"a": {"next": "b", "instance_num": 2}, "b": {}})
+    threads, kept = pipe_threads(), []
+    assert len(threads) == 3
+    if used == "call":
+        p({"data": 1})
+    elif used != "not":
+        kept.append(p.submit({"data": 1}))
+        outcome(kept[0])
+        if used == "submit":
+            kept.clear()
+    del p
+    gc.collect()
+    assert [thread for thread in threads if thread.is_alive()] == []
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_an_idle_pipe_keeps_nothing_of_the_last_request(register: Register, most: int) -> None:
+    class Image:
+        """Large."""
+
+    gate = Gate(most, blocks=lambda data: False)
+    with pipe({"backend": register(gate.backend)}) as p:
+        image, freed = Image(), threading.Event()
+        weakref.finalize(image, freed.set)
+        p({"data": image})
+        gate.batches.clear()
+        del image
+        assert freed.wait(5)
+
+
+FORK = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from torchpipe_py import PipeClosed, pipe
+
+p = pipe({"a": {"next": "b", "instance_num": 2}, "b": {}})
+p({"data": 1})
+child = os.fork()
+if child == 0:
+    for call in (p, p.submit):
+        try:
+            call({"data": 1})
+        except PipeClosed as error:
+            assert "fork" in str(error), error
+        else:
+            os._exit(3)
+    p.close()
+    with pipe({"backend": "Identity"}) as mine:
+        data = {"data": 2}
+        mine(data)
+        assert data["result"] == 2
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+data = {"data": 5}
+p(data)
+assert data["result"] == 5
+print("parent ends")
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_forked_child_refuses_instead_of_hanging() -> None:
+    done = run_python(FORK)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "parent ends\n", "")
+
+
+TWO_CALLBACKS = """
+import os, threading
+from torchpipe_py import pipe
+
+together, closed = threading.Barrier(2), threading.Semaphore(0)
+
+def done(data, error):
+    together.wait(30)
+    p.close()
+    closed.release()
+
+p = pipe({"backend": "Identity", "instance_num": 2})
+for number in range(2):
+    p.dispatch({"data": number}, done)
+ended = [closed.acquire(timeout=10) for _ in range(2)]
+print(ended, flush=True)
+os._exit(0)
+"""
+
+
+def test_close_from_two_callbacks_at_once() -> None:
+    """In a process of its own: two instances that wait for each other never end."""
+    done = run_python(TWO_CALLBACKS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[True, True]\n", "")
+
+
+def test_a_program_that_never_closes_ends() -> None:
+    code = "from torchpipe_py import pipe\np = pipe({'backend': 'Identity'})\np({'data': 1})\nprint('end')"
+    done = run_python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+# -- setup --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (ValueError, BackendError),
+        (KeyboardInterrupt, BackendError),
+        (ConfigError, ConfigError),
+        (BackendUnavailable, BackendUnavailable),
+    ],
+)
+def test_a_failing_setup_ends_everything(
+    register: Register, pipe_threads: Threads, raised: type[BaseException], kind: type[BaseException]
+) -> None:
+    closed: list[tuple[str, int]] = []
+
+    class Fails(Echo):
+        """The last of its instances cannot be set up."""
+
+        def setup(self) -> None:
+            if self.config.instance == 2:
+                raise raised("no such thing")
+
+        def close(self) -> None:
+            closed.append(("fails", self.config.instance))
+
+    class Works(Echo):
+        """Can be set up."""
+
+        def close(self) -> None:
+            closed.append(("works", self.config.instance))
+
+    name = register(Fails)
+    config = {
+        "a": {"backend": register(Works), "instance_num": 2, "next": "b"},
+        "b": {"backend": f"SyncTensor[{name}]", "instance_num": 3, "next": "c"},
+        "c": {"backend": register(Works)},
+    }
+    with pytest.raises(kind) as caught:
+        pipe(config)
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"config: node 'b': SyncTensor[{name}]: no such thing"
+    assert isinstance(caught.value.__cause__, raised)
+    assert pipe_threads() == []
+    assert sorted(closed) == [*(("fails", index) for index in range(3)), ("works", 0), ("works", 0), ("works", 1)]
+
+
+def test_a_constructor_that_raises(register: Register) -> None:
+    class Fails(Backend):
+        """Cannot even be made."""
+
+        def __init__(self, config: Any) -> None:
+            raise ValueError("not me")
+
+    with pytest.raises(BackendError, match=r"config: node 'node': Fails\d+: not me"):
+        pipe({"backend": register(Fails)})
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (0, 0)])
+def test_an_impossible_range(register: Register, low: int, high: int) -> None:
+    class Range(Echo):
+        """A range of nothing."""
+
+        def max(self) -> int:
+            return high
+
+        def min(self) -> int:
+            return low
+
+    with pytest.raises((BackendError, ConfigError), match=f"range {low}..{high} of Range"):
+        pipe({"backend": register(Range)})
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pipe({"a": {"next": "b", "instance_num": 2}, "b": {"instance_num": 2}})
+    for thread in started:
+        thread.join(WAIT)
+    assert [thread for thread in started if thread.is_alive()] == []
