@@ -96,7 +96,7 @@ class Probing:
     def holds(self, rate: float) -> bool:
         """Whether a run at `rate` meets the SLO, stable and without an error."""
         report = self._log.run(f"rate {rate:.4g}", changed(self._options, rate=rate))
-        return report["exit_status"] == EXIT_OK
+        return bool(report["exit_status"] == EXIT_OK)
 
 
 def run_search(run: Run, options: argparse.Namespace, announce: Announce) -> dict[str, Any]:

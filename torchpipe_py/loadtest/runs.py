@@ -103,8 +103,8 @@ def _open_fields(records: Records, report: dict[str, Any], lateness: Lateness, l
 
 def _unsent(total: int, report: dict[str, Any]) -> int:
     """Images that were left out because the run was too late for them; what broken clients owe is among the errors."""
-    owed = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
-    return max(0, total - report["images_sent"] - owed)
+    owed: int = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
+    return max(0, total - int(report["images_sent"]) - owed)
 
 
 def _plot_fields(records: Records, load: Load) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def judge_stability(latencies: Sequence[int], offered: float, answered: int, win
     given time: a queue that grows makes the window longer than the schedule.
     """
     half = len(latencies) // 2
-    halves = (None, None)
+    halves: tuple[float | None, float | None] = (None, None)
     if len(latencies) >= _CALLS_TO_JUDGE:
         halves = (median(latencies[:half]) / _NS_PER_MS, median(latencies[half:]) / _NS_PER_MS)
     return Stability(offered, answered / window if window else 0.0, *halves, unsent)

@@ -14,7 +14,7 @@ _NS_PER_MS = 1e6
 _NS_PER_S = 1_000_000_000
 
 
-def percentile(ordered: Sequence[int], percent: float) -> float:
+def percentile(ordered: Sequence[float], percent: float) -> float:
     """The ``percent``-th percentile of ascending values, linearly interpolated between the two nearest ranks.
 
     That is NumPy's default: rank ``percent / 100 * (n - 1)``. Raises ``ValueError`` for no values.

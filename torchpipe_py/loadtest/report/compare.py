@@ -73,7 +73,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
     """The table, and what to know before one believes it."""
-    rows = [("", "A", "B", "B/A")]
+    rows: list[tuple[str, ...]] = [("", "A", "B", "B/A")]
     rows += [_row(title, a[name], b[name]) for title, name in _FIGURES.items()]
     for title, name in _LATENCIES.items():
         rows.append(_row(f"{title} ms", *((one["latency_ms"] or {}).get(name) for one in (a, b))))
