@@ -1,7 +1,7 @@
 """Send every image of a folder to the service once and compare its label with the file's name.
 
 ``python scripts/accuracy.py --img_dir configs/demo/images --port 8888``; an image is called ``<label>_<anything>``.
-Also an example of a client: it needs nothing but ``idl/inference.thrift`` and a Thrift library.
+Also an example of a client: all that a call needs is ``idl/inference.thrift`` and a Thrift library.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import thriftpy2
 from thriftpy2.rpc import make_client
 from thriftpy2.thrift import TException
 
+from torchpipe_py.images import find_images
+
 IDL = thriftpy2.load(
     str(Path(__file__).resolve().parents[1] / "idl" / "inference.thrift"), module_name="inference_thrift"
 )
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8888)
     parser.add_argument("--at_least", type=float, default=0.0, help="accuracy below which the exit status is 1")
     args = parser.parse_args(argv)
-    paths = sorted(path for path in args.img_dir.rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not paths:
-        parser.error(f"no image below {args.img_dir}")
+    try:
+        paths = find_images(args.img_dir)
+    except OSError as error:
+        parser.error(f"--img_dir {error}")
     try:
         client = make_client(IDL.InferenceService, args.host, args.port, timeout=10_000)
         right = sum(_is_right(client, path) for path in paths)

@@ -24,7 +24,8 @@ from benchmarks.common import Load, interleave, machine, run_threads
 from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
 from recipes.command import whole
 
-SUFFIXES = (".jpg", ".jpeg")
+from torchpipe_py.images import JPEG_SUFFIXES, find_images
+
 ORIENTATION = 0x0112  # the EXIF tag
 
 Makers = Mapping[str, Callable[[], Decoder]]
@@ -53,10 +54,13 @@ class Outcome:
 
 
 def read_images(folder: Path, limit: int | None) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The JPEGs below ``folder`` by path in it, the first ``limit`` that are whole, and why others were left out."""
+    """The JPEGs below ``folder`` by path in it, the first ``limit`` that are whole, and why others were left out.
+
+    ``OSError`` where there is none, as `find_images` says.
+    """
     images: dict[str, bytes] = {}
     left_out: dict[str, str] = {}
-    for path in sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES and one.is_file()):
+    for path in find_images(folder, JPEG_SUFFIXES):
         if limit is not None and len(images) >= limit:
             break
         name = path.relative_to(folder).as_posix()
@@ -231,7 +235,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, makers: Makers | None = None) -> int:
     """0 when measured; 2, after a line that says why, where there is nothing to measure on."""
     args = _parser().parse_args(argv)
-    images, left_out = read_images(args.img_dir, args.limit)
+    try:
+        images, left_out = read_images(args.img_dir, args.limit)
+    except OSError as error:
+        print(f"compare_decoders: --img_dir {error}", file=sys.stderr)
+        return 2
     for name, why in left_out.items():
         print(f"left out: {name}: {why}")
     if not images:

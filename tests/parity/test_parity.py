@@ -35,11 +35,10 @@ from torchpipe_py.parity.compare import (
     spreads,
     wilson,
 )
-from torchpipe_py.parity.images import find_images, shown_name
 from torchpipe_py.parity.record import Compared, Difference, ParityError, Prediction
 from torchpipe_py.parity.report import clip
 from torchpipe_py.parity.results import Unusable, read_pixels, read_prediction
-from torchpipe_py.parity.run import BATCH, Settings, compare_configs
+from torchpipe_py.parity.run import BATCH, Settings, compare_configs, shown_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -589,7 +588,7 @@ def test_a_directory_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(ParityError, match=r"cannot be read: Permission denied"):
-        find_images(str(tmp_path))
+        compare_configs(Settings("a.toml", "b.toml", str(tmp_path)))
 
 
 def test_configurations_that_are_wrong(capsys: pytest.CaptureFixture[str], write: Write, images: Path) -> None:

@@ -165,6 +165,9 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_folder_without_images_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--img_dir", str(tmp_path)]) == 2
+    assert f"--img_dir {tmp_path}: no image in it (looked for .jpg .jpeg)" in capsys.readouterr().err
+    (tmp_path / "corrupt.jpg").write_bytes(b"no image")
+    assert main(["--img_dir", str(tmp_path)]) == 2
     assert "no JPEG that can be decoded" in capsys.readouterr().err
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchpipe_py.images import find_images
 from torchpipe_py.loadtest.errors import CannotRunError
-
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 
 
 @dataclass(frozen=True)
@@ -20,23 +19,12 @@ class Payload:
 
 def load_images(directory: Path, labelled: bool) -> Payload:
     """The images below ``directory`` as they are; ``CannotRunError`` where there is none, or one cannot be read."""
-    paths = find_images(directory)
+    try:
+        paths = find_images(directory)
+    except OSError as error:
+        raise CannotRunError(f"--img_dir {error}") from error
     labels = [label_from_name(path) if labelled else None for path in paths]
     return Payload([read_image(path) for path in paths], labels)
-
-
-def find_images(directory: Path) -> list[Path]:
-    """All files below ``directory`` that are images by suffix, in any case, in the order of their paths.
-
-    Raises ``CannotRunError`` when there is no such directory, or no image in it.
-    """
-    if not directory.is_dir():
-        raise CannotRunError(f"--img_dir {directory}: no such directory")
-    paths = sorted(path for path in directory.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
-    if not paths:
-        suffixes = " ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-        raise CannotRunError(f"--img_dir {directory}: no image in it (looked for {suffixes})")
-    return paths
 
 
 def read_image(path: Path) -> bytes:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.errors import TorchpipeError, UnknownNode
+from torchpipe_py.images import find_images
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.parity.compare import difference, pictures
-from torchpipe_py.parity.images import find_images, shown_name
 from torchpipe_py.parity.record import (
     ACCEPTED,
     Compared,
@@ -57,7 +57,10 @@ def compare_configs(settings: Settings) -> Parity:
     Raises ``ConfigError``, ``BackendUnavailable`` or ``BackendError`` for a pipe that cannot be built, ``ParityError``
     for a directory without images and for results that are of no use. What fails for one image is in the outcome.
     """
-    paths = find_images(settings.img_dir)
+    try:
+        paths = [path.relative_to(settings.img_dir) for path in find_images(settings.img_dir)]
+    except OSError as error:
+        raise ParityError(f"--img_dir {error}") from error
     parity = Parity(settings.img_dir, settings.a, settings.b, settings.model, len(paths))
     with ExitStack() as stack:
         runners = [Runner(config, stack) for config in (settings.a, settings.b, settings.model) if config is not None]
@@ -66,6 +69,12 @@ def compare_configs(settings: Settings) -> Parity:
             comparison.add(batch)
     comparison.finish()
     return parity
+
+
+def shown_name(path: Path) -> str:
+    """The path with '/', on one line, and without what UTF-8 cannot say."""
+    text = path.as_posix().encode("utf-8", "replace").decode("utf-8")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _batches(paths: Sequence[Path], size: int) -> Iterator[Sequence[Path]]:

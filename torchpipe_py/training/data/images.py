@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.images import find_images
 from torchpipe_py.training.data.readers import cv2_loader
 from torchpipe_py.training.errors import TrainingError
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 class ImageFiles:
@@ -43,8 +42,8 @@ class ImageFolder(ImageFiles):
             raise TrainingError(f"{root}: no folder in it; expected one for each class")
         samples = []
         for number, name in enumerate(self.classes):
-            files = sorted(str(one) for one in (self.root / name).rglob("*") if one.suffix.lower() in EXTENSIONS)
-            if not files:
-                raise TrainingError(f"{self.root / name}: no image in it ({', '.join(EXTENSIONS)})")
-            samples += [(path, number) for path in files]
+            try:
+                samples += [(path, number) for path in sorted(map(str, find_images(self.root / name)))]
+            except OSError as error:
+                raise TrainingError(str(error)) from error
         super().__init__(samples, loader)

@@ -1,0 +1,26 @@
+"""torchpipe_py.images: which files of a folder are images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchpipe_py.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images
+
+
+def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    names = ["b.JPEG", "a.jpg", "deep/c.tiff", "deep/deeper/d.png", "notes.txt", "folder.jpg/e.bmp"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    expected = ["a.jpg", "b.JPEG", "deep/c.tiff", "deep/deeper/d.png", "folder.jpg/e.bmp"]
+    assert find_images(str(tmp_path)) == [tmp_path / name for name in expected]
+    assert find_images(tmp_path, JPEG_SUFFIXES) == [tmp_path / name for name in expected[:2]]
+
+
+def test_folders_without_images(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no image in it .looked for {' '.join(IMAGE_SUFFIXES)}"):
+        find_images(tmp_path)
+    with pytest.raises(NotADirectoryError, match=f"{tmp_path}/none: no such directory"):
+        find_images(tmp_path / "none")

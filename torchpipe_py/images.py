@@ -1,0 +1,30 @@
+"""The image files of a folder, for all that read one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import NoReturn
+
+JPEG_SUFFIXES = (".jpg", ".jpeg")
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+
+def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> list[Path]:
+    """All files below ``folder`` with one of the ``suffixes``, in any case, in the order of their paths.
+
+    Paths start with ``folder``. Raises ``OSError`` for a folder that is none, cannot be read or holds no image; the
+    message is complete and begins with the folder's path.
+    """
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"{folder}: no such directory")
+    paths = [Path(place, name) for place, _, names in os.walk(folder, onerror=_unreadable) for name in names]
+    images = sorted(path for path in paths if path.suffix.lower() in suffixes)
+    if not images:
+        raise FileNotFoundError(f"{folder}: no image in it (looked for {' '.join(suffixes)})")
+    return images
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise PermissionError(f"{error.filename}: cannot be read: {error.strerror}") from error
