@@ -96,7 +96,6 @@ SERVER_IMPORTS = arrows(ROOT / "server" / "torchpipe_server", "torchpipe_server"
 SCRIPT_IMPORTS = arrows(ROOT / "scripts", "")
 
 
-@pytest.mark.xfail(strict=True, reason="to be mended")
 def test_the_package_keeps_its_layers() -> None:
     inside = {module: targets for module, targets in IMPORTS.items() if module}
     assert against(inside, PACKAGE) == []

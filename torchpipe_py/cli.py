@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
-from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
@@ -142,8 +141,6 @@ def markdown_table() -> Iterator[str]:
 
 def _backend(name: str) -> type[Backend]:
     cls = registry.find_backend(name)
-    if cls is not None and not issubclass(cls, Backend):
-        cls = PythonClass.of(cls)
     if cls is None:
         raise ConfigError(f"no backend {name!r}; {nearest(name, registry.backend_names())}")
     return cls

@@ -12,11 +12,13 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from torchpipe_py import filters
+from torchpipe_py.backends.base import Backend
 from torchpipe_py.errors import ConfigError
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
 
 _BACKENDS = "torchpipe_py.backends"
+_PLAIN_CLASS = f"{_BACKENDS}.control.python:PythonClass"
 
 BUILT_IN_BACKENDS = {
     "Identity": f"{_BACKENDS}.control.basic:Identity",
@@ -181,17 +183,26 @@ def postprocessor_names() -> list[str]:
     return sorted({*BUILT_IN_POSTPROCESSORS, *_postprocessors})
 
 
-def find_backend(name: str) -> type | None:
-    """The class called ``name``, or ``None``; an import error of a known backend is raised as it is."""
+def find_backend(name: str) -> type[Backend] | None:
+    """The class called ``name``, or ``None``; one that is no ``Backend`` is wrapped in a ``PythonClass``.
+
+    An import error of a known backend is raised as it is; ``ConfigError`` for a class that makes no backend.
+    """
     name = canonical(name)
     if name in BUILT_IN_BACKENDS:
-        return _load(BUILT_IN_BACKENDS[name])
-    if name in _backends:
-        return _backends[name]
-    for point in _entry_points():
-        if point.name == name:
-            return _as_class(point.load(), name)
-    return None
+        cls = _load(BUILT_IN_BACKENDS[name])
+    elif name in _backends:
+        cls = _backends[name]
+    else:
+        point = next((point for point in _entry_points() if point.name == name), None)
+        if point is None:
+            return None
+        cls = _as_class(point.load(), name)
+    if issubclass(cls, Backend):
+        return cls
+    wrapper: Any = _load(_PLAIN_CLASS)
+    wrapped: type[Backend] = wrapper.of(cls)
+    return wrapped
 
 
 def find_postprocessor(name: str) -> type | None:

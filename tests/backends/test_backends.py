@@ -283,7 +283,8 @@ def test_registration_as_a_decorator() -> None:
     class Decorated(Duck):
         """Named after itself."""
 
-    assert registry.find_backend("Decorated") is Decorated
+    backend: Any = registry.find_backend("Decorated")
+    assert backend.wrapped is Decorated
 
 
 @pytest.mark.parametrize(

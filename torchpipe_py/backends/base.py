@@ -136,8 +136,11 @@ class Backend:
     any_batch = False
     """Takes any number of items at once inside another backend, though its ``max()`` is 1."""
 
+    is_sequence = False
+    """Runs its children one after the other: filters may stand in front of them, and the last may wrap the others."""
+
     wraps_sequence = False
-    """Standing last in a ``Sequential`` without brackets, it wraps all that stands before it."""
+    """Standing last in a sequence without brackets, it wraps all that stands before it."""
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
@@ -181,6 +184,11 @@ class Backend:
         Converting while decoding saves a pass over the image.
         """
         return None
+
+    @classmethod
+    def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
+        """Roots of the graphs that it runs with these parameters, and for each what a drawing says of the jump."""
+        return {}
 
     @classmethod
     def parameters(cls) -> dict[str, Param]:

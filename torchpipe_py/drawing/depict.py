@@ -53,9 +53,8 @@ def _arrows(name: str, graph: Graph, plan: NodePlan) -> Iterator[Arrow]:
     for source in plan.spec.map:
         for one in (source.node,) if source.node else graph.predecessors[name]:
             yield Arrow(one, name, "map", _pairs(source))
-    labels = [label for backend in plan.backends for label in _split_and_merge(backend)]
-    for target in graph.jumps.get(name, ()):
-        yield Arrow(name, target, "jump", "; ".join(dict.fromkeys(labels)))
+    for target, labels in plan.jumps().items():
+        yield Arrow(name, target, "jump", "; ".join(dict.fromkeys(filter(None, labels))))
     for fold in _folds(name, graph, plan.spec.filter or ""):
         for way_out in fold.exits:
             yield Arrow(name, way_out.node, "skip", (plan.spec.filter or "").lower())
@@ -76,14 +75,6 @@ def _folds(name: str, graph: Graph, filter_name: str) -> list[Fold]:
     folds += [] if word == "serialskip" else [graph.subgraph_fold(name)]
     hiding = {fold.members: fold for fold in folds if len(fold.members) > 1}
     return list(hiding.values())
-
-
-def _split_and_merge(plan: BackendPlan) -> Iterator[str]:
-    given = _by_key(plan)
-    if "split" in given:
-        yield f"split {', '.join(given['split']) or 'nothing'}, merge {', '.join(given['merge'])}"
-    for child in plan.children:
-        yield from _split_and_merge(child)
 
 
 def _by_key(plan: BackendPlan) -> dict[str, Any]:

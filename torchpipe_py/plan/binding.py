@@ -9,9 +9,6 @@ from typing import Any
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param
-from torchpipe_py.backends.control.basic import Sequential
-from torchpipe_py.backends.control.jump import Jump
-from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
@@ -29,23 +26,16 @@ class BackendPlan:
     children: tuple[BackendPlan, ...] = ()
     filters: tuple[Filter | None, ...] = ()
 
-    def jumps(self) -> Iterator[str]:
-        """Roots of the graphs that it runs."""
-        if issubclass(self.cls, Jump):
-            yield self.params["jump"]
+    def jumps(self) -> Iterator[tuple[str, str]]:
+        """Roots of the graphs that it runs, each with what a drawing says of the jump."""
+        yield from self.cls.jumps(self.params).items()
         for child in self.children:
             yield from child.jumps()
 
-    def create(self, seat: BackendConfig) -> Backend:
-        """A new instance, not set up yet; ``seat`` says which instance it is, and on which device."""
-        config = replace(
-            seat,
-            params=self.params,
-            children=tuple(child.create(seat) for child in self.children),
-            filters=self.filters,
-            label=self.label,
-        )
-        return self.cls(config)
+    def create(self, config: BackendConfig) -> Backend:
+        """A new instance, not set up yet; ``config`` says which instance it is, and on which device."""
+        children = tuple(child.create(config) for child in self.children)
+        return self.cls(replace(config, params=self.params, children=children, filters=self.filters, label=self.label))
 
 
 def expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
@@ -92,7 +82,7 @@ class Binder:
 
     def _hoisted(self, call: Call) -> Call:
         """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
-        if registry.canonical(call.name) != "Sequential" or len(call.args) < 2:
+        if len(call.args) < 2 or not self._find(call).is_sequence:
             return call
         *before, last = call.args
         if last.args or last.filter or not self._find(last).wraps_sequence:
@@ -100,18 +90,16 @@ class Binder:
         return Call(last.name, (Call(call.name, tuple(before)),), call.filter)
 
     def _find(self, call: Call) -> type[Backend]:
-        found = registry.find_backend(call.name)
-        if found is None:
+        try:
+            cls = registry.find_backend(call.name)
+        except ConfigError as error:
+            raise self.node.at("backend").error(error) from None
+        if cls is None:
             raise self.node.at("backend").error(
                 f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())} (one of your own is "
                 "registered before: register_backend, import_code, --import)"
             )
-        if issubclass(found, Backend):
-            return found
-        try:
-            return PythonClass.of(found)
-        except ConfigError as error:
-            raise self.node.at("backend").error(error) from None
+        return cls
 
     def _check_children(self, call: Call, cls: type[Backend]) -> None:
         low, high = cls.children
@@ -171,7 +159,7 @@ class Binder:
     def _filter(self, call: Call, parent: type[Backend]) -> Filter | None:
         if call.filter is None:
             return None
-        if not issubclass(parent, Sequential):
+        if not parent.is_sequence:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
         return find_filter(call.filter, self.node, "backend")
 
@@ -190,7 +178,7 @@ class Binder:
 def _scoped(scope: str, name: str) -> list[str]:
     """The scoped forms of a key, under the backend's own name and its aliases."""
     aliases = [alias for alias, target in registry.ALIASES.items() if target == scope]
-    return [f"{one}::{name}" for one in (scope, *aliases)]
+    return [f"{prefix}::{name}" for prefix in (scope, *aliases)]
 
 
 @dataclass(frozen=True)
@@ -229,9 +217,9 @@ def _at_position(value: Value, position: _Position, scope: str) -> Value:
 def find_filter(name: str, node: NodeSpec, key: str) -> Filter:
     """The filter that ``key`` of the node names."""
     try:
-        found = registry.find_filter(name)
+        filter_ = registry.find_filter(name)
     except Exception as error:
         raise node.at(key).error(f"filter {name!r}: {type(error).__name__}: {error}") from error
-    if found is None:
+    if filter_ is None:
         raise node.at(key).error(f"no filter {name!r}; {nearest(name, registry.filter_names())}")
-    return found
+    return filter_

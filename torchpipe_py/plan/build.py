@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
-from torchpipe_py.backends.control.ranges import composed
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter, run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, expand, find_filter
@@ -43,31 +41,13 @@ class NodePlan:
         labels = [backend.label for backend in self.backends]
         return labels[0] if len(set(labels)) == 1 else "&".join(labels)
 
-    def creators(self, graphs: Graphs) -> list[Callable[[int], Backend]]:
-        """One function for each instance, from its index to its backend."""
-        counts = self.spec.instance_num
-        shared = [Shared() for _ in self.backends]
-
-        def create(instance: int) -> Backend:
-            seat = BackendConfig(
-                label=self.label,
-                device_id=self.spec.device_id,
-                instance=instance,
-                instance_num=max(counts),
-                reaches_caller=self.reaches_caller,
-                graphs=graphs,
-            )
-            parts = zip(self.backends, counts, shared, strict=True)
-            return composed(
-                seat,
-                [
-                    plan.create(replace(seat, shared=own, instance_num=count))
-                    for plan, count, own in parts
-                    if instance < count
-                ],
-            )
-
-        return [create] * max(counts)
+    def jumps(self) -> dict[str, list[str]]:
+        """Roots of the graphs that it runs, each with what a drawing says of the jumps to it."""
+        labels: dict[str, list[str]] = {}
+        for backend in self.backends:
+            for root, label in backend.jumps():
+                labels.setdefault(root, []).append(label)
+        return labels
 
 
 @dataclass(frozen=True)
@@ -113,7 +93,7 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
     used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
     known = set().union(*(known for *_, known in bound.values()))
     _check_defaults(spec, used, known, problems)
-    jumps = {name: tuple(dict.fromkeys(one for plan in plans[name].backends for one in plan.jumps())) for name in plans}
+    jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
     with problems.gathered():
         graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
     problems.raise_all()

@@ -15,6 +15,7 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.runtime.creation import creators
 from torchpipe_py.runtime.node import Node
 from torchpipe_py.runtime.request import Countdown, Request, deadline_after, nothing
 from torchpipe_py.runtime.routes import Routes
@@ -42,7 +43,7 @@ class Engine:
         self.nodes: dict[str, Node] = {
             name: Node(
                 name,
-                plans[name].creators(self),
+                creators(plans[name], self),
                 timeout=plans[name].spec.batching_timeout / 1000,
                 fail=self.complete,
                 waiting=waiting,

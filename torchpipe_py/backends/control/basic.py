@@ -76,6 +76,7 @@ class Sequential(Backend):
     """
 
     children = (1, None)
+    is_sequence = True
 
     def setup(self) -> None:
         self._setup_children()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -24,6 +24,10 @@ class Jump(DeferredBackend):
     jump = Param(to_str, doc="root node of the graph to run")
 
     any_batch = True
+
+    @classmethod
+    def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
+        return {params["jump"]: ""}
 
     def setup(self) -> None:
         if self.config.graphs is None:
@@ -99,14 +103,19 @@ class MapReduce(Jump):
     split_keys = Param(to_strings, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
     merge_keys = Param(_some_strings, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
 
+    @classmethod
+    def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
+        split, merge = ", ".join(params["split_keys"]), ", ".join(params["merge_keys"])
+        return {params["jump"]: f"split {split or 'nothing'}, merge {merge}"}
+
     def split(self, data: Data) -> Sequence[Data]:
         if not self.split_keys:
             return [dict(data)]
         lists = {key: _elements(data, key) for key in self.split_keys}
         counts = {key: len(elements) for key, elements in lists.items()}
         if len(set(counts.values())) > 1:
-            found = ", ".join(f"{key!r} has {count}" for key, count in counts.items())
-            raise ValueError(f"the keys to split hold lists of different lengths: {found}")
+            lengths = ", ".join(f"{key!r} has {count}" for key, count in counts.items())
+            raise ValueError(f"the keys to split hold lists of different lengths: {lengths}")
         count = next(iter(counts.values()))
         return [{**data, **{key: lists[key][index] for key in lists}} for index in range(count)]
 
@@ -124,5 +133,5 @@ def _elements(data: Data, key: str) -> Sequence[Any]:
     value = data.get(key)
     if isinstance(value, (list, tuple)):
         return value
-    found = type(value).__name__ if key in data else "no such key"
-    raise ValueError(f"expected a list under {key!r} to split, found {found}")
+    kind = type(value).__name__ if key in data else "no such key"
+    raise ValueError(f"expected a list under {key!r} to split, found {kind}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param, close_all, run_padded
+from torchpipe_py.backends.base import Backend, Data, Param, close_all, run_padded
 from torchpipe_py.backends.control.basic import Wrapper
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_list
@@ -102,13 +102,6 @@ class Composed(Backend):
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)
-
-
-def composed(config: BackendConfig, children: Sequence[Backend]) -> Backend:
-    """One of them as it is, several as a ``Composed``."""
-    if len(children) == 1:
-        return children[0]
-    return Composed(BackendConfig(children=tuple(children), label=config.label, device_id=config.device_id))
 
 
 def _best_runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
