@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -636,6 +637,8 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
             p({"data": torch.zeros(3)})
     assert isinstance(caught.value.__cause__, OSError)
     assert list(tmp_path.rglob("*")) == ([] if step == "open" else [folder])
+    del caught
+    gc.collect()  # From Python 3.13 on this fails where the unfinished file is collected before a view of it.
 
 
 def fail(*args: Any) -> None:

@@ -36,7 +36,8 @@ class SaveTensor(AnyTensor):
         file = io.BytesIO()
         # NOTE: a view would be saved with all the memory it looks into: one row with its whole batch.
         self._torch.save(tensor.detach().clone().cpu(), file)
-        item["saved"] = write_new(self.save_dir, ".pt", file.getbuffer())
+        # NOTE: getbuffer() would be open still when the traceback of a failed write is collected, and the file with it.
+        item["saved"] = write_new(self.save_dir, ".pt", file.getvalue())
         return tensor
 
 
@@ -117,7 +118,7 @@ def make_folder(path: str) -> None:
         raise ConfigError(f"save_dir {path!r} cannot be written (working directory: {os.getcwd()})")
 
 
-def write_new(folder: str, extension: str, content: memoryview) -> str:
+def write_new(folder: str, extension: str, content: bytes | memoryview) -> str:
     """The path of a new file in ``folder`` with a name nobody else uses; under it, it is complete from the start."""
     name = uuid.uuid4().hex
     path, unfinished = os.path.join(folder, name + extension), os.path.join(folder, f".{name}.tmp")
