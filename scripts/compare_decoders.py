@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 from benchmarks.common import Load, interleave, machine, run_threads
 from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
-from recipes.command import whole
+from recipes.options import whole
 
 from torchpipe_py.images import JPEG_SUFFIXES, find_images
 

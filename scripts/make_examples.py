@@ -19,6 +19,7 @@ from pathlib import Path
 
 import cv2
 import torch
+from examples.demo import MEAN, OPSET, STD
 from examples.drawing import (
     HEIGHT,
     HELD_OUT,
@@ -33,12 +34,11 @@ from examples.drawing import (
     draw_set,
     load_digits,
 )
+from examples.export import BATCH_AXES, Axes, ExportError, Size, export_checked, max_difference
 from examples.measure import SceneResult, read_line, recall_and_precision, runner, scene_result
 from examples.networks import CROP, DIGITS, train_classifier, train_detector, train_reader
 from examples.shared import postprocess
-from export_onnx import BATCH_AXES, Axes, ExportError, Size, export_checked, max_difference
 from torch import nn
-from train_demo import MEAN, OPSET, STD
 
 LINE_AXES: Axes = {"input": {0: "batch", 3: "width"}, "logits": {0: "batch", 1: "steps"}}
 TOLERANCE = 1e-4

@@ -6,20 +6,8 @@ python scripts/train_amp.py --data DIR --toml configs/train_gpu.toml --precision
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from recipes.command import guarded
-from recipes.options import make_parser
-from recipes.place import Place
-from recipes.session import run
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16", help="(default: %(default)s)")
-    args = parser.parse_args(argv)
-    return guarded("train_amp", lambda: run(args, Place("single", devices=args.device), args.precision))
-
+from recipes.training import train_amp as main
 
 if __name__ == "__main__":
     sys.exit(main())

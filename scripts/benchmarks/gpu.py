@@ -41,7 +41,7 @@ class Engines:
         if not path.exists():
             import torch
             import torchvision
-            from export_onnx import save_onnx
+            from examples.export import save_onnx
 
             torch.manual_seed(0)
             save_onnx(torchvision.models.resnet50(weights=None), path, SIDE, 17)

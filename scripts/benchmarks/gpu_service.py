@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 from urllib.request import urlopen
 
-from recipes.files import to_toml
+from examples.files import to_toml
 
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
 from benchmarks.gpu import SIDE, WARM_UP, Engines, _cores, cpu_pipe, gpu_pipe

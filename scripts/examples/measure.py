@@ -8,9 +8,9 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from export_onnx import open_session
 
 from examples.drawing import Scene
+from examples.export import open_session
 from examples.networks import CROP
 from examples.shared import postprocess
 

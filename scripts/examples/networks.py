@@ -9,8 +9,8 @@ import cv2
 import numpy as np
 import torch
 from torch import nn
-from train_demo import normalise
 
+from examples.demo import normalise
 from examples.drawing import HEIGHT, WIDTH, Line, Scene
 from examples.shared import postprocess
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from examples.files import in_the_place_of
 from torch import nn
 
-from recipes.files import in_the_place_of
 from torchpipe_py.training import TrainingError
 
 

@@ -234,7 +234,7 @@ def _validation_loader(args: argparse.Namespace, place: Place, dataset: Any) -> 
 
 def _loader(args: argparse.Namespace, place: Place, dataset: Any, is_training: bool) -> DaliLoader:
     (device,) = choose_devices(place.parallel_type, place.local_rank, place.devices)
-    made = {
+    made: dict[str, Callable[[Any], Any]] = {
         "cutout": CutOut(max(1, int(args.size * SHARE_ERASED)), args.size),
         "gridmask": GridMask(max(2, args.size // TILES)),
     }

@@ -1,4 +1,4 @@
-"""The two loaders of a training: augmented and shuffled, and as it is."""
+"""The preprocessing and the two loaders of a training: augmented and shuffled, and as it is."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from torchpipe_py.training import (
     TrainingError,
     wrap_dataloader_torchpipe,
 )
+
+Config = dict[str, dict[str, Any]]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -104,3 +106,19 @@ def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, tra
         workers_decode=args.workers_decode,
         transforms_batch=transforms,
     )
+
+
+def pipe_on_cpu(size: int, instances: int) -> Config:
+    """JPEG bytes to float32 1×3×size×size of 0..255, RGB: decoded and resized by OpenCV, in so many threads."""
+    backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
+    return _preprocess(backend, size, color="rgb", device="cpu", instance_num=instances)
+
+
+def pipe_on_gpu(size: int, most: int, instances: int = 1, decoder: str = "torchvision") -> Config:
+    """The same on the GPU, in batches of up to ``most``; of two instances, one prepares while the other decodes."""
+    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
+    return _preprocess(backend, size, decoder=decoder, max=most, instance_num=instances)
+
+
+def _preprocess(backend: str, size: int, **more: Any) -> Config:
+    return {"preprocess": {"backend": backend, "resize_h": size, "resize_w": size, **more}}

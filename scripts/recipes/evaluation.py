@@ -1,16 +1,89 @@
-"""How good predictions are, and how far two runs agree."""
+"""How good a trained model is on labelled images: everything in one pipe, or the pipe for preprocessing only.
+
+"pipe": preprocessing and model in one pipe, called from several threads, as a service does. "torch": the pipe
+preprocesses only, and PyTorch runs the model in batches, as in training.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader
 
+from recipes.data import Normalise
+from recipes.options import guarded, whole
+from recipes.serving import PRECISIONS, check_preprocessing, load_model, serving_config
+from torchpipe_py import pipe
 from torchpipe_py.parity.compare import wilson
+from torchpipe_py.training import ImageFolder, UnreadableFile, wrap_dataloader_torchpipe
 
+SOLUTIONS = ("pipe", "torch")
 NO_PREDICTION = -1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when evaluated, 2 with one line on stderr otherwise."""
+    args = _parser().parse_args(argv)
+
+    def work() -> None:
+        report = evaluate(args)
+        if args.json is not None:
+            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    return guarded("test_gpu", work)
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Run and print what ``--solution`` asks for; all figures. Raises ``TorchpipeError``."""
+    dataset = ImageFolder(args.data)
+    labels = [label for _, label in dataset.samples]
+    runs: dict[str, Run] = {}
+    report: dict[str, Any] = {"data": str(args.data), "precision": args.precision, "solutions": {}}
+    for name in SOLUTIONS if args.solution == "both" else (args.solution,):
+        run = runs[name] = {"pipe": by_pipe, "torch": by_torch}[name](args, dataset)
+        scores = Scores.of(labels, run.predictions.classes, len(dataset.classes))
+        rate = len(labels) / run.seconds
+        print(f"{name}: {scores}, {rate:.1f} images/s", flush=True)
+        report["solutions"][name] = {**asdict(scores), "images_per_s": rate}
+    if args.folder is not None and "pipe" in runs:
+        print(f"torchpipe-serve {shlex.quote(str(args.folder / 'served.toml'))} serves that pipe")
+    if len(runs) == 2:
+        found = Agreement.of(*(run.predictions for run in runs.values()))
+        print(f"top-1 agreement {found.share:.4f}, scores differ by {found.largest:.2g} at most")
+        report["agreement"] = asdict(found)
+    return report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="How good a trained model is on labelled images.")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="written by scripts/train.py")
+    parser.add_argument("--data", type=Path, required=True, help="a folder of class folders, DIR/val say")
+    parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as in training")
+    parser.add_argument("--solution", choices=(*SOLUTIONS, "both"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--engine", choices=("onnx", "tensorrt"), help="of the pipe (default: TensorRT where it works, else ONNX)"
+    )
+    parser.add_argument("--arch", help="as in training (default: the checkpoint's)")
+    parser.add_argument("--size", type=whole(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
+    parser.add_argument("--clients", type=whole(1), default=8, help="threads that call the pipe (default: %(default)s)")
+    parser.add_argument("--batch-size", type=whole(1), default=32, help="of PyTorch (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="keeps model, labels, engine and served.toml (default: none)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
+    return parser
 
 
 @dataclass(frozen=True)
@@ -87,3 +160,75 @@ class Agreement:
         both = (one.classes != NO_PREDICTION) & (other.classes != NO_PREDICTION)
         gaps = np.abs(one.scores - other.scores)[both]
         return cls(float((one.classes == other.classes).mean()), float(gaps.max(initial=0.0)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A solution's predictions, in the dataset's order, and how long all took once the model was loaded and warm.
+
+    With few images the time of ``by_torch`` is mostly that of its first batch: reading processes start with it.
+    """
+
+    predictions: Predictions
+    seconds: float
+
+
+def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
+    """Preprocessing and model in one pipe, called from ``--clients`` threads."""
+    found = Predictions.none(len(dataset))
+    numbers = {name: number for number, name in enumerate(dataset.classes)}
+    with ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = serving_config(
+            args.checkpoint, args.toml, args.arch, args.size, args.precision, args.engine, folder, dataset.classes
+        )
+        run = stack.enter_context(pipe(config))
+        clients = stack.enter_context(ThreadPoolExecutor(args.clients))
+
+        def predict(index: int) -> None:
+            try:
+                request: dict[str, Any] = {"data": dataset[index][0]}
+            except UnreadableFile:
+                return
+            run(request)
+            if "result" in request:
+                name, found.scores[index] = request["result"]
+                found.classes[index] = numbers[name]
+
+        predict(0)
+        began = perf_counter()
+        for _ in clients.map(predict, range(len(dataset))):
+            pass
+        return Run(found, perf_counter() - began)
+
+
+def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
+    """Preprocessing by the pipe, the model by PyTorch in batches: what validates in training."""
+    model = load_model(args.checkpoint, args.arch, dataset.classes)
+    check_preprocessing(args.toml, args.size)
+    plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
+    found = Predictions.none(len(dataset))
+    with wrap_dataloader_torchpipe(
+        "single", plain, args.toml, bad_samples="mask", transforms_batch=Normalise()
+    ) as loader:
+        device = loader.devices[0]
+        model.to(device)
+        _probabilities(model, torch.zeros(args.batch_size, 3, args.size, args.size, device=device), args.precision)
+        began = perf_counter()
+        for batch in loader:
+            scores, named = _probabilities(model, batch.images, args.precision).max(dim=1)
+            indices = batch.indices[batch.mask].numpy()
+            found.classes[indices] = named.cpu()[batch.mask].numpy()
+            found.scores[indices] = scores.cpu()[batch.mask].numpy()
+        return Run(found, perf_counter() - began)
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def _probabilities(model: Any, images: Any, precision: str) -> Any:
+    """float32 N×classes."""
+    # NOTE: by default PyTorch rounds the operands of convolutions to TF32, which is not what fp32 says.
+    with (
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
+        torch.autocast(images.device.type, torch.float16, enabled=precision == "fp16"),
+    ):
+        return model(images).float().softmax(dim=1)

@@ -1,11 +1,15 @@
-"""The options of the training scripts."""
+"""The options of the training scripts, and how they end."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from recipes.command import whole
+from torchpipe_py import TorchpipeError
+
+INTERRUPTED = 130  # as a shell says of Ctrl-C
 
 POLICIES = ("raise", "skip", "mask")
 
@@ -15,9 +19,9 @@ def to_device(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def make_parser(description: str, toml: bool = True) -> argparse.ArgumentParser:
+def make_parser(description: str | None, toml: bool = True) -> argparse.ArgumentParser:
     """All options but those of one script alone; ``toml``: whether a pipe does the preprocessing."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
     if toml:
         parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")
@@ -40,3 +44,26 @@ def make_parser(description: str, toml: bool = True) -> argparse.ArgumentParser:
     parser.add_argument("--max-steps", type=whole(1), help="stop after so many steps of this run, with a checkpoint")
     parser.add_argument("--tensorboard", type=Path, help="a folder for scalars; needs tensorboard")
     return parser
+
+
+def guarded(name: str, work: Callable[[], object]) -> int:
+    """The exit status: 0; 2 with one line on stderr where ``work`` raises what a user can mend; 130 after Ctrl-C."""
+    try:
+        work()
+    except (TorchpipeError, OSError) as error:
+        sys.stderr.write(f"{name}: {'; '.join(str(error).splitlines())}\n")  # at once, beside other ranks'
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least ``low``."""
+
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"expected at least {low}, got {text}")
+        return int(text)
+
+    return number

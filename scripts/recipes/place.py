@@ -89,4 +89,4 @@ def torchrun_place(device: str | None, synchronise_norms: bool = True) -> Place:
 
 def _used(device: Any) -> int:
     free, whole = torch.cuda.mem_get_info(device)
-    return (whole - free) >> 20
+    return int(whole - free) >> 20

@@ -8,12 +8,12 @@ from typing import Any
 
 import onnxruntime
 import torch
-from export_onnx import ExportError, save_onnx
+from examples.export import ExportError, save_onnx
+from examples.files import to_toml
 from torch import nn
 
 from recipes import checkpoints
 from recipes.data import MEAN, STD, Normalise
-from recipes.files import to_toml
 from recipes.models import make_model
 from torchpipe_py import parse_toml
 from torchpipe_py.backends.models.onnx_graph import half_model, normalized_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,8 +17,8 @@ from recipes import checkpoints
 from recipes.data import Loaders
 from recipes.models import make_model
 from recipes.place import Place
-from recipes.scalars import Scalars
 from torchpipe_py.training import Batch, TrainingError
+from torchpipe_py.training.libraries import library
 
 IGNORED = -100
 LOG_EVERY = 10  # steps between two points of a curve in TensorBoard
@@ -147,7 +148,7 @@ class Session:
         self._save()
         return figures
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def validate(self) -> tuple[float, int]:
         """The share of images named rightly, and how many there were, each once; over all processes."""
         self.model.eval()
@@ -215,3 +216,27 @@ def masked_loss(logits: Any, labels: Any) -> Any:
     """Mean cross entropy of the samples that are not masked; 0, with a gradient of 0, where all are."""
     total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+class Scalars:
+    """Writes to ``folder``; without one nothing. ``TrainingError`` that says what to install, without tensorboard."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._writer: Any = None
+        if folder is not None:
+            module = library("torch.utils.tensorboard", "tensorboard", "--tensorboard")
+            self._writer = module.SummaryWriter(str(folder))
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether anybody sees them."""
+        return self._writer is not None
+
+    def add(self, step: int, **values: float) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -101,7 +101,7 @@ def work_dir() -> Path:
 def resnet(arch: str) -> tuple[torch.nn.Module, str]:
     """A torchvision ResNet with random weights and settled batch statistics, and the ONNX file of it."""
     import torchvision
-    from export_onnx import save_onnx
+    from examples.export import save_onnx
 
     torch.manual_seed(0)
     model = torchvision.models.get_model(arch, weights=None).train()

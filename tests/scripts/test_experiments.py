@@ -12,10 +12,10 @@ import experiments
 import numpy as np
 import pytest
 import torch
-from recipes.accuracy_table import Difference
-from recipes.epochs_table import LINE
 from recipes.evaluation import Predictions
-from recipes.report import report
+from recipes.experiments.accuracy import Difference
+from recipes.experiments.epochs import LINE
+from recipes.experiments.report import report
 
 from torchpipe_py.training import TrainingError
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import loader_throughput
 import pytest
 import torch
-from benchmarks.loaders import SUBJECTS, Setting
 from conftest import encode, picture
-from loader_throughput import Row, images_per_second, measure, ratios
+from loader_throughput import main
 from recipes.data import MEAN, STD, FlipAndNormalise
+from recipes.experiments import throughput
+from recipes.experiments.subjects import SUBJECTS, Setting
+from recipes.experiments.throughput import Row, images_per_second, line_of, measure, ratios
 from training_data import FORKS
 
 pytestmark = FORKS
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 def test_each_loader_is_a_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "found.json"
     options = ["--data", str(folder), "--workers", "1", "--batch-sizes", "4", "--seconds", "0.05"]
-    assert loader_throughput.main([*options, "--only", "ours-cpu,dali-cpu,torchvision", "--json", str(json_file)]) == 0
+    assert main([*options, "--only", "ours-cpu,dali-cpu,torchvision", "--json", str(json_file)]) == 0
     printed = capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads(json_file.read_text())["rows"]}
     assert list(rows) == ["ours-cpu", "dali-cpu", "torchvision"]
@@ -53,7 +54,7 @@ def test_a_loader_that_cannot_work_says_why(folder: Path, name: str) -> None:
     row = measure(name, Setting(folder / "nothing", 4, 1, CPU), 0.05)
     assert row.images_per_s is None
     assert row.problem
-    assert "not measured: " in loader_throughput.line_of(row)
+    assert "not measured: " in line_of(row)
 
 
 @pytest.mark.parametrize("name", ["torchvision", "ours-cpu", "dali-cpu"])
@@ -101,7 +102,7 @@ def test_a_loader_is_closed_after_an_error(monkeypatch: pytest.MonkeyPatch, fold
 
 def test_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [0.0]
-    monkeypatch.setattr(loader_throughput, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(throughput, "perf_counter", lambda: clock[0])
 
     def batches() -> Iterator[torch.Tensor]:
         for number in range(1000):
@@ -131,26 +132,26 @@ def test_ratios_take_the_best_of_each() -> None:
 @pytest.mark.parametrize("options", [["--only", "fast"], ["--workers", "0"], ["--rounds", "0"], ["--workers", "x"]])
 def test_options_that_mean_nothing(options: list[str], folder: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
-        loader_throughput.main(["--data", str(folder.parent), *options])
+        main(["--data", str(folder.parent), *options])
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        loader_throughput.main(["--data", str(tmp_path)])
+        main(["--data", str(tmp_path)])
     assert f"there is no folder {tmp_path / 'train'}" in capsys.readouterr().err
     (tmp_path / "train").mkdir()
     with pytest.raises(SystemExit, match="2"):
-        loader_throughput.main(["--data", str(tmp_path), "--json", str(tmp_path / "none" / "x.json")])
+        main(["--data", str(tmp_path), "--json", str(tmp_path / "none" / "x.json")])
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_nothing_measured_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     measured = [Row("ours-cpu", 2, 1, 100.0), Row("ours-gpu", 2, 1, problem="no GPU")]
-    monkeypatch.setattr(loader_throughput, "measured", lambda args, device: iter(measured))
-    assert loader_throughput.main(["--data", str(tmp_path)]) == 0
+    monkeypatch.setattr(throughput, "measured", lambda args, device: iter(measured))
+    assert main(["--data", str(tmp_path)]) == 0
     del measured[0]
-    assert loader_throughput.main(["--data", str(tmp_path)]) == 1
+    assert main(["--data", str(tmp_path)]) == 1
 
 
 def is_installed(name: str) -> bool:

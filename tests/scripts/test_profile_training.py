@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import profile_training
 import pytest
-from profile_training import Operator, Profile, described
-from recipes.timeline import STEP, WAIT, Copies, gpu_use, merged, overlap
+from profile_training import main
+from recipes.experiments.profiling import OPERATORS, Operator, Profile, described
+from recipes.experiments.timeline import STEP, WAIT, Copies, gpu_use, merged, overlap
 from training_data import write_classes, write_toml
 
 MAIN, OTHER = 1, 2  # threads
@@ -95,10 +95,10 @@ def test_on_the_cpu(options: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     """Five steps, of three batches an epoch: the second epoch begins on its own."""
     trace, checkpoint = tmp_path / "trace.json", tmp_path / "last.pt"
     more = ["--steps", "4", "--trace", str(trace), "--checkpoint", str(checkpoint), "--precision", "bf16"]
-    assert profile_training.main([*options, *more]) == 0
+    assert main([*options, *more]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4 steps, ")
-    assert len([line for line in lines if " calls  " in line]) == profile_training.OPERATORS
+    assert len([line for line in lines if " calls  " in line]) == OPERATORS
     assert not any(WAIT in line for line in lines)
     assert lines[-1].startswith("there is no GPU in this training: the CPU's loop waited for data ")
     named = [one["name"] for one in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]]
@@ -115,7 +115,7 @@ def test_on_the_cpu(options: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_errors(options: list[str], capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
-    assert profile_training.main([*options, *more]) == 2
+    assert main([*options, *more]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
@@ -124,5 +124,5 @@ def test_errors(options: list[str], capsys: pytest.CaptureFixture[str], more: li
 @pytest.mark.parametrize("more", [["--trace", "trace.txt"], ["--steps", "0"], ["--warmup", "none"]])
 def test_options_that_do_not_fit(options: list[str], more: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        profile_training.main([*options, *more])
+        main([*options, *more])
     assert caught.value.code == 2

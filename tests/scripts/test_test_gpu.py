@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import test_gpu
 import torch
+from examples.files import to_toml
 from recipes.data import Normalise
 from recipes.evaluation import Agreement, Predictions, Scores
-from recipes.files import to_toml
 from recipes.options import make_parser
 from recipes.place import Place
 from recipes.serving import load_model, serving_config

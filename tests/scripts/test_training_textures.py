@@ -10,8 +10,8 @@ import cv2
 import make_textures
 import numpy as np
 import pytest
-from recipes import textures
-from recipes.textures import CHROMA, HEIGHT, KINDS, LUMA, SIDE, WIDTH, Grating, draw, encode, write_set
+from examples import textures
+from examples.textures import CHROMA, HEIGHT, KINDS, LUMA, SIDE, WIDTH, Grating, draw, encode, write_set
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).resolve().parents[2]
 LINE = re.compile(
     r"epoch (\d+): .* accuracy [\d.]+ of (\d+) images, ([\d.]+) s, (\d+) images/s, "
     r"waited for data (\d+)%.*?(?:GPU memory in use ([\d ]+) MiB)?$",
@@ -53,7 +53,7 @@ def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
         else:
             rows.append({"name": name, **_measured(args, command, size)})
             print(rows[-1], flush=True)
-    by_name = {row["name"]: row for row in rows}
+    by_name: dict[str, dict[str, Any]] = {row["name"]: row for row in rows}
     for parallel, many in by_name.items():
         one = by_name.get("bf16" if "bf16" in parallel else "plain", {})
         if parallel.startswith("D") and "images_per_s" in one and "images_per_s" in many:

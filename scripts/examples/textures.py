@@ -7,10 +7,13 @@ is chance. Shrinking with or without smoothing, and how a decoder doubles halved
 
 from __future__ import annotations
 
+import argparse
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
@@ -20,7 +23,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from recipes.files import in_the_place_of
+from examples.files import in_the_place_of
 
 WIDTH, HEIGHT = 500, 375  # pixels of a picture
 SIDE = 224  # pixels of the network's input, which the picture is shrunk to without keeping its aspect ratio
@@ -187,3 +190,37 @@ def _write(root: Path, seed: int, subsampling: str, picture: tuple[str, int, int
     path = root / split / class_name(kind) / f"{number:04d}.jpg"
     with in_the_place_of(path) as unfinished:
         unfinished.write_bytes(encode(draw(seed, split, kind, number), subsampling))
+
+
+# --- command -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Draw a JPEG classification set of fine textures.")
+    parser.add_argument("--out", type=Path, required=True, help="a folder, new or of a run that was stopped")
+    parser.add_argument("--train", type=int, default=200, help="images of each class (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=50, help="images of each class (default: %(default)s)")
+    parser.add_argument("--classes", type=int, default=8, help=f"2 to {len(KINDS)} (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that draw (default: %(default)s)")
+    parser.add_argument(
+        "--subsampling", default="420", help=f"of chroma: {', '.join(SUBSAMPLINGS)} (default: %(default)s)"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when all is written; 2, after a line that says why, for options that make no sense."""
+    args = _parser().parse_args(argv)
+    start = time.perf_counter()
+    try:
+        write_set(args.out, args.train, args.val, args.classes, args.seed, args.jobs, args.subsampling)
+    except ValueError as error:
+        print(f"make_textures: --{str(error).replace('root:', 'out:', 1)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"make_textures: --out: {error}", file=sys.stderr)
+        return 2
+    counts = f"{args.classes} classes, {args.train} images of each to train on, {args.val} to validate with"
+    print(f"{args.out}: {counts}; {time.perf_counter() - start:.0f} s")
+    return 0

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 from benchmarks.servers import serving
+from examples.textures import write_set
 
-from recipes.evaluation import Agreement, Predictions, Scores
+from recipes.data import pipe_on_cpu, pipe_on_gpu
+from recipes.evaluation import Agreement, Predictions, Scores, by_torch
 from recipes.options import make_parser
-from recipes.pipes import pipe_on_cpu, pipe_on_gpu
 from recipes.place import Place
 from recipes.serving import serving_config
 from recipes.session import run
-from recipes.solutions import by_torch
-from recipes.textures import write_set
 from torchpipe_py.parity.compare import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
 
@@ -193,7 +192,7 @@ def _by_service(
     from thriftpy2.rpc import make_client
 
     serving_config(checkpoint, toml, args.arch, args.size, precision, engine, folder, dataset.classes)
-    idl = thriftpy2.load(str(Path(__file__).parents[2] / "idl" / "inference.thrift"), module_name="inference_thrift")
+    idl = thriftpy2.load(str(Path(__file__).parents[3] / "idl" / "inference.thrift"), module_name="inference_thrift")
     found = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with serving(str(folder / "served.toml")) as port, ThreadPoolExecutor(CLIENTS) as clients:

@@ -6,18 +6,17 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.dali import DaliLoader, Recipe
-from recipes.data import MEAN, STD, FlipAndNormalise
-from recipes.pipes import Config, pipe_on_cpu, pipe_on_gpu
 from torch.utils.data import DataLoader
 
+from recipes.dali import DaliLoader, Recipe
+from recipes.data import MEAN, STD, Config, FlipAndNormalise, pipe_on_cpu, pipe_on_gpu
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, wrap_dataloader_torchpipe
 from torchpipe_py.training.libraries import library
 
@@ -58,7 +57,7 @@ def torchvision_cpu(setting: Setting) -> Iterator[Batches]:
         persistent_workers=setting.workers > 0,
     )
 
-    def endless() -> Batches:
+    def endless() -> Generator[Any, None, None]:
         while True:
             for images, _ in loader:
                 yield images.to(setting.device, non_blocking=True)

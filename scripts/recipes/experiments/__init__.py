@@ -1,0 +1,1 @@
+"""What trainings are measured by: accuracy, throughput of loaders, epochs, profiles."""
