@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchpipe_py.drawing
+from torchpipe_py import Backend, register_backend
+from torchpipe_py.drawing.depict import depict
 from torchpipe_py.drawing.layers import layered
 from torchpipe_py.drawing.layout import lay_out
 from torchpipe_py.drawing.mermaid import mermaid, quoted
@@ -21,6 +23,7 @@ from torchpipe_py.drawing.picture import Arrow, Box, Picture, split
 from torchpipe_py.drawing.shapes import Layout, Rect
 from torchpipe_py.drawing.svg import svg
 from torchpipe_py.drawing.text import LINE_COLUMNS, clean, columns, wrap
+from torchpipe_py.plan.build import plan_pipeline
 
 HOSTILE = (
     'a "quoted" name',
@@ -356,3 +359,22 @@ def test_drawing_imports_only_itself_and_the_standard_library() -> None:
         for node in ast.walk(ast.parse(path.read_text())) if path.stem != "depict" else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchpipe_py"):
                 assert (node.module or "").startswith(("torchpipe_py.drawing.", "torchpipe_py.html")), path
+
+
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        ({"backend": "Identity"}, "1..1"),
+        ({"backend": "S[DecodeMat,Mat2Tensor]"}, "1..1"),
+        ({"backend": "Range[Identity]", "range": "2,9"}, "2..9"),
+        ({"backend": "DecodeTensor&S[DecodeMat,Mat2Tensor]", "max": "4&1"}, "1..4"),
+        ({"backend": "FirstAvailable[DecodeTensor,DecodeMat]", "max": 8, "color": "rgb"}, "1..8"),
+        ({"backend": "Process[Halves]"}, ""),
+        ({"backend": "S[Identity,Ranged]"}, ""),
+    ],
+)
+@pytest.mark.usefixtures("register")
+def test_boxes_say_the_range_of_batches_as_far_as_it_is_known(config: dict[str, object], limits: str) -> None:
+    register_backend(type("Halves", (), {"max": 2, "forward": lambda self, items: None}), "Halves")
+    register_backend(type("Ranged", (Backend,), {"max": lambda self: 2}), "Ranged")
+    assert [box.range for box in depict(plan_pipeline(config)).boxes] == [limits]

@@ -14,6 +14,9 @@ from torchpipe_py.keys import TASK_DATA_KEY
 Data = dict[str, Any]
 """One request's dict: ``data`` in, ``result`` out, other keys free."""
 
+BatchRange = tuple[int, int]
+"""The fewest and the most items of a batch."""
+
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 
 
@@ -191,12 +194,28 @@ class Backend:
         return {}
 
     @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        """The batches that it takes, as far as its parameters say; ``None`` where only ``setup`` can tell.
+
+        ``children`` are the ranges of the backends in its brackets; the widest is its own, unless it has a ``max``.
+        """
+        if cls.any_params:
+            return None
+        values = {param.key: params[name] for name, param in cls.parameters().items()}
+        if "max" in values:
+            return values.get("min", 1), values["max"]
+        known = [limits for limits in children if limits is not None]
+        if len(known) < len(children) or (cls.max is not Backend.max and not children):
+            return None
+        return max(known, key=lambda limits: limits[1], default=(1, 1))
+
+    @classmethod
     def parameters(cls) -> dict[str, Param]:
         """Declared parameters by attribute, those of base classes first."""
-        found: dict[str, Param] = {}
+        params: dict[str, Param] = {}
         for base in reversed(cls.__mro__):
-            found.update({name: value for name, value in vars(base).items() if isinstance(value, Param)})
-        return found
+            params.update({name: value for name, value in vars(base).items() if isinstance(value, Param)})
+        return params
 
 
 def tensor_key(value: Any) -> Hashable:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.drawing.svg import svg
-from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.plan.config import MapSource
 from torchpipe_py.plan.graph import Fold, Graph
@@ -34,12 +32,12 @@ def depict(pipeline: Pipeline, live: bool = False) -> Picture:
 
 
 def _box(plan: NodePlan, graph: Graph, live: bool) -> Box:
-    spec = plan.spec
+    spec, limits = plan.spec, plan.batch_range()
     return Box(
         name=spec.name,
         backend=plan.label,
         instances="&".join(map(str, spec.instance_num)),
-        range=_range(plan.backends),
+        range="" if limits is None else f"{limits[0]}..{limits[1]}",
         filter=spec.filter or "",
         alias_of=spec.owner if spec.owner != spec.name else "",
         is_root=spec.name in graph.roots,
@@ -75,40 +73,3 @@ def _folds(name: str, graph: Graph, filter_name: str) -> list[Fold]:
     folds += [] if word == "serialskip" else [graph.subgraph_fold(name)]
     hiding = {fold.members: fold for fold in folds if len(fold.members) > 1}
     return list(hiding.values())
-
-
-def _by_key(plan: BackendPlan) -> dict[str, Any]:
-    params = plan.cls.parameters()
-    return {params[name].key: value for name, value in plan.params.items() if name in params}
-
-
-def _range(plans: tuple[BackendPlan, ...]) -> str:
-    """The batches that it takes, as far as the configuration says."""
-    found = [_limits(plan) for plan in plans]
-    known = [one for one in found if one is not None]
-    if len(known) < len(found):
-        return ""
-    return f"{min(low for low, _ in known)}..{max(high for _, high in known)}"
-
-
-def _limits(plan: BackendPlan) -> tuple[int, int] | None:
-    given = _by_key(plan)
-    if issubclass(plan.cls, PythonClass):
-        return None if hasattr(plan.cls.wrapped, "max") else (1, 1)
-    if plan.cls.any_params:
-        return None
-    if "range" in given:
-        low, high = given["range"]
-        return low, high
-    if "max" in given:
-        return _batch(given.get("min", 1), min), _batch(given["max"], max)
-    inner = [_limits(child) for child in plan.children]
-    known = [one for one in inner if one is not None]
-    if len(known) < len(inner):
-        return None
-    return max(known, key=lambda one: one[1], default=(1, 1))
-
-
-def _batch(value: Any, choose: Callable[[list[int]], int]) -> int:
-    """A batch size, or the smallest or largest one where there are several profiles."""
-    return value if isinstance(value, int) else choose(value.batches())

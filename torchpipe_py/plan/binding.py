@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpipe_py import registry
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
@@ -31,6 +31,10 @@ class BackendPlan:
         yield from self.cls.jumps(self.params).items()
         for child in self.children:
             yield from child.jumps()
+
+    def batch_range(self) -> BatchRange | None:
+        """The batches that it takes, as far as the configuration says."""
+        return self.cls.batch_range(self.params, [child.batch_range() for child in self.children])
 
     def create(self, config: BackendConfig) -> Backend:
         """A new instance, not set up yet; ``config`` says which instance it is, and on which device."""

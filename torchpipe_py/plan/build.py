@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter, run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, expand, find_filter
@@ -40,6 +41,12 @@ class NodePlan:
         """The backend as it was written."""
         labels = [backend.label for backend in self.backends]
         return labels[0] if len(set(labels)) == 1 else "&".join(labels)
+
+    def batch_range(self) -> BatchRange | None:
+        """The batches that an instance takes, as far as the configuration says."""
+        limits = [backend.batch_range() for backend in self.backends]
+        known = [each for each in limits if each is not None]
+        return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(limits) else None
 
     def jumps(self) -> dict[str, list[str]]:
         """Roots of the graphs that it runs, each with what a drawing says of the jumps to it."""

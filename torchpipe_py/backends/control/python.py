@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, Param
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Param
 from torchpipe_py.backends.control.basic import Wrapper
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import to_bool, to_float, to_floats, to_int, to_ints, to_str, to_strings
@@ -45,6 +45,10 @@ class PythonClass(Backend):
         declared = _declared(wrapped)
         content = {"wrapped": wrapped, "declared": declared, "any_params": not declared, "__doc__": wrapped.__doc__}
         return type(wrapped.__name__, (cls,), content)
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        return None if hasattr(cls.wrapped, "max") else (1, 1)
 
     @classmethod
     def parameters(cls) -> dict[str, Param]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
-from torchpipe_py.backends.base import Backend, Data, Param, close_all, run_padded
+from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, close_all, run_padded
 from torchpipe_py.backends.control.basic import Wrapper
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_list
@@ -13,7 +14,7 @@ LAUNCH = 1
 """What starting a run costs, in items computed: a larger one that is not quite full may be cheaper than several."""
 
 
-def to_range(value: Value) -> tuple[int, int]:
+def to_range(value: Value) -> BatchRange:
     """``"8,19"`` as (8, 19); ``ValueError`` unless 1 <= first <= second."""
     parts = [to_int(part) for part in to_list(value)]
     if len(parts) != 2 or not 1 <= parts[0] <= parts[1]:
@@ -28,6 +29,11 @@ class Range(Wrapper):
     """
 
     limits = Param(to_range, key="range", doc='"min,max" of the batches taken')
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        limits: BatchRange = params["limits"]
+        return limits
 
     def setup(self) -> None:
         super().setup()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import Param
+from torchpipe_py.backends.base import BatchRange, Param
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes
 from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.backends.models.tensorrt_api import (
@@ -38,6 +38,10 @@ class TensorrtTensor(CudaModel):
     precision = Param(to_str, "fp16", choices=("fp32", "fp16", "int8", "best"), doc="arithmetic of the engine")
     fp32_layers = Param(to_strings, (), key="precision::fp32", doc="names of layers that stay in fp32")
     workspace = Param(to_int, 1024, low=1, doc="most memory a layer may use besides weights and tensors, MiB")
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        return min(params["min_batch"].batches()), max(params["max_batch"].batches())
 
     def min(self) -> int:
         return int(min(self.min_batch.batches()))
