@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "errors images keys",
+    "errors html images keys",
     "values filters",
     "backends.base",
     "registry",

@@ -19,6 +19,7 @@ from torchpipe_py.drawing.text import (
     markup,
     text_width,
 )
+from torchpipe_py.html import palette
 
 KINDS: dict[Kind, str] = {
     "next": "next: the request goes on",
@@ -31,29 +32,22 @@ CORNER = 9.0
 LEAST_SCALE = 0.75
 LEGEND_LEAST, LEGEND_SAMPLE, LEGEND_LINE = 330.0, 40.0, 24.0
 
-STYLE = """
-svg.drawing { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #8a97a6; --paper: #fff;
-  --box: #f6f8fa; --frame: #d6dbe1; --root: #2f6fb5; --badge: #fbe9c6; --badge-ink: #6b4700;
-  --next: #44505e; --map: #2f6fb5; --jump: #8a3fb0; --skip: #b8620b; font-family: system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg.drawing { --ink: #e4e8ed; --soft: #9aa6b4; --line: #66727f; --paper: #14181d; --box: #1e242b;
-    --frame: #39424d; --root: #6aa5e3; --badge: #4a3a14; --badge-ink: #f4d58d;
-    --next: #aab5c1; --map: #6aa5e3; --jump: #c88be8; --skip: #f0a355; }
-}
+STYLE = """svg.drawing { font-family: system-ui, sans-serif;
+  --next: var(--soft); --map: var(--blue); --jump: var(--purple); --skip: var(--orange); }
 svg.drawing .paper { fill: var(--paper); }
-svg.drawing .frame { fill: none; stroke: var(--frame); }
-svg.drawing .box { fill: var(--box); stroke: var(--line); }
+svg.drawing .frame { fill: none; stroke: var(--line); }
+svg.drawing .box { fill: var(--card); stroke: var(--stroke); }
 svg.drawing .logical { stroke-dasharray: 5 3; }
-svg.drawing .root { fill: var(--root); }
+svg.drawing .root { fill: var(--blue); }
 svg.drawing .live { fill: none; }
 svg.drawing .end { fill: var(--paper); stroke: var(--skip); stroke-width: 1.5; }
 svg.drawing .end-dot { fill: var(--skip); }
-svg.drawing .badge { fill: var(--badge); }
+svg.drawing .badge { fill: var(--orange); fill-opacity: .18; }
 svg.drawing text { fill: var(--ink); font-size: 12px; }
 svg.drawing text.name { font-size: 14px; font-weight: 700; }
 svg.drawing text.code { font: 11.5px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 svg.drawing text.soft { fill: var(--soft); }
-svg.drawing text.on-badge { fill: var(--badge-ink); font-size: 11px; }
+svg.drawing text.on-badge { font-size: 11px; }
 svg.drawing text.label { fill: var(--kind); stroke: var(--paper); stroke-width: 4px;
   stroke-linejoin: round; paint-order: stroke; }
 svg.drawing path.arrow { fill: none; stroke-width: 1.5; }
@@ -79,7 +73,7 @@ def svg(picture: Picture) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" aria-label="{markup(picture.title)}"'
         f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
         f' style="max-width: 100%; min-width: {width * LEAST_SCALE:.0f}px; height: auto">',
-        f"<style>{STYLE}{colours}</style>",
+        f"<style>{palette('svg.drawing')}{STYLE}{colours}</style>",
         f"<defs>{''.join(map(_head, kinds))}</defs>",
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
         *_frames(layout),

@@ -8,6 +8,7 @@ from html import escape
 
 import numpy as np
 
+from torchpipe_py.html import document, table
 from torchpipe_py.parity.compare import AMPLIFICATION, disagreeing, histogram
 from torchpipe_py.parity.record import Compared, Parity, ParityError, Refused, View
 from torchpipe_py.parity.report import bar_text, facts, figure_rows, figure_text, model_rows, reason_text
@@ -15,50 +16,33 @@ from torchpipe_py.parity.results import shape_text
 
 CHART_WIDTH, CHART_HEIGHT, CHART_LEFT, CHART_BASE = 640, 200, 44, 164
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #d6dbe1; --paper: #fff; --bar: #2f6fb5;
-  --good: #1d7a3d; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ed; --soft: #9aa6b4; --line: #39424d; --paper: #14181d; --bar: #6aa5e3;
-    --good: #6fcf8e; --bad: #ff8a80; }
-}
-body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; }
-th { font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.ok { color: var(--good); } .missed { color: var(--bad); font-weight: 600; }
+STYLE = """body { max-width: 62rem; } table { width: 100%; } th, td { overflow-wrap: anywhere; }
+td.n, th.n { text-align: right; white-space: nowrap; }
+.ok { color: var(--green); } .missed { color: var(--red); font-weight: 600; }
 section.pair { margin: 1.6rem 0; border-top: 1px solid var(--line); padding-top: .6rem; }
 section.pair h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
 section.pair p, .hint { margin: .1rem 0 .6rem; color: var(--soft); font-variant-numeric: tabular-nums; }
 .views { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: .8rem; align-items: start; }
-figure { margin: 0; } figcaption { color: var(--soft); font-size: .85rem; }
+figcaption { color: var(--soft); font-size: .85rem; }
 figure img { display: block; width: 100%; max-height: 26rem; object-fit: contain; object-position: left top;
   image-rendering: pixelated; }
-svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; } svg rect { fill: var(--bar); }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; } svg rect { fill: var(--blue); }
 svg line { stroke: var(--line); }
 """
 
 
 def html_report(parity: Parity) -> str:
     """The whole file; names, labels and reasons are escaped, pictures are inlined."""
-    body = "\n".join(part for part in _parts(parity) if part)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>torchpipe parity</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    return document("torchpipe parity", "\n".join(part for part in _parts(parity) if part), STYLE)
 
 
 def _parts(parity: Parity) -> Iterator[str]:
     yield "<h1>torchpipe parity</h1>"
-    yield _table([], [*facts(parity), *model_rows(parity)])
+    yield table([], [*facts(parity), *model_rows(parity)])
     yield "\n".join(f'<p class="{"ok" if bar.ok else "missed"}">{escape(bar_text(bar))}</p>' for bar in parity.bars)
     if parity.compared:
         yield "<h2>Differences per image, on the 0..255 scale</h2>"
-        yield _table(["", "median", "mean", "worst", "worst image"], figure_rows(parity), numbers=(1, 2, 3))
+        yield table(["", "median", "mean", "worst", "worst image"], figure_rows(parity), ("", "n", "n", "n"))
         yield "<h2>Mean absolute difference: how many images</h2>"
         yield _chart([one.difference.mean for one in parity.compared])
     yield from _pairs(parity)
@@ -121,21 +105,7 @@ def _reasons(refused: Iterable[Refused]) -> list[tuple[str, str, str]]:
 def _listed(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
     if not rows:
         return ""
-    return f"<h2>{escape(title)} ({len(rows)})</h2>\n{_table(['image', 'A', 'B'], rows)}"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Without heads the first column is one of names."""
-
-    def cell(tag: str, index: int, text: str) -> str:
-        kind = ' class="n"' if index in numbers else ""
-        return f"<{tag}{kind}>{escape(text)}</{tag}>"
-
-    lines = ["<tr>" + "".join(cell("th", index, head) for index, head in enumerate(heads)) + "</tr>"] if heads else []
-    for row in rows:
-        cells = [cell("td" if index or heads else "th", index, text) for index, text in enumerate(row)]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
+    return f"<h2>{escape(title)} ({len(rows)})</h2>\n{table(['image', 'A', 'B'], rows)}"
 
 
 def _chart(means: Sequence[float]) -> str:

@@ -7,20 +7,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from torchpipe_py.html import document, table
 from torchpipe_py.loadtest.report.plots import run_plots, runs_plots
 from torchpipe_py.loadtest.report.tables import HEADS, describe_arrivals, run_cells, search_line
 from torchpipe_py.loadtest.report.verdict import verdict
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2530; --soft: #5a6675; --line: #d6dbe1; --paper: #fff; --card: #f5f7f9;
-  --blue: #2468b4; --orange: #d9730d; --green: #2e8540; --purple: #7b4bb3; --red: #c5303a; --teal: #12858a; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ed; --soft: #9aa6b4; --line: #39424d; --paper: #14181d; --card: #1c2229;
-    --blue: #6aa9ec; --orange: #f0a04b; --green: #6cc07c; --purple: #b794e6; --red: #f0767e; --teal: #56c4c8; }
-}
-body { margin: 2rem auto; padding: 0 1.5rem; max-width: 84rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin-bottom: .3rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+STYLE = """body { max-width: 84rem; } h1 { margin-bottom: .3rem; }
 .about { color: var(--soft); margin: 0 0 1rem; }
 .badge { display: inline-block; padding: .15rem .7rem; border-radius: 1rem; color: #fff; font-weight: 600; }
 .good { background: #2e7d3c; }
@@ -32,7 +24,7 @@ h1 { font-size: 1.5rem; margin-bottom: .3rem; overflow-wrap: anywhere; } h2 { fo
 .tile span { color: var(--soft); font-size: .85rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem;
   margin-top: 1.2rem; }
-figure { margin: 0; padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
+figure { padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
 figcaption { font-weight: 600; margin: 0 0 .2rem .2rem; } figure svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg text.number { font-size: 11px; }
 svg .grid { stroke: var(--line); stroke-width: 1; } svg .axis, svg .tick { stroke: var(--soft); stroke-width: 1; }
@@ -42,15 +34,11 @@ svg .point { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
 .keys i { display: inline-block; width: 1.4rem; margin-right: .5rem; vertical-align: middle; }
 svg polyline { stroke-width: 2; stroke-linejoin: round; }
 svg .rule { stroke-width: 1.5; stroke-dasharray: 6 4; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { text-align: left; vertical-align: top; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line);
-  font-variant-numeric: tabular-nums; }
-th { font-weight: 600; } .runs td:not(:first-child):not(:last-child), .runs th:not(:first-child):not(:last-child) {
+.runs td:not(:first-child):not(:last-child), .runs th:not(:first-child):not(:last-child) {
   text-align: right; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 0 2.5rem; }
-.notes li { overflow-wrap: anywhere; } code { font: .85rem ui-monospace, Menlo, Consolas, monospace;
-  overflow-wrap: anywhere; }
-summary { cursor: pointer; margin-top: 1.2rem; font-weight: 600; }
+.notes li { overflow-wrap: anywhere; }
+summary { margin-top: 1.2rem; font-weight: 600; }
 """
 
 _LATENCY_NAMES = {name: name.replace("_", ".") for name in ("mean", "p50", "p90", "p99", "p99_9", "max", "min")}
@@ -60,12 +48,7 @@ def page(report: dict[str, Any]) -> str:
     """The whole file, of one run or of several; everything that a server or a user named is escaped."""
     title = f"Load test of {_server(report)}"
     body = "\n".join(_several(report) if "runs" in report else _single(report))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
+    return document(title, f"<h1>{escape(title)}</h1>\n{body}", STYLE)
 
 
 def _server(report: dict[str, Any]) -> str:
@@ -87,7 +70,7 @@ def _several(report: dict[str, Any]) -> list[str]:
     elif report["stopped"] is not None:
         parts.append(_badge(report["stopped"], "bad"))
     parts.append(f"<h2>Runs ({len(runs)})</h2>")
-    parts.append(_table(HEADS, (run_cells(one) for one in runs), "runs"))
+    parts.append(table(HEADS, map(run_cells, runs), kind="runs"))
     parts.append(_plots(runs_plots(runs)))
     for one in runs:
         summary = f"{one['point']}: {verdict(one)}"
@@ -148,14 +131,14 @@ def _latency_table(report: dict[str, Any]) -> str:
         return "<div><h2>Latency</h2><p>No call has ended.</p></div>"
     rows = [(shown, *(f"{one[name]:.2f}" for one in columns.values())) for name, shown in _LATENCY_NAMES.items()]
     rows.append(("calls", *(str(one["count"]) for one in columns.values())))
-    return f"<div><h2>Latency in ms</h2>{_table(('', *columns), rows)}</div>"
+    return f"<div><h2>Latency in ms</h2>{table(('', *columns), rows)}</div>"
 
 
 def _error_table(report: dict[str, Any]) -> str:
     if not report["errors"]:
         return "<div><h2>Errors</h2><p>None.</p></div>"
     rows = [(kind, str(images)) for kind, images in report["errors"].items()]
-    return f"<div><h2>Errors</h2>{_table(('kind', 'images'), rows)}</div>"
+    return f"<div><h2>Errors</h2>{table(('kind', 'images'), rows)}</div>"
 
 
 def _circumstances(report: dict[str, Any]) -> list[str]:
@@ -166,8 +149,8 @@ def _circumstances(report: dict[str, Any]) -> list[str]:
     command = escape(shlex.join(report["command"]))
     return [
         '<div class="pair">',
-        f"<div><h2>Machine</h2>{_table(('', ''), _pairs(machine))}</div>",
-        f"<div><h2>Settings</h2>{_table(('', ''), _pairs(_settings(report)))}</div>",
+        f"<div><h2>Machine</h2>{table(('', ''), _pairs(machine))}</div>",
+        f"<div><h2>Settings</h2>{table(('', ''), _pairs(_settings(report)))}</div>",
         f"</div>\n<h2>Command</h2><p><code>{command}</code></p>",
     ]
 
@@ -196,9 +179,3 @@ def _costs(report: dict[str, Any]) -> dict[str, Any]:
 
 def _pairs(values: dict[str, Any]) -> Iterable[tuple[str, str]]:
     return ((name, str(value)) for name, value in values.items())
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    head = "<tr>" + "".join(f"<th>{escape(text)}</th>" for text in heads) + "</tr>" if any(heads) else ""
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table class="{kind}">{head}\n{body}</table></div>'
