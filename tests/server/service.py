@@ -24,9 +24,9 @@ from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
 from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.serving.server import Server
-from torchpipe_server.serving.slots import SlotTable
 from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
 from torchpipe_server.wire.idl import load_idl
 from torchpipe_server.worker.handler import InferenceHandler
@@ -55,16 +55,16 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
 class LocalServer:
     """A `Server` on a loopback socket and a thread of this process: what a worker does, with its own acceptor."""
 
-    def __init__(self, run: Any, listener: Any = None, handler: Any = None, **options: Any) -> None:
+    def __init__(self, run: Any, listener: Any = None, make_methods: Any = None, **options: Any) -> None:
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = listener.getsockname()[1]
         settings = Options(config="test", **{"host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
         self.run = run
         self.loop = Loop()
-        self.slots = SlotTable(slots_for(settings.max_connections))
+        self.journal = Journal(slots_for(settings.max_connections))
         self.acceptor = Acceptor(self.loop, listener, settings.max_connections, self._take)
-        handler = handler or InferenceHandler(run, IDL, settings.deadline_ms)
-        self.server = Server(self.loop, handler, settings, lambda slot, is_closed: self.acceptor.release(slot))
+        methods = make_methods(self.loop) if make_methods else InferenceHandler(run, IDL, settings.deadline_ms).methods
+        self.server = Server(self.loop, methods, settings, lambda slot, is_closed: self.acceptor.release(slot))
         self.loop.steps.append(self._step)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -73,7 +73,7 @@ class LocalServer:
         self.loop.call(self._stop)
 
     def _take(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
-        self.server.adopt(sock, slot, self.slots.mark(slot), is_refused)
+        self.server.adopt(sock, slot, self.journal.entry(slot), is_refused)
 
     def _stop(self) -> None:
         self.acceptor.close()
@@ -94,7 +94,7 @@ class LocalServer:
             self.error = error
         finally:
             self.loop.close()
-            self.slots.close()
+            self.journal.close()
 
     def __enter__(self) -> LocalServer:
         self.thread.start()

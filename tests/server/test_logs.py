@@ -19,7 +19,7 @@ from service import IDL, Client, LocalServer, Process, connect, eventually, pack
 from thrift.Thrift import TApplicationException
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.serving.ledger import Ledger
+from torchpipe_server.serving.counters import RequestCounters
 
 from torchpipe_py import Backend
 from torchpipe_py.errors import DecodeError
@@ -92,11 +92,11 @@ def test_the_level(lines, level, count):
     assert len(lines.getvalue().splitlines()) == count
 
 
-def test_the_ledgers_lines(lines):
+def test_the_counters_lines(lines):
     set_up(log_format="json")
-    ledger = Ledger("all")
-    ledger.add("infer_batch", "ok", 0.0125, "my name")
-    ledger.settle()
+    counters = RequestCounters("all")
+    counters.add("infer_batch", "ok", 0.0125, "my name")
+    counters.settle()
     said = json.loads(lines.getvalue())
     assert list(said)[4:] == ["message", "request", "method", "outcome", "ms"]
     assert said["message"] == "my name infer_batch ok 12.500 ms"
@@ -109,9 +109,9 @@ def test_the_ledgers_lines(lines):
 @pytest.mark.parametrize("name", ["a\nb", "\r", "x\x1b[2J", "\u2028", "\x00"], ids=ascii)
 def test_a_name_cannot_begin_a_line_of_its_own(lines, kind, name):
     set_up(log_format=kind)
-    ledger = Ledger("all")
-    ledger.add("ping", "ok", 0.0, name)
-    ledger.settle()
+    counters = RequestCounters("all")
+    counters.add("ping", "ok", 0.0, name)
+    counters.settle()
     (line,) = lines.getvalue().splitlines()
     assert "\x1b" not in line
     assert "\x00" not in line
@@ -119,9 +119,9 @@ def test_a_name_cannot_begin_a_line_of_its_own(lines, kind, name):
 
 def test_a_name_of_a_megabyte_is_cut(lines):
     set_up()
-    ledger = Ledger("all")
-    ledger.add("ping", "ok", 0.0, "n" * 2**20)
-    ledger.settle()
+    counters = RequestCounters("all")
+    counters.add("ping", "ok", 0.0, "n" * 2**20)
+    counters.settle()
     assert len(lines.getvalue()) < 400
 
 
@@ -129,28 +129,28 @@ def test_a_name_of_a_megabyte_is_cut(lines):
 
 
 def test_a_summary_counts_and_times():
-    ledger = Ledger("none")
-    assert ledger.summary() == {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0.0}}
+    counters = RequestCounters("none")
+    assert counters.summary() == {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0.0}}
     for outcome in ("ok", "ok", "overloaded"):
-        ledger.add("infer", outcome, 0.001, "")
-    ledger.add("ping", "ok", 1e6, "")
-    found = ledger.summary()
+        counters.add("infer", outcome, 0.001, "")
+    counters.add("ping", "ok", 1e6, "")
+    found = counters.summary()
     assert found["by_method"] == {"infer": {"ok": 2, "overloaded": 1}, "ping": {"ok": 1}}
     assert (found["latency"]["counts"][10], found["latency"]["counts"][-1]) == (3, 1)
     assert found["latency"]["sum_ms"] == pytest.approx(1e9 + 3)
-    assert ledger.summary() == found
+    assert counters.summary() == found
 
 
 def test_any_thread_may_add_while_another_settles():
-    ledger = Ledger("none")
+    counters = RequestCounters("none")
     threads = [
-        threading.Thread(target=lambda: [ledger.add("infer", "ok", 0.0, "") for _ in range(5000)]) for _ in range(4)
+        threading.Thread(target=lambda: [counters.add("infer", "ok", 0.0, "") for _ in range(5000)]) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        ledger.settle()
-    assert ledger.summary()["by_method"] == {"infer": {"ok": 20000}}
+        counters.settle()
+    assert counters.summary()["by_method"] == {"infer": {"ok": 20000}}
 
 
 class Mixed(Backend):
@@ -177,7 +177,7 @@ def batch(client: Client, data: bytes, uuid: str) -> None:
 
 def wait_settled(server: LocalServer, count: int) -> None:
     """Answers are counted, and logged, just after they are written."""
-    eventually(lambda: sum(server.server.ledger.summary()["latency"]["counts"]) == count)
+    eventually(lambda: sum(server.server.counters.summary()["latency"]["counts"]) == count)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_what_clients_do_wrong_is_no_line_by_default(register: Register, caplog)
             sock.sendall(b"\0" * 100)
             assert sock.recv(1) == b""
         client.ping()
-        eventually(lambda: server.server.ledger.summary()["by_method"].get("ping"))
+        eventually(lambda: server.server.counters.summary()["by_method"].get("ping"))
     assert caplog.records == []  # pytest takes those from WARNING on, the service says at INFO why it closed one
 
 

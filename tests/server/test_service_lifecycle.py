@@ -34,8 +34,8 @@ from service import (
 )
 from torchpipe_server import cli
 from torchpipe_server.serving.connection import Connection
-from torchpipe_server.serving.slots import SlotTable
-from torchpipe_server.wire.protocol import Limits, MessageReader
+from torchpipe_server.serving.journal import Journal
+from torchpipe_server.wire.protocol import CALL, Framing, Limits, Message, MessageReader
 
 from torchpipe_py import Backend
 
@@ -403,9 +403,9 @@ class WatchedSocket:
 def test_a_connection_has_work_while_its_reply_is_being_written():
     """Else the I/O thread closes it as idle, and the rest of the reply is lost."""
     seen: list[bool] = []
-    sock = WatchedSocket(lambda: seen.append(connection.has_work()))
-    connection = Connection(sock, MessageReader(Limits()), False, 0, SlotTable(1).mark(0))
-    connection.busy = True
+    sock = WatchedSocket(lambda: seen.append(connection.has_work))
+    connection = Connection(sock, MessageReader(Limits()), Journal(1).entry(0), 0, is_refused=False)
+    connection.begin(Message("ping", CALL, 1, Framing(False, "binary")))
     connection.send(b"a reply")
     sock.join()
     assert seen == [True]

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torchpipe_server.serving.connection
 import torchpipe_server.serving.server
+import torchpipe_server.serving.service
 from conftest import Register
 from fakes import WAIT, Gate
 from service import (
@@ -547,14 +548,14 @@ def test_an_error_of_accept_does_not_end_the_server(number):
 
 
 def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch):
-    feed = torchpipe_server.serving.server.MessageReader.feed
+    feed = torchpipe_server.serving.service.MessageReader.feed
 
     def failing(self: Any, data: bytes) -> Any:
         if b"poison" in data:
             raise RuntimeError("a defect")
         return feed(self, data)
 
-    monkeypatch.setattr(torchpipe_server.serving.server.MessageReader, "feed", failing)
+    monkeypatch.setattr(torchpipe_server.serving.service.MessageReader, "feed", failing)
     with serving(length) as server, Client(server.port) as other:
         other.ping()
         with connect(server.port) as sock:

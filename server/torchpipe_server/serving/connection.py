@@ -1,126 +1,150 @@
-"""One client's connection: what has arrived, what waits for its turn, what is still to be written."""
+"""One client's connection: what has arrived, what waits for its answer, what is still to be written."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections import deque
+from enum import Enum, auto
 from time import monotonic
 
-from torchpipe_server.serving.method import Cancellable
-from torchpipe_server.serving.slots import Mark
+from torchpipe_server.serving.journal import Entry
+from torchpipe_server.serving.service import Cancellable
 from torchpipe_server.wire.protocol import Message, MessageReader, ProtocolError
+
+
+class State(Enum):
+    """Of a connection. It only ever goes on to a state further down."""
+
+    OPEN = auto()  # messages are read and answered
+    LEAVING = auto()  # the same, until the connection is idle: then this process closes it, or lets go of it
+    CLOSING = auto()  # nothing more is read; what was accepted is answered
+    LINGERING = auto()  # all is written; what the client still sends is discarded, so that it reads the reply
+    CLOSED = auto()  # the socket is not ours any more
+
+
+class Work(Enum):
+    """What is being done for the request that was begun last."""
+
+    NONE = auto()
+    RUNNING = auto()  # its answer is being made
+    SENDING = auto()  # a part of its reply is still to be written
+
+
+OPEN, LEAVING, CLOSING, LINGERING, CLOSED = State
+NONE, RUNNING, SENDING = Work
 
 
 class Connection:
     """Requests of a connection are answered one after the other, in their order.
 
-    The I/O thread owns everything but the sending side of the socket, ``busy``, ``ticket`` and ``unsent``, which
+    The I/O thread owns everything but the sending side of the socket, ``work``, ``ticket`` and ``unsent``, which
     whoever finishes a request touches under ``lock``. The socket is closed under that lock as well, so that no reply
-    can go out on a descriptor that belongs to another connection by then. ``mark`` says meanwhile, for whoever goes on
-    after a sudden death of this process, what is being done.
+    can go out on a descriptor that belongs to another connection by then. ``journal`` says meanwhile, for whoever goes
+    on after a sudden death of this process, what is being done.
     """
 
     __slots__ = (
-        "answered", "backlog", "begun", "broken", "busy", "closed", "closing", "events", "last_active", "leaving",
-        "linger_until", "lock", "mark", "message_since", "reader", "refused", "request_id", "serial", "slot", "sock",
-        "ticket", "unsent", "unsent_since", "working_bytes",
+        "backlog", "events", "is_refused", "journal", "last_active", "lock", "message_since", "reader", "serial",
+        "slot", "sock", "state", "ticket", "unsent", "work", "working_bytes",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, reader: MessageReader, refused: bool, slot: int, mark: Mark) -> None:
-        self.sock = sock
-        self.reader = reader
-        self.slot, self.mark = slot, mark
-        self.refused = refused  # over the limit: its first request is answered 'overloaded'
-        self.lock = threading.Lock()
+    def __init__(self, sock: socket.socket, reader: MessageReader, journal: Entry, slot: int, is_refused: bool) -> None:
+        self.sock, self.reader, self.journal, self.slot = sock, reader, journal, slot
+        self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
+        self.state = OPEN
+        self.events = 0  # that the loop watches for
+        self.last_active = monotonic()
+        self.message_since = 0.0  # when an unfinished message began, 0 if there is none
         self.backlog: deque[Message] = deque()
-        self.broken: tuple[Message, ProtocolError] | None = None  # what the stream broke off in, after the backlog
-        self.busy = False  # a request is being answered, its reply not yet handed to the socket
-        self.serial = self.answered = 0  # of the last request begun, of the last one answered
-        self.begun = 0.0  # when the last request did
-        self.request_id = ""  # the client's name for it, if somebody asks for that
+        self.lock = threading.Lock()
+        self.work = NONE
+        self.serial = 0  # of the last request begun
         self.working_bytes = 0  # of its message
         self.ticket: Cancellable | None = None
         self.unsent: memoryview | None = None
-        self.unsent_since = 0.0
-        self.message_since = 0.0  # when an unfinished message began, 0 if there is none
-        self.last_active = monotonic()
-        self.events = 0
-        self.leaving = False  # this process is to let go of it, or to close it, when there is nothing to do
-        self.closing = False  # to be closed as soon as everything is written
-        self.linger_until = 0.0  # after an error: discarding what the client still sends, so that it reads the reply
-        self.closed = False
 
-    def begin(self, message: Message) -> int:
-        """A request's work begins; returns its serial number."""
-        self.mark.begin(message)
-        self.busy = True
-        self.begun = monotonic()
-        self.request_id = ""
-        self.working_bytes = message.end - message.start
-        self.serial += 1
-        return self.serial
+    # -- what it is -----------------------------------------------------------------------------------------------
 
-    def attach(self, serial: int, ticket: Cancellable) -> bool:
-        """Keep what can end the request; ``False`` if it is answered already."""
-        with self.lock:
-            if self.answered >= serial:
-                return False
-            self.ticket = ticket
-            return True
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is being answered or waits, or something is not written yet."""
+        return self.work is not NONE or bool(self.backlog)
 
-    def is_working_on(self, serial: int) -> bool:
-        """Whether the request of that number still waits for its answer."""
-        return not self.closed and self.answered < serial
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is between two messages, as far as it was read."""
+        return self.state in (OPEN, LEAVING) and not self.has_work and not self.reader.pending_bytes
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all bytes taken from the socket belong to requests that have begun."""
+        return not (self.reader.pending_bytes or self.backlog)
+
+    @property
+    def waits_for_loop(self) -> bool:
+        """Whether the I/O thread has to go on with it once its request is answered."""
+        return self.state is not OPEN or self.work is SENDING or bool(self.backlog)
 
     def is_full(self, most_messages: int, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""
         waiting = len(self.backlog)
         return waiting > most_messages or (waiting > 1 and self._backlog_bytes() > most_bytes)
 
+    def is_working_on(self, serial: int) -> bool:
+        """Whether the request of that number still waits for its answer."""
+        return self.state is not CLOSED and self.serial == serial and self.work is RUNNING
+
     def held_bytes(self) -> int:
         """What the connection keeps in memory: messages unfinished, waiting and in work, and the unsent reply."""
         unsent = self.unsent
-        held = self.reader.pending_bytes + self._backlog_bytes() + (self.working_bytes if self.busy else 0)
+        held = self.reader.pending_bytes + self._backlog_bytes() + (self.working_bytes if self.work is RUNNING else 0)
         return held + (0 if unsent is None else len(unsent))
 
     def _backlog_bytes(self) -> int:
         return sum(message.end - message.start for message in self.backlog)
 
-    def is_settled(self) -> bool:
-        """Whether all bytes taken from the socket belong to requests that have begun."""
-        return not (self.reader.pending_bytes or self.backlog or self.broken)
+    # -- the I/O thread -------------------------------------------------------------------------------------------
 
-    def send(self, reply: bytes) -> tuple[float, str]:
-        """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent.
+    def receive(self, data: bytes) -> None:
+        """Take what was read. Raises ``ProtocolError`` behind the last whole message of a broken stream."""
+        self.last_active = monotonic()
+        waiting = len(self.backlog)
+        self.backlog.extend(self.reader.feed(data))
+        if not self.reader.pending_bytes:
+            self.message_since = 0.0
+        elif not self.message_since or len(self.backlog) > waiting:
+            self.message_since = self.last_active
 
-        Returns the seconds since the request began, and the client's name for it.
-        """
+    def next_message(self) -> Message | None:
+        """What may begin now: the next message, once the one before it is answered and its reply written."""
+        if not self.backlog:
+            return None
+        if self.work is RUNNING:
+            with self.lock:
+                pass  # a reply that is being written ends its request: the client has read it and sent the next one
+        return self.backlog.popleft() if self.work is NONE else None
+
+    def begin(self, message: Message) -> int:
+        """A request's work begins; returns its serial number."""
+        self.journal.begin(message)
+        self.working_bytes = message.end - message.start
+        self.serial += 1
+        self.work = RUNNING
+        return self.serial
+
+    def settle(self) -> None:
+        """Tell the journal where all that was taken has begun."""
+        if self.is_settled:
+            self.journal.settle()
+
+    def attach(self, ticket: Cancellable) -> bool:
+        """Keep what can end the request begun last; ``False`` if it is answered already."""
         with self.lock:
-            self.last_active = monotonic()
-            spent, request_id = self.last_active - self.begun, self.request_id
-            if not self.closed:
-                self.mark.reply()
-                self._write(memoryview(reply), self.last_active)
-            self.answered = self.serial
-            self.ticket = None
-            # NOTE: last, since the I/O thread takes it for the end of the request.
-            self.busy = False
-        return spent, request_id
-
-    def await_reply(self) -> None:
-        """Let a reply that is being written end its request: the client has read it, and sent the next one, already."""
-        with self.lock:
-            pass
-
-    def send_rest(self) -> bool:
-        """Write what remained; ``False`` if something still does."""
-        with self.lock:
-            if self.closed or self.unsent is None:
-                return True
-            rest, self.unsent = self.unsent, None
-            self._write(rest, self.unsent_since)
-            return self.unsent is None
+            if self.work is not RUNNING:
+                return False
+            self.ticket = ticket
+            return True
 
     def cancel(self, serial: int, error: BaseException) -> None:
         """End the request of that number, if it is still in work."""
@@ -129,12 +153,41 @@ class Connection:
         if ticket is not None:
             ticket.cancel(error)
 
+    def leave_when_idle(self) -> None:
+        """This process is to end it, or to let go of it, as soon as it is idle."""
+        if self.state is OPEN:
+            self.state = LEAVING
+
+    def end_after_replies(self) -> None:
+        """Read nothing more, and close it behind the last reply."""
+        self.message_since = 0.0
+        if self.state in (OPEN, LEAVING):
+            self.state = CLOSING
+
+    def break_off(self, error: ProtocolError) -> bool:
+        """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""
+        request = self.reader.request
+        self.reader.abandon(error)
+        if request is not None:
+            self.backlog.append(request._replace(error=error))
+        self.end_after_replies()
+        return request is not None
+
+    def linger(self) -> bool:
+        """Everything is said: the client gets the time to read it before the reset. ``False`` if it is gone."""
+        self.state, self.last_active = LINGERING, monotonic()
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return False
+        return True
+
     def close(self) -> Cancellable | None:
         """End the connection; the work that nobody waits for any more, if any, to be cancelled outside the lock."""
         with self.lock:
-            if self.closed:
+            if self.state is CLOSED:
                 return None
-            self.closed = True
+            self.state = CLOSED
             try:
                 self.sock.shutdown(socket.SHUT_RDWR)  # others hold copies of it
             except OSError:
@@ -143,28 +196,49 @@ class Connection:
             ticket, self.ticket = self.ticket, None
             return ticket
 
-    def leave(self) -> None:
-        """Let go of the socket, on which another process goes on. There is no work then."""
+    def let_go(self) -> None:
+        """Close this process's copy of the socket, on which another one goes on. There is no work then."""
         with self.lock:
-            self.closed = True
+            self.state = CLOSED
             self.sock.close()
 
-    def has_work(self) -> bool:
-        """Whether a request is being answered or waits, or something is not written yet."""
-        return self.busy or self.unsent is not None or self.has_next()
+    # -- any thread -----------------------------------------------------------------------------------------------
 
-    def has_next(self) -> bool:
-        """Whether something waits for the request in work to be answered."""
-        return bool(self.backlog) or self.broken is not None
+    def send(self, reply: bytes) -> float:
+        """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent.
 
-    def _write(self, data: memoryview, since: float) -> None:
+        Returns the time, as ``monotonic``.
+        """
+        with self.lock:
+            now = self.last_active = monotonic()
+            self.ticket = None
+            # NOTE: ``work`` is set last, since the I/O thread takes it for the end of the request.
+            if self.state is CLOSED:
+                self.work = NONE
+            else:
+                self.journal.reply()
+                self._write(memoryview(reply))
+        return now
+
+    def send_rest(self) -> bool:
+        """Write what remained; ``False`` if something still does."""
+        with self.lock:
+            if self.work is SENDING and self.state is not CLOSED:
+                self._write(self.unsent)
+            return self.work is not SENDING
+
+    def _write(self, data: memoryview | None) -> None:
+        assert data is not None
         try:
             sent = self.sock.send(data)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return  # the client is gone; the I/O thread learns it from its own read
+            # The client is gone; the I/O thread learns it from its own read.
+            self.unsent, self.work = None, NONE
+            return
         if sent < len(data):
-            self.unsent, self.unsent_since = data[sent:], since
+            self.unsent, self.work = data[sent:], SENDING
         else:
-            self.mark.end()
+            self.journal.end()
+            self.unsent, self.work = None, NONE

@@ -13,8 +13,8 @@ from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import READ, Loop
-from torchpipe_server.serving.slots import SlotTable
 from torchpipe_server.worker.channel import Channel, Said
 from torchpipe_server.worker.worker import Start, worker_main
 
@@ -32,11 +32,11 @@ class Forked(NamedTuple):
     sock: socket.socket
 
 
-def fork_worker(index: int, options: Options, tables: Any, slots: SlotTable) -> Forked:
+def fork_worker(index: int, options: Options, tables: Any, journal: Journal) -> Forked:
     """Start a worker. From any thread; blocks until the process that workers are forked from has imported all."""
     ours, theirs = socket.socketpair()
     context: Any = multiprocessing.get_context("forkserver")
-    start = Start(index, options, tables, theirs, slots)
+    start = Start(index, options, tables, theirs, journal)
     process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
     try:
         process.start()

@@ -9,13 +9,10 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from thriftpy2.thrift import TApplicationException
-
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.serving.method import Done, Method, describe_error
-from torchpipe_server.wire.codec import Codec
-from torchpipe_server.wire.protocol import Limits, Message
+from torchpipe_server.serving.service import Done, Method, ThriftService, describe_error
+from torchpipe_server.wire.protocol import Limits
 
 ANSWER_SECONDS = 0.25  # a client that repeats at once must not keep the supervisor busy
 
@@ -39,7 +36,7 @@ class Fallback:
     def __init__(self, loop: Loop, idl: Any) -> None:
         service = getattr(idl, "InferenceService", None)
         names = () if service is None else service.thrift_services
-        self._idl, self._codec = idl, Codec(Limits())
+        self._idl = idl
         results = {name: getattr(service, f"{name}_result") for name in names}
         self.methods: Mapping[str, Method] = _Methods(
             {
@@ -48,18 +45,10 @@ class Fallback:
             },
             Method(_Unread, self._start, _raise),
         )
+        self.service = ThriftService(self.methods, Limits())
         self._late: list[tuple[float, int, Done]] = []
         self._counter = itertools.count()
         loop.steps.append(self._step)
-
-    def reply_to(self, message: Message, error: TorchpipeError) -> bytes:
-        """The answer to ``message`` that carries ``error``."""
-        try:
-            return self._codec.encode_reply(message, self.methods[message.name].fail(error))
-        except TorchpipeError:
-            text = f"{type(error).__name__}: {describe_error(error)}"
-            kind = TApplicationException.INTERNAL_ERROR
-            return self._codec.encode_exception(message, TApplicationException(kind, text))
 
     def _start(self, args: Any, done: Done) -> None:
         heapq.heappush(self._late, (monotonic() + ANSWER_SECONDS, next(self._counter), done))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.serving.slots import SlotTable
 from torchpipe_server.supervisor.child import Child, Forked, fork_worker
 from torchpipe_server.supervisor.snapshot import Figures, add_past
 from torchpipe_server.worker.channel import Said
@@ -73,14 +73,14 @@ class Fleet:
         self,
         loop: Loop,
         options: Options,
-        slots: SlotTable,
+        journal: Journal,
         tables: Any,
         load: Callable[[], Any],
         watcher: Watcher,
     ) -> None:
         self.seats = [Seat(index, tables) for index in range(options.workers)]
         self.past: Figures = {}  # of workers that have ended
-        self._loop, self._options, self._slots, self._load, self._watcher = loop, options, slots, load, watcher
+        self._loop, self._options, self._journal, self._load, self._watcher = loop, options, journal, load, watcher
         self._successors: list[Seat] = []  # while a reload is under way
         self._leaving: set[Child] = set()
         self._has_begun = self._is_ending = self._wants_reload = False
@@ -143,7 +143,7 @@ class Fleet:
             with self._forking:
                 if self._is_closed:
                     return
-                forked = fork_worker(seat.index, self._options, seat.tables, self._slots)
+                forked = fork_worker(seat.index, self._options, seat.tables, self._journal)
                 self._unclaimed.append(forked)
         except Exception as error:
             self._loop.call(partial(self._not_forked, seat, error))

@@ -34,7 +34,7 @@ def add_past(past: Figures, ended: Figures) -> Figures:
 
 
 def add_requests(*parts: Figures) -> Figures:
-    """Several summaries of a ``Ledger`` as one."""
+    """Several summaries of a ``RequestCounters`` as one."""
     by_method: dict[str, dict[str, int]] = {}
     for part in parts:
         for method, outcomes in part["by_method"].items():

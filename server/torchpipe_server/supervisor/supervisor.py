@@ -53,7 +53,7 @@ class Supervisor:
         self._options = options
         self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
         self._board = Switchboard(self._loop, listener, options, idl, lambda: self._fleet.ready)
-        self._fleet = Fleet(self._loop, options, self._board.slots, tables, load, self)
+        self._fleet = Fleet(self._loop, options, self._board.journal, tables, load, self)
         self._asks: list[Ask] = []
         self._problem = ""
         self._has_lost = self._is_accepting = False

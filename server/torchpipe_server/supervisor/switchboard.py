@@ -10,9 +10,9 @@ from typing import Any
 
 from torchpipe_py.errors import WorkerDied
 from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.serving.server import Server
-from torchpipe_server.serving.slots import SlotTable
 from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
@@ -33,11 +33,11 @@ class Switchboard:
     def __init__(
         self, loop: Loop, listener: socket.socket, options: Options, idl: Any, ready: Callable[[], list[Child]]
     ) -> None:
-        self.slots = SlotTable(slots_for(options.max_connections))
+        self.journal = Journal(slots_for(options.max_connections))
         self._options, self._ready = options, ready
         self._acceptor = Acceptor(loop, listener, options.max_connections, self._take)
         self._fallback = Fallback(loop, idl)
-        self._waiting_room = Server(loop, self._fallback, options, self._left_waiting_room)
+        self._waiting_room = Server(loop, self._fallback.methods, options, self._left_waiting_room)
         self._sockets: dict[int, socket.socket] = {}
         self._refused: set[int] = set()
         self._held: dict[int, float] = {}  # slots that wait for a worker, since when
@@ -68,7 +68,7 @@ class Switchboard:
         self._waiting_room.close()
         for slot in list(self._sockets):
             self._close(slot)
-        self.slots.close()
+        self.journal.close()
 
     def figures(self) -> tuple[Figures, Figures]:
         """Of the connections, and of the requests that were answered here."""
@@ -78,7 +78,7 @@ class Switchboard:
             "accepted": self._acceptor.accepted,
             "refused": self._acceptor.refused,
         }
-        return connections, self._waiting_room.ledger.summary()
+        return connections, self._waiting_room.counters.summary()
 
     # -- what workers say and do ----------------------------------------------------------------------------------
 
@@ -110,18 +110,18 @@ class Switchboard:
         return sum([self._take_over(slot) for slot in sorted(slots)])
 
     def _take_over(self, slot: int) -> bool:
-        found = self.slots.find(slot)
-        is_lost = found.is_lost
-        if found.request is not None:
+        """Answer the request in work, and give the connection to another worker; whether anything was lost."""
+        request, is_lost = self.journal.read(slot)
+        if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
-            reply = self._fallback.reply_to(found.request, error)
-            self._waiting_room.ledger.add(found.request.name, error.code, 0.0, "")
-            is_lost = not self._write(slot, reply) or is_lost
+            reply = self._fallback.service.reply(request, error)
+            self._waiting_room.counters.add(request.name, error.code, 0.0, "")
+            is_lost = not self._write(slot, reply.data) or is_lost
         if is_lost or self._is_ending:
             self._close(slot)
         else:
             self._place(slot)
-        return found.request is not None or is_lost
+        return request is not None or is_lost
 
     def _write(self, slot: int, reply: bytes) -> bool:
         try:
@@ -146,7 +146,7 @@ class Switchboard:
                 self._show_waiting_room(slot)
             return
         child = min(children, key=lambda one: (len(one.slots), one.stats.get("inflight", 0)))
-        self.slots.wipe(slot)
+        self.journal.entry(slot)  # wiped: the next owner may die before it has seen the connection
         try:
             child.give(self._sockets[slot], slot, slot in self._refused)
         except OSError as error:
@@ -162,7 +162,7 @@ class Switchboard:
             logger.error("a connection cannot be answered: %s", error)
             self._close(slot)
             return
-        self._waiting_room.adopt(sock, slot, self.slots.mark(slot))
+        self._waiting_room.adopt(sock, slot, self.journal.entry(slot))
 
     def _left_waiting_room(self, slot: int, is_closed: bool) -> None:
         if is_closed:

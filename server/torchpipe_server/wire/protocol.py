@@ -45,19 +45,21 @@ class Message(NamedTuple):
 
     name: of the method. type: `CALL` or `ONEWAY`. seqid: signed, 32 bits.
     buffer: belongs to whoever fed the bytes if they were fed in one piece; decode it before reusing that memory.
+    error: why there is no body, of a message that was not read to its end.
     """
 
     name: str
     type: int
     seqid: int
     framing: Framing
-    buffer: Buffer
-    start: int
-    end: int
+    buffer: Buffer = b""
+    start: int = 0
+    end: int = 0
+    error: ProtocolError | None = None
 
     def without_body(self) -> Message:
         """What an answer needs."""
-        return Message(self.name, self.type, self.seqid, self.framing, b"", 0, 0)
+        return Message(self.name, self.type, self.seqid, self.framing)
 
     def __repr__(self) -> str:
         size = self.end - self.start
@@ -97,8 +99,7 @@ class MessageReader:
         """The unfinished message without its body, once its header has arrived: an error can be answered by name."""
         if self._header is None or self._framing is None:
             return None
-        name, type_, seqid, _ = self._header
-        return Message(name, type_, seqid, self._framing, b"", 0, 0)
+        return Message(*self._header[:3], self._framing)
 
     def feed(self, data: Buffer) -> Iterator[Message]:
         """The messages completed by `data`, in order. To be exhausted before the next `feed`.

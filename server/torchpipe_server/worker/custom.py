@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, TorchpipeError, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_server.serving.method import OK, Cancellable, Done, Method, reason
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reason
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
-from torchpipe_server.serving.method import OK, Cancellable, Done, Method, describe_error, reason
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, describe_error, reason
 from torchpipe_server.worker.values import to_label_and_score, to_python, to_values
 
 logger = logging.getLogger("torchpipe_server")

@@ -10,19 +10,19 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
-from torchpipe_server.serving.slots import SlotTable
 from torchpipe_server.worker.channel import Channel, Said
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_server.serving.server import Handler
+    from torchpipe_server.serving.service import Method
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -40,7 +40,7 @@ class Start:
     options: Options
     tables: Any
     sock: socket.socket
-    slots: SlotTable
+    journal: Journal
 
 
 def worker_main(start: Start) -> None:
@@ -52,9 +52,9 @@ def worker_main(start: Start) -> None:
     _choose_device(start)
     _die_with_parent(True)
     try:
-        make_handler = handler_maker(start.options)
+        make_methods = methods_maker(start.options)
         run = build_pipe(start.options, start.tables)
-        worker = Worker(start, run, make_handler(run))
+        worker = Worker(start, run, make_methods(run))
     except Exception as error:
         _say_failed(start.sock, error)
         return
@@ -69,16 +69,16 @@ def worker_main(start: Start) -> None:
 
 
 class Worker:
-    """Serves a handler to the connections that come through the channel, and says what becomes of them."""
+    """Serves methods to the connections that come through the channel, and says what becomes of them."""
 
-    def __init__(self, start: Start, run: pipe, handler: Handler) -> None:
+    def __init__(self, start: Start, run: pipe, methods: Mapping[str, Method]) -> None:
         from torchpipe_server.serving.server import Server
 
         self._run, self._tables = run, start.tables
         self._loop = Loop()
         self._loop.steps.append(self._step)
-        self._slots = start.slots
-        self._server = Server(self._loop, handler, start.options, self._gone)
+        self._journal = start.journal
+        self._server = Server(self._loop, methods, start.options, self._gone)
         self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
 
     def serve(self) -> bool:
@@ -110,7 +110,7 @@ class Worker:
             logger.error("no descriptor is left for a connection")
             self._gone(slot, True)
             return
-        self._server.adopt(socket.socket(fileno=descriptor), slot, self._slots.mark(slot), message["refused"])
+        self._server.adopt(socket.socket(fileno=descriptor), slot, self._journal.entry(slot), message["refused"])
 
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._channel.send({"type": "closed" if is_closed else "released", "slot": slot})
@@ -125,7 +125,7 @@ class Worker:
         return 0.5
 
     def _stats(self) -> dict[str, Any]:
-        return {**self._run.stats(), "requests": self._server.ledger.summary(), "gpus": _gpus()}
+        return {**self._run.stats(), "requests": self._server.counters.summary(), "gpus": _gpus()}
 
 
 def build_pipe(options: Options, tables: Any) -> pipe:
@@ -146,17 +146,17 @@ def build_pipe(options: Options, tables: Any) -> pipe:
     return pipe(tables)
 
 
-def handler_maker(options: Options) -> Callable[[pipe], Handler]:
+def methods_maker(options: Options) -> Callable[[pipe], Mapping[str, Method]]:
     """What makes the methods that are served of a pipe: the usual ones, or the user's own."""
     if options.handler:
         from torchpipe_server.worker.custom import CustomHandler, load_handler
 
         cls = load_handler(options.handler)
-        return lambda run: CustomHandler(cls, run, options.deadline_ms)
+        return lambda run: CustomHandler(cls, run, options.deadline_ms).methods
     from torchpipe_server.wire.idl import load_idl
     from torchpipe_server.worker.handler import InferenceHandler
 
-    return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms)
+    return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms).methods
 
 
 def _die_with_parent(is_wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import thriftpy2
@@ -27,9 +28,13 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    made = LocalServer(None, handler=object())
-    made.server._handler = Fallback(made.loop, IDL)
-    with made:
+    def make_methods(loop: Loop) -> Any:
+        fallbacks.append(Fallback(loop, IDL))
+        return fallbacks[0].methods
+
+    fallbacks: list[Fallback] = []
+    with LocalServer(None, make_methods=make_methods) as made:
+        made.fallback = fallbacks[0]
         yield made
 
 
@@ -54,8 +59,8 @@ def test_what_declares_none_gets_an_application_exception_and_keeps_its_connecti
 def test_a_name_that_a_client_makes_up_is_not_counted_under_it(server):
     with Client(server.port) as client, pytest.raises(TApplicationException):
         client.call("made_up")
-    eventually(lambda: server.server.ledger.summary()["by_method"].get("unknown"))
-    assert "made_up" not in server.server.ledger.summary()["by_method"]
+    eventually(lambda: server.server.counters.summary()["by_method"].get("unknown"))
+    assert "made_up" not in server.server.counters.summary()["by_method"]
 
 
 def test_answers_are_not_at_once_and_keep_their_order(server):
@@ -75,7 +80,7 @@ def test_a_client_that_does_not_wait_leaves_nothing(server):
         with Client(server.port) as client:
             client.send_batch(b"x")
     eventually(lambda: not server.server._connections)
-    eventually(lambda: not server.server._handler._late)
+    eventually(lambda: not server.fallback._late)
 
 
 def test_arguments_are_not_looked_at_but_the_message_is(server):
@@ -97,10 +102,8 @@ def test_methods_of_an_idl_it_does_not_know(tmp_path):
     path = tmp_path / "other.thrift"
     path.write_text("service Other { string name(1: string of), oneway void tell(1: string of) }")
     idl = thriftpy2.load(str(path), "other_test_thrift")
-    made = LocalServer(None, handler=object())
-    made.server._handler = Fallback(made.loop, None)
     with (
-        made,
+        LocalServer(None, make_methods=lambda loop: Fallback(loop, None).methods) as made,
         thriftpy2.rpc.client_context(idl.Other, "127.0.0.1", made.port, socket_timeout=1000 * WAIT) as client,
     ):
         client.tell("x")
@@ -113,10 +116,9 @@ REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binar
 
 def reply_to(name: str, framing: Framing, idl: object) -> bytes:
     loop = Loop()
-    message = Message(name, CALL, -3, framing, b"", 0, 0)
-    reply = Fallback(loop, idl).reply_to(message, WorkerDied("it ended"))
+    reply = Fallback(loop, idl).service.reply(Message(name, CALL, -3, framing), WorkerDied("it ended"))
     loop.close()
-    return reply
+    return reply.data
 
 
 @pytest.mark.parametrize("framing", REPLIES, ids=str)

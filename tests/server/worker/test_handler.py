@@ -114,7 +114,9 @@ class Served:
 
         cls = type("Mine", (Whole,), {"service": idl.Photos, "idl": idl, "__init__": remember_it, **methods})
         self.idl = idl
-        self.server = LocalServer(run, handler=CustomHandler(cls, run, deadline_ms), **options)
+        self.server = LocalServer(
+            run, make_methods=lambda loop: CustomHandler(cls, run, deadline_ms).methods, **options
+        )
         self.handler = made[0]
 
     def client(self, framed: bool = False, compact: bool = False) -> AbstractContextManager[Any]:
@@ -125,8 +127,8 @@ class Served:
 
     def wait_counted(self, method: str, **outcomes: int) -> None:
         """A reply is counted just after it is written."""
-        ledger = self.server.server.ledger
-        eventually(lambda: ledger.summary()["by_method"].get(method) == outcomes, f"{method} is not {outcomes}")
+        counters = self.server.server.counters
+        eventually(lambda: counters.summary()["by_method"].get(method) == outcomes, f"{method} is not {outcomes}")
 
 
 def client_of(idl: Any, port: int, framed: bool = False, compact: bool = False) -> AbstractContextManager[Any]:

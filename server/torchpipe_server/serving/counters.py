@@ -9,14 +9,14 @@ from time import time
 from typing import Any
 
 from torchpipe_py.runtime.histogram import COUNTS, bucket
-from torchpipe_server.serving.method import OK
+from torchpipe_server.serving.service import OK
 
 logger = logging.getLogger("torchpipe_server.requests")
 
 _NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
 
 
-class Ledger:
+class RequestCounters:
     """``add`` is for any thread and costs next to nothing: what it notes is worked through in ``settle``.
 
     ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written.

@@ -1,6 +1,6 @@
 """What a process that may die at any moment is doing with each connection, in memory that outlives it.
 
-The supervisor keeps every client's socket. When a worker dies, this table says which connections it held at the
+The supervisor keeps every client's socket. When a worker dies, the journal says which connections it held at the
 boundary between two messages (another worker goes on with those) and which request it was working on (which is answered
 with an error), so that no client waits for an answer that nobody can give any more.
 """
@@ -26,8 +26,8 @@ _FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("bin
 _CODES = {framing: index for index, framing in enumerate(_FRAMINGS)}
 
 
-class Found(NamedTuple):
-    """A slot as its dead owner left it.
+class LastState(NamedTuple):
+    """A connection as its dead owner left it.
 
     request: to be answered, without a body. is_lost: nobody can tell what the client has received, or has yet to send.
     """
@@ -36,12 +36,12 @@ class Found(NamedTuple):
     is_lost: bool
 
 
-class SlotTable:
-    """``count`` slots in a file without a name; a child process that is started with the table shares it."""
+class Journal:
+    """``count`` slots in a file without a name; a child process that is started with the journal shares it."""
 
     def __init__(self, count: int, fd: int | None = None) -> None:
         self.count = count
-        self._fd = os.memfd_create("torchpipe-slots") if fd is None else fd
+        self._fd = os.memfd_create("torchpipe-journal") if fd is None else fd
         if fd is None:
             os.ftruncate(self._fd, count * SLOT_BYTES)
         self._view = memoryview(mmap.mmap(self._fd, count * SLOT_BYTES))
@@ -53,35 +53,31 @@ class SlotTable:
         """Give the descriptor back; what is mapped stays."""
         os.close(self._fd)
 
-    def mark(self, index: int) -> Mark:
-        """The slot, for the process that holds the connection; wiped."""
-        mark = Mark(self._view, index * SLOT_BYTES)
-        mark.wipe()
-        return mark
+    def entry(self, index: int) -> Entry:
+        """The slot of a connection, for the process that serves it; wiped: what the last owner did is forgotten."""
+        entry = Entry(self._view, index * SLOT_BYTES)
+        entry.wipe()
+        return entry
 
-    def wipe(self, index: int) -> None:
-        """Forget what the last owner was doing: the next may die before it has seen the connection."""
-        Mark(self._view, index * SLOT_BYTES).wipe()
-
-    def find(self, index: int) -> Found:
+    def read(self, index: int) -> LastState:
         """What a dead process was doing there."""
         base = index * SLOT_BYTES
         stream, work = self._view[base], self._view[base + 1]
         if work == _IDLE:
-            return Found(None, stream != _CLEAN)
+            return LastState(None, stream != _CLEAN)
         code, size, seqid, name = _head.unpack_from(self._view, base + 2)
         if work != _BUSY or not 0 < size <= _NAME_BYTES:
-            return Found(None, True)
+            return LastState(None, True)
         framing, is_oneway = divmod(code, 2)
-        message = Message(name[:size].decode(), ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing], b"", 0, 0)
-        return Found(None if is_oneway else message, stream != _CLEAN)
+        message = Message(name[:size].decode(), ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing])
+        return LastState(None if is_oneway else message, stream != _CLEAN)
 
 
-def _attach(count: int, fd: Any) -> SlotTable:
-    return SlotTable(count, fd.detach())
+def _attach(count: int, fd: Any) -> Journal:
+    return Journal(count, fd.detach())
 
 
-class Mark:
+class Entry:
     """One connection's slot, written by the process that serves it.
 
     The first byte belongs to the I/O thread, the rest to whoever has the request in work. What is said comes before
