@@ -40,7 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_config(bench)
     loadtest_options.add_options(bench, clients="client threads")
     bench.set_defaults(run=_bench, error_status=2)
-    args = parser.parse_args(argv)
+    commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["load"]:  # its options are parsed by itself, for scripts/client_qps.py has them too
+        from torchpipe_py.loadtest.command import main as load
+
+        return load(arguments[1:])
+    args = parser.parse_args(arguments)
     try:
         for name in getattr(args, "imports", None) or ():
             registry.import_code(name)

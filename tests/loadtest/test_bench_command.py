@@ -17,10 +17,10 @@ from fakes import Gate
 from torchpipe_py import Backend, ItemBackend
 from torchpipe_py.cli import main
 from torchpipe_py.loadtest import bench as command
-from torchpipe_py.loadtest.ledger import Ledger
 from torchpipe_py.loadtest.measure import cpu
 from torchpipe_py.loadtest.measure.nodes import node_figures, node_rows
 from torchpipe_py.loadtest.plans import Rotation
+from torchpipe_py.loadtest.records import CallLog
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_IMAGES = ROOT / "configs" / "demo" / "images"
@@ -133,13 +133,13 @@ def test_report_has_the_fields_of_the_load_tester(bench: Bench, images: Callable
 
 
 def test_clients_that_are_the_limit(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(2)
-    ledger.record(latency=30, end=0, ok=1)
-    ledger.record(latency=45, end=0, ok=1)
-    ledger.close(cpu_ns=0, wall_ns=100)
-    assert command.time_outside([ledger, Ledger(1)]) == 0.25
+    log = CallLog(2)
+    log.record(latency=30, end=0, ok=1)
+    log.record(latency=45, end=0, ok=1)
+    log.close(cpu_ns=0, wall_ns=100)
+    assert command.time_outside([log, CallLog(1)]) == 0.25
     assert command.time_outside([]) == 0.0
-    monkeypatch.setattr(command, "time_outside", lambda ledgers: 0.25)
+    monkeypatch.setattr(command, "time_outside", lambda logs: 0.25)
     run = bench(IDENTITY, images(a="a"), "--total_number", 10)
     assert (run.status, run.report["valid"]) == (0, False)
     assert "clients spent 25% of their time between calls" in run.err

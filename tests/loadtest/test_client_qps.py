@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from fake_servers import IDL, Serve, ToyServer, command, load, toy_servers
 
 from torchpipe_py.loadtest.client import wire
 from torchpipe_py.loadtest.client.connection import Connection, Endpoint
-from torchpipe_py.loadtest.measure import cost, statistics
+from torchpipe_py.loadtest.measure import cpu, statistics
 from torchpipe_py.loadtest.plans import make_plans
 
 
@@ -102,8 +103,8 @@ def test_send_cut_short_goes_on_where_it_was(serve: Callable[..., ToyServer]) ->
 
 
 def test_tester_says_when_it_is_the_limit() -> None:
-    def changed(**changes: float) -> cost.TesterCost:
-        return cost.TesterCost(
+    def changed(**changes: float) -> cpu.TesterCost:
+        return cpu.TesterCost(
             **{"cpu": 1.0, "us_per_call": 9.0, "busiest": 0.5, "share": 0.4, "machine_busy": 1.0, "others": 0.0}
             | changes
         )
@@ -296,6 +297,28 @@ def test_directories_without_images(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no image")
     assert "no image in it" in one_line(refused(command(tmp_path, 1)))
     assert "no such directory" in one_line(refused(command(tmp_path / "missing", 1)))
+
+
+LOAD = "import sys; from torchpipe_py.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (LOAD, "torchpipe load: --img_dir DIR: no such directory\n"),
+        (
+            "import importlib.util as util; util.find_spec = lambda _: None; " + LOAD,
+            "torchpipe load: thriftpy2 is not installed (pip install 'torchpipe_py[server]')\n",
+        ),
+    ],
+)
+def test_the_same_as_a_command_of_the_package(code: str, said: str, tmp_path: Path) -> None:
+    directory = tmp_path / "missing"
+    done = refused([sys.executable, "-c", code, "load", "--img_dir", str(directory)])
+    assert one_line(done) == said.replace("DIR", str(directory))
+    (tmp_path / "x.json").write_text("[]")
+    done = refused([sys.executable, "-c", code, "load", "compare", *[str(tmp_path / "x.json")] * 2])
+    assert "torchpipe load: compare" in one_line(done)
 
 
 def test_report_that_could_not_be_written(images: Callable[..., Path]) -> None:

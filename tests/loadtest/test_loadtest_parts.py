@@ -11,19 +11,26 @@ from typing import Any
 
 import pytest
 
-from torchpipe_py.loadtest import search, sweeps
-from torchpipe_py.loadtest.campaigns import run_search, run_sweep
-from torchpipe_py.loadtest.client.arrivals import ClosedLoop, OpenLoop, Turn
-from torchpipe_py.loadtest.client.loads import make_load, offered_images
-from torchpipe_py.loadtest.client.replay import read_replay
-from torchpipe_py.loadtest.client.schedules import constant_times, cut, deal, poisson_times, rate_of, rescale
+from torchpipe_py.loadtest import arrivals, sweep
+from torchpipe_py.loadtest.arrivals import (
+    CallTime,
+    ClosedLoop,
+    OpenLoop,
+    constant_times,
+    cut,
+    deal,
+    make_load,
+    poisson_times,
+    rate_of,
+    read_replay,
+    rescale,
+)
 from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.ledger import NO_REPLY, Ledger
-from torchpipe_py.loadtest.measure import lateness, series, stability
+from torchpipe_py.loadtest.measure import statistics, verdict
 from torchpipe_py.loadtest.measure.gpu import summarize_gpus
-from torchpipe_py.loadtest.measure.records import Records, collect
 from torchpipe_py.loadtest.plans import make_plans
-from torchpipe_py.loadtest.report import axes, charts, compare, verdict
+from torchpipe_py.loadtest.records import NO_REPLY, CallLog, Records, collect
+from torchpipe_py.loadtest.report import compare, plots
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -94,7 +101,7 @@ def options(**changes: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(("total", "batch"), [(103, 8), (100, 1), (2, 5), (8, 8)])
 def test_open_loads_have_their_total(arrivals: str, total: int, batch: int) -> None:
     load = make_load(options(arrivals=arrivals, total_number=total, request_batch=batch), 5)
-    assert load.total == sum(plan.share for plan in load.plans) == sum(offered_images(load)) == total
+    assert load.total == sum(plan.share for plan in load.plans) == sum(load.offered_images()) == total
     assert load.times is not None
     assert len(load.times) == -(-total // batch)
     assert [plan.calls for plan in load.plans] == [len(share) for share in deal(load.times, 3)]
@@ -105,7 +112,7 @@ def test_rate_is_in_images() -> None:
     assert load.times is not None
     assert len(load.times) == 50
     assert load.offered_rate == pytest.approx(100.0)
-    assert offered_images(load) == [100, 100]
+    assert load.offered_images() == [100, 100]
 
 
 def test_closed_load_by_time_owes_nothing() -> None:
@@ -153,18 +160,18 @@ def test_replay_errors_name_file_and_line(text: str, column: str | None, why: st
 def test_open_loop_sends_late_calls_at_once_and_gives_up_in_the_end() -> None:
     started = 1  # long ago
     late = OpenLoop([0, 5], started, until=2**62, is_stopping=lambda: False)
-    turn = late.wait_turn()
+    turn = late.wait_next()
     assert turn is not None
     assert turn.due == 1 < turn.sent
-    assert late.wait_turn() is not None
-    assert late.wait_turn() is None
-    assert OpenLoop([0], started, until=5, is_stopping=lambda: False).wait_turn() is None
-    assert OpenLoop([2**61], started, until=2**62, is_stopping=lambda: True).wait_turn() is None
+    assert late.wait_next() is not None
+    assert late.wait_next() is None
+    assert OpenLoop([0], started, until=5, is_stopping=lambda: False).wait_next() is None
+    assert OpenLoop([2**61], started, until=2**62, is_stopping=lambda: True).wait_next() is None
 
 
 def test_closed_loop_ends_by_time() -> None:
-    assert ClosedLoop(until=5).wait_turn() is None
-    turn = ClosedLoop(until=None).wait_turn()
+    assert ClosedLoop(until=5).wait_next() is None
+    turn = ClosedLoop(until=None).wait_next()
     assert turn is not None
     assert turn.due == turn.sent
 
@@ -174,9 +181,9 @@ def test_closed_loop_ends_by_time() -> None:
 
 def lags(*calls: tuple[int, int, int]) -> list[tuple[int, int]]:
     """`(late, lag)` of calls that were due, sent and done at these times."""
-    meter, found = lateness.LagMeter(), []
+    meter, found = arrivals.LagMeter(), []
     for due, sent, done in calls:
-        found.append(meter.sent(Turn(due, sent)))
+        found.append(meter.sent(CallTime(due, sent)))
         meter.free(done)
     return found
 
@@ -199,7 +206,7 @@ def made_records(*rows: tuple[int, int]) -> Records:
 
 
 def test_late_sends_are_blamed_on_the_greater_part() -> None:
-    found = lateness.judge_lateness(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
+    found = verdict.judge_lateness(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
     assert (found.calls, found.by_tester, found.by_waiting, found.worst_ms) == (6, 2, 2, 100)
     assert "33.3% of the sends" in found.limits[0]
     assert "raise --request_client" in found.warnings(4, 400, 10.0)[0]
@@ -207,18 +214,18 @@ def test_late_sends_are_blamed_on_the_greater_part() -> None:
 
 
 def test_few_late_sends_are_nothing_to_speak_of() -> None:
-    found = lateness.judge_lateness(made_records(*[(0, 0)] * 200, (5, 5), (5, 0)))
+    found = verdict.judge_lateness(made_records(*[(0, 0)] * 200, (5, 5), (5, 0)))
     assert (found.limits, found.warnings(4, 400, 10.0)) == ([], [])
-    empty = lateness.judge_lateness(made_records())
+    empty = verdict.judge_lateness(made_records())
     assert (empty.limits, empty.warnings(4, 0, 0)) == ([], [])
 
 
 # --- stability
 
 
-def judged(latencies_ms: list[float], **changes: float) -> stability.Stability:
+def judged(latencies_ms: list[float], **changes: float) -> verdict.Stability:
     figures: dict[str, Any] = {"offered": 100.0, "answered": 1000, "window": 10.0, "unsent": 0, **changes}
-    return stability.judge_stability([int(ms * MS) for ms in latencies_ms], **figures)
+    return verdict.judge_stability([int(ms * MS) for ms in latencies_ms], **figures)
 
 
 def test_steady_run_is_stable() -> None:
@@ -252,33 +259,33 @@ def test_unsent_images_and_small_numbers() -> None:
 
 
 def test_per_second_counts_images_where_they_belong() -> None:
-    ledgers, plans = [Ledger(3), Ledger(1)], make_plans(2, 2, 7, 1, 0)
-    ledgers[0].delay(100 * MS, 0)
-    ledgers[0].record(1200 * MS, SECOND + 1100 * MS, 2)  # due at -0.1 s of the second second, sent in it, done later
-    ledgers[0].record(100 * MS, SECOND + 1300 * MS, NO_REPLY)
-    ledgers[1].record(50 * MS, SECOND + 100 * MS, 1)
-    records = collect(ledgers, plans, start=SECOND)
+    logs, plans = [CallLog(3), CallLog(1)], make_plans(2, 2, 7, 1, 0)
+    logs[0].delay(100 * MS, 0)
+    logs[0].record(1200 * MS, SECOND + 1100 * MS, 2)  # due at -0.1 s of the second second, sent in it, done later
+    logs[0].record(100 * MS, SECOND + 1300 * MS, NO_REPLY)
+    logs[1].record(50 * MS, SECOND + 100 * MS, 1)
+    records = collect(logs, plans, start=SECOND)
     assert records.due == [-100 * MS, 50 * MS, 1200 * MS]
     assert records.actual == [1100 * MS, 50 * MS, 100 * MS]
-    rows = series.per_second(records, [4, 3])
+    rows = statistics.per_second(records, [4, 3])
     assert [(row["offered"], row["sent"], row["ok"], row["failed"]) for row in rows] == [(4, 4, 1, 1), (3, 2, 2, 2)]
 
 
 def test_percentile_curve_goes_to_the_longest_call() -> None:
-    curve = series.percentile_curve([call * MS for call in range(1, 1001)])
+    curve = statistics.percentile_curve([call * MS for call in range(1, 1001)])
     assert curve[0] == (0, 1.0)
     assert curve[-1][0] == pytest.approx(99.9)
     assert [percent for percent, _ in curve] == sorted(percent for percent, _ in curve)
-    assert series.percentile_curve([]) == []
-    assert series.percentile_curve([5 * MS]) == [(0.0, 5.0)]
+    assert statistics.percentile_curve([]) == []
+    assert statistics.percentile_curve([5 * MS]) == [(0.0, 5.0)]
 
 
 def test_histogram_has_every_call() -> None:
     latencies = [random.Random(0).randrange(1, 10**9) for _ in range(500)]
-    bins = series.histogram(latencies)
+    bins = statistics.histogram(latencies)
     assert sum(count for *_, count in bins) == 500
     assert bins[0][0] == pytest.approx(min(latencies) / MS)
-    assert sum(count for *_, count in series.histogram([5 * MS] * 9)) == 9
+    assert sum(count for *_, count in statistics.histogram([5 * MS] * 9)) == 9
 
 
 # --- sweeps and searches
@@ -294,9 +301,9 @@ def test_histogram_has_every_call() -> None:
     ],
 )
 def test_points_of_a_sweep(text: str, name: str, values: list[float]) -> None:
-    sweep = sweeps.parse_sweep(text)
-    assert sweep.name == name
-    assert sweep.values == pytest.approx(values)
+    points = sweep.parse_sweep(text)
+    assert points.name == name
+    assert points.values == pytest.approx(values)
 
 
 @pytest.mark.parametrize(
@@ -304,33 +311,33 @@ def test_points_of_a_sweep(text: str, name: str, values: list[float]) -> None:
 )
 def test_sweeps_that_are_none(text: str) -> None:
     with pytest.raises(CannotRunError, match=r"--sweep "):
-        sweeps.parse_sweep(text)
+        sweep.parse_sweep(text)
 
 
 def test_sweeps_that_are_too_long() -> None:
     with pytest.raises(CannotRunError, match="--sweep"):
-        sweeps.parse_sweep("rate=1:100000:0.001")
+        sweep.parse_sweep("rate=1:100000:0.001")
 
 
 @pytest.mark.parametrize("limit", [1.0, 40.0, 95.0, 101.0, 400.0])
 @pytest.mark.parametrize("estimate", [100.0, 120.0])
 def test_search_finds_the_limit(limit: float, estimate: float) -> None:
-    found = search.search_rate(lambda rate: rate <= limit, estimate)
+    found = sweep.search_rate(lambda rate: rate <= limit, estimate)
     assert found.best is not None
-    assert found.best <= limit <= found.best * (1 + search.TOLERANCE) + 1e-9
-    assert len({rate for rate, _ in found.probes}) == len(found.probes) <= search.MOST_PROBES
+    assert found.best <= limit <= found.best * (1 + sweep.TOLERANCE) + 1e-9
+    assert len({rate for rate, _ in found.probes}) == len(found.probes) <= sweep.MOST_PROBES
 
 
 def test_search_without_a_limit_ends() -> None:
-    assert search.search_rate(lambda _: False, 100.0).best is None
-    found = search.search_rate(lambda _: True, 100.0)
+    assert sweep.search_rate(lambda _: False, 100.0).best is None
+    found = sweep.search_rate(lambda _: True, 100.0)
     assert found.too_much is None
     assert found.best == max(rate for rate, _ in found.probes)
 
 
 def test_search_survives_noise() -> None:
     noise = random.Random(3)
-    found = search.search_rate(lambda rate: rate * noise.uniform(0.9, 1.1) <= 100, 130.0)
+    found = sweep.search_rate(lambda rate: rate * noise.uniform(0.9, 1.1) <= 100, 130.0)
     assert found.best is not None
     assert 80 < found.best < 120
 
@@ -360,7 +367,7 @@ def made_report(p99: float = 10.0, **changes: Any) -> dict[str, Any]:
 
 def test_search_of_a_rate_that_holds_the_slo() -> None:
     runner, told = FakeRunner(), []
-    report = run_search(runner, options(rate=None, slo_p99=60.0), lambda name, _: told.append(name))
+    report = sweep.run_search(runner, options(rate=None, slo_p99=60.0), lambda name, _: told.append(name))
     assert report["exit_status"] == verdict.EXIT_OK
     assert report["search"]["best_rate"] == pytest.approx(60.0, rel=0.03)
     assert runner.seen[0].arrivals == "closed"
@@ -369,15 +376,15 @@ def test_search_of_a_rate_that_holds_the_slo() -> None:
 
 
 def test_search_that_finds_nothing_or_is_interrupted() -> None:
-    report = run_search(FakeRunner(), options(rate=None, slo_p99=0.001), lambda *_: None)
+    report = sweep.run_search(FakeRunner(), options(rate=None, slo_p99=0.001), lambda *_: None)
     assert (report["exit_status"], report["search"]["best_rate"]) == (verdict.EXIT_SLO_MISSED, None)
-    report = run_search(FakeRunner(interrupted_at=3), options(rate=None, slo_p99=60.0), lambda *_: None)
+    report = sweep.run_search(FakeRunner(interrupted_at=3), options(rate=None, slo_p99=60.0), lambda *_: None)
     assert (report["exit_status"], len(report["runs"])) == (verdict.EXIT_INTERRUPTED, 3)
 
 
 def test_sweep_ends_at_an_interrupt() -> None:
-    sweep = sweeps.parse_sweep("rate=10,20,30")
-    report = run_sweep(FakeRunner(interrupted_at=2), options(), sweep, lambda *_: None)
+    points = sweep.parse_sweep("rate=10,20,30")
+    report = sweep.run_sweep(FakeRunner(interrupted_at=2), options(), points, lambda *_: None)
     assert (report["exit_status"], len(report["runs"])) == (verdict.EXIT_INTERRUPTED, 2)
     assert report["stopped"] == "interrupted at rate 20"
 
@@ -391,11 +398,11 @@ def test_runs_that_are_done_survive_one_that_cannot_start(error: BaseException, 
             raise error
         return runner(settings)
 
-    report = run_sweep(run, options(), sweeps.parse_sweep("rate=10,20,30"), lambda *_: None)
+    report = sweep.run_sweep(run, options(), sweep.parse_sweep("rate=10,20,30"), lambda *_: None)
     assert (report["exit_status"], len(report["runs"])) == (status, 2)
     assert "before rate 30" in report["stopped"]
     with pytest.raises(type(error)):
-        run_search(run, options(rate=None, slo_p99=60.0), lambda *_: None)  # of it there is nothing yet
+        sweep.run_search(run, options(rate=None, slo_p99=60.0), lambda *_: None)  # of it there is nothing yet
 
 
 def test_exit_status() -> None:
@@ -484,18 +491,18 @@ def test_gpu_samples() -> None:
 @pytest.mark.parametrize(
     "axis",
     [
-        axes.linear_axis("x", [3, 17]),
-        axes.linear_axis("x", [], whole=True),
-        axes.linear_axis("x", [5, 5], from_zero=False),
-        axes.span_axis("x", 0, 7, step_at_least=1),
-        axes.log_axis("x", 0.3, 5000),
-        axes.log_axis("x", 2, 3),
-        axes.percentile_axis("x", 99.95),
-        axes.value_axis("x", [1, 1, 1, 1000]),
+        plots.linear_axis("x", [3, 17]),
+        plots.linear_axis("x", [], whole=True),
+        plots.linear_axis("x", [5, 5], from_zero=False),
+        plots.span_axis("x", 0, 7, step_at_least=1),
+        plots.log_axis("x", 0.3, 5000),
+        plots.log_axis("x", 2, 3),
+        plots.percentile_axis("x", 99.95),
+        plots.value_axis("x", [1, 1, 1, 1000]),
     ],
     ids=lambda axis: str([text for _, text in axis.ticks]),
 )
-def test_ticks_are_on_their_axis(axis: axes.Axis) -> None:
+def test_ticks_are_on_their_axis(axis: plots.Axis) -> None:
     places = [axis.place(value) for value, _ in axis.ticks]
     assert len(places) >= 2
     assert places == sorted(places)
@@ -504,9 +511,9 @@ def test_ticks_are_on_their_axis(axis: axes.Axis) -> None:
 
 
 def test_charts_escape_names_and_stay_in_their_frame() -> None:
-    x, y = axes.linear_axis("<x>", [0, 10]), axes.linear_axis("y", [0, 10])
-    line = charts.Line("<b>", [(0, 1), None, (20, 50)], "blue", labels=["one", "", "two"])
-    text = charts.chart("a & b", x, y, [line, charts.Rule("limit", 500, "red"), charts.Bars("n", [(0, 1, 5)], "teal")])
+    x, y = plots.linear_axis("<x>", [0, 10]), plots.linear_axis("y", [0, 10])
+    line = plots.Line("<b>", [(0, 1), None, (20, 50)], "blue", labels=["one", "", "two"])
+    text = plots.chart("a & b", x, y, [line, plots.Rule("limit", 500, "red"), plots.Bars("n", [(0, 1, 5)], "teal")])
     assert "<b>" not in text
     assert "a &amp; b" in text
     assert 'class="rule"' not in text  # above the plot

@@ -21,7 +21,7 @@ from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
 from thriftpy2.transport import TServerSocket
 
-from torchpipe_py.loadtest.measure.server import find_server
+from torchpipe_py.loadtest.measure.cpu import find_server
 
 
 @pytest.fixture

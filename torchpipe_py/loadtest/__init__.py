@@ -1,6 +1,7 @@
-"""Load tests: what one sends, counts and reports, whatever its clients are.
+"""Load tests: what clients send and when, what they count, and the report of it.
 
-``torchpipe bench`` (``command``) runs clients as ``threads`` on a pipe in this process, ``scripts/client_qps.py`` as
-processes against a server. What a client has to do is its plan (``plans``), what it did its ``ledger``; ``statistics``,
-``cpu``, ``nodes`` and ``report`` make figures of that.
+``torchpipe bench`` (``bench``) runs clients as threads on a pipe in this process, ``torchpipe load`` (``command``,
+``runs``) as processes against a server. A run is read in this order: ``options``, ``plans`` (what each client sends),
+``arrivals`` (when), ``client``, ``records`` (what clients leave), ``measure`` (the rest, and the verdict), ``report``;
+``sweep`` makes several runs.
 """

@@ -9,23 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
-from torchpipe_py.loadtest.client.threads import Crew
+from torchpipe_py.loadtest.client.threads import ClientThreads
 from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.images import load_images
-from torchpipe_py.loadtest.ledger import Ledger
 from torchpipe_py.loadtest.measure.cpu import CpuMeter, CpuUse
 from torchpipe_py.loadtest.measure.nodes import node_figures, node_rows
-from torchpipe_py.loadtest.plans import make_plans
+from torchpipe_py.loadtest.plans import load_images, make_plans
 from torchpipe_py.loadtest.progress import progress_bar
-from torchpipe_py.loadtest.report.summary import (
-    check_output,
-    describe_run,
-    format_cpu,
-    format_table,
-    make_report,
-    print_report,
-    write_json,
-)
+from torchpipe_py.loadtest.records import CallLog, collect
+from torchpipe_py.loadtest.report.summary import check_output, describe_run, make_report, write_json
+from torchpipe_py.loadtest.report.tables import format_cpu, format_table, print_report
 from torchpipe_py.runtime.pipe import pipe
 
 EXIT_OK, EXIT_ALL_FAILED, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -64,39 +56,34 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     count = len(payload.bodies)
     plans = make_plans(args.request_client, args.request_batch, args.total_number, count, args.warmup)
     run = pipe(args.config)
+    clients = ClientThreads(plans, run, payload)
     try:
-        return _measure(run, Crew(plans, run, payload), about, args)
-    finally:
-        run.close(_CLOSE_S)
-
-
-def _measure(run: pipe, crew: Crew, about: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The run proper."""
-    try:
-        crew.warm_up()
+        clients.warm_up()
         before = run.stats()
         meter = CpuMeter(server=[os.getpid()], not_server=[])  # less this process: backends in processes of their own
         with progress_bar(args.total_number, args.progress) as progress:
             meter.start()
-            outcome = crew.run(progress)
+            outcome = clients.run(progress)
             use = meter.stop()
-        outside = time_outside(outcome.ledgers)
+        records = collect(outcome.logs, plans, outcome.released)
+        outside = time_outside(outcome.logs)
         limits = [f"clients spent {outside:.0%} of their time between calls"] if outside > OUTSIDE_LIMIT else []
-        report = make_report(outcome, about, _cpu_fields(use), limits, args.labels_from_names)
+        report = make_report(outcome, records, about, _cpu_fields(use), limits, args.labels_from_names)
         return report | {
             "tester_share_of_clients": outside,
-            "error_examples": crew.examples,
+            "error_examples": clients.examples,
             "nodes": node_figures(before, run.stats(), use.wall),
         }
     finally:
-        crew.stop()
+        clients.stop()
+        run.close(_CLOSE_S)
 
 
-def time_outside(ledgers: Sequence[Ledger]) -> float:
+def time_outside(logs: Sequence[CallLog]) -> float:
     """The share of the clients' time that was not spent in calls but in making and counting them."""
-    ended = [ledger for ledger in ledgers if ledger.wall_ns]
-    inside = sum(sum(ledger.latency[: ledger.calls_done]) for ledger in ended)
-    return 1 - inside / sum(ledger.wall_ns for ledger in ended) if ended else 0.0
+    ended = [log for log in logs if log.wall_ns]
+    inside = sum(sum(log.latency[: log.calls_done]) for log in ended)
+    return 1 - inside / sum(log.wall_ns for log in ended) if ended else 0.0
 
 
 def _cpu_fields(use: CpuUse) -> dict[str, Any]:

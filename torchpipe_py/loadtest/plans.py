@@ -1,11 +1,38 @@
-"""Pure: the work of a run, divided among its clients."""
+"""What clients send: the images of a folder, and each client's share of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-_FIVE_PERCENT = 20
+from torchpipe_py.images import find_images
+from torchpipe_py.loadtest.errors import CannotRunError
+
 _LONGEST_WARMUP = 50
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What all clients send: a body for each image, and the label expected for it, or None where none is known."""
+
+    bodies: list[bytes]
+    labels: list[str | None]
+
+
+def load_images(directory: Path, labelled: bool) -> Payload:
+    """The images below ``directory`` as they are; ``CannotRunError`` where there is none, or one cannot be read.
+
+    A ``labelled`` file's name up to its last underscore is its label: ``circle_03.jpg`` is a ``circle``.
+    """
+    try:
+        paths = find_images(directory)
+    except OSError as error:
+        raise CannotRunError(f"--img_dir {error}") from error
+    labels = [(path.stem.rpartition("_")[0] or path.stem) if labelled else None for path in paths]
+    try:
+        return Payload([path.read_bytes() for path in paths], labels)
+    except OSError as error:
+        raise CannotRunError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -35,13 +62,13 @@ def make_plans(clients: int, batch: int, total: int, images: int, warmup: int | 
     for index in range(clients):
         share = total // clients + (index < total % clients)
         calls = -(-share // batch)
-        warm = min(_LONGEST_WARMUP, max(1, calls // _FIVE_PERCENT)) if warmup is None else warmup
+        warm = min(_LONGEST_WARMUP, max(1, calls // 20)) if warmup is None else warmup
         plans.append(Plan(index, share, batch, warm, index * images // clients))
     return plans
 
 
 class Rotation:
-    """The images that a client sends next, as indices: all of them in turn, from its plan's first on."""
+    """The images that a client sends next, as indices: all of them in order, from its plan's first on."""
 
     def __init__(self, first: int, images: int) -> None:
         self._next, self._images = first, images

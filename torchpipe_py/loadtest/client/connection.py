@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torchpipe_py.loadtest.client.errors import ConnectionClosed
 from torchpipe_py.loadtest.client.wire import ReplyReader, encode_call, error_name
-from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.errors import CannotRunError, ConnectionClosed
 
 _FIRST_DELAY_S = 0.01
 _LONGEST_DELAY_S = 0.5
@@ -105,7 +104,7 @@ class Connection:
         self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
 
 
-def connect_patiently(idl: ModuleType, endpoint: Endpoint) -> Connection:
+def connect_with_retries(idl: ModuleType, endpoint: Endpoint) -> Connection:
     """A new connection, tried for the endpoint's timeout with growing delays; raises the last `OSError`."""
     deadline = time.monotonic() + endpoint.timeout
     delay = _FIRST_DELAY_S

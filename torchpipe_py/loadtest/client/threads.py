@@ -10,23 +10,22 @@ from typing import Any
 
 from torchpipe_py.errors import BackendError, first_line
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.loadtest.images import Payload
-from torchpipe_py.loadtest.ledger import Ledger, Outcome
-from torchpipe_py.loadtest.plans import Plan, Rotation
+from torchpipe_py.loadtest.plans import Payload, Plan, Rotation
+from torchpipe_py.loadtest.records import CallLog, Outcome
 from torchpipe_py.runtime.pipe import pipe
 
 _LOOK_S = 0.25
 _GRACE_S = 1.0
 
 
-class Client:
+class PipeClient:
     """One thread's share of the run. Errors are counted in images, by ``error_name``; ``examples`` has one of each.
 
     A call is a dict where the plan has one image per call, else a list of dicts.
     """
 
     def __init__(self, plan: Plan, run: pipe, payload: Payload) -> None:
-        self.ledger = Ledger(plan.calls)
+        self.log = CallLog(plan.calls)
         self.errors: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self._plan, self._pipe, self._payload = plan, run, payload
@@ -52,9 +51,9 @@ class Client:
             error = self._call(items)
             ended = time.perf_counter_ns()
             ok, correct = self._judge(picks, items, error)
-            self.ledger.count(count, count, ok, correct)
-            self.ledger.record(ended - started, ended, ok)
-        self.ledger.close(time.thread_time_ns() - cpu, time.perf_counter_ns() - began)
+            self.log.count(count, count, ok, correct)
+            self.log.record(ended - started, ended, ok)
+        self.log.close(time.thread_time_ns() - cpu, time.perf_counter_ns() - began)
 
     def _items(self, picks: Sequence[int]) -> list[dict[str, Any]]:
         bodies = self._payload.bodies
@@ -102,11 +101,11 @@ def _label(result: Any) -> str | None:
     return str(result[0]) if isinstance(result, tuple) and len(result) == 2 else None
 
 
-class Crew:
+class ClientThreads:
     """Owns the client threads of one run on a pipe."""
 
     def __init__(self, plans: Sequence[Plan], run: pipe, payload: Payload) -> None:
-        self._clients = [Client(plan, run, payload) for plan in plans]
+        self._clients = [PipeClient(plan, run, payload) for plan in plans]
         self._warm = threading.Semaphore(0)
         self._gate = threading.Event()
         self._is_stopping = False
@@ -127,7 +126,7 @@ class Crew:
 
         KeyboardInterrupt ends the run early: what was done until then is the outcome.
         """
-        outcome = Outcome(time.perf_counter_ns(), [client.ledger for client in self._clients])
+        outcome = Outcome(time.perf_counter_ns(), [client.log for client in self._clients])
         try:
             self._gate.set()
             self._watch(progress)
@@ -152,7 +151,7 @@ class Crew:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _main(self, client: Client) -> None:
+    def _main(self, client: PipeClient) -> None:
         try:
             client.warm_up(self._stopping)
         finally:
@@ -167,4 +166,4 @@ class Crew:
         for thread in self._threads:
             while thread.is_alive():
                 thread.join(_LOOK_S)
-                progress(sum(client.ledger.sent for client in self._clients))
+                progress(sum(client.log.sent for client in self._clients))

@@ -27,8 +27,7 @@ from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
-from torchpipe_py.loadtest.client.errors import ReplyError
-from torchpipe_py.loadtest.errors import CannotRunError
+from torchpipe_py.loadtest.errors import CannotRunError, ReplyError
 
 IDL_PATH = Path(__file__).resolve().parents[3] / "idl" / "inference.thrift"
 

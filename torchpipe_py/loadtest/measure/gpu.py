@@ -77,17 +77,3 @@ def _summary(index: int, rows: list[list[str]]) -> dict[str, Any]:
 
 def _is_number(text: str) -> bool:
     return text.strip().replace(".", "", 1).isdigit()
-
-
-def gpu_rows(gpus: list[dict[str, Any]] | None) -> list[tuple[str, str]]:
-    """The table's part: a line for each GPU."""
-    return [(f"GPU {gpu['index']}", _line(gpu)) for gpu in gpus or ()]
-
-
-def _line(gpu: dict[str, Any]) -> str:
-    def show(name: str) -> str:
-        return "n/a" if gpu[name] is None else f"{gpu[name]:.0f}"
-
-    use = f"{show('utilization_mean')} % busy (most {show('utilization_max')} %)"
-    memory = f"{show('memory_used_max_mib')} of {show('memory_total_mib')} MiB"
-    return f"{gpu['name']}, {use}, {memory}, {gpu['samples']} samples; all processes together"

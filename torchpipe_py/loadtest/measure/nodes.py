@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torchpipe_py.loadtest.report.summary import Rows
-
 _TOTALS = ("requests", "batches", "failed", "expired")
 _TIMES = ("queue_ms", "batch_wait_ms", "compute_ms")
 
@@ -38,7 +36,7 @@ def _figures(before: dict[str, Any], after: dict[str, Any], seconds: float) -> d
     }
 
 
-def node_rows(nodes: dict[str, dict[str, Any]]) -> Rows:
+def node_rows(nodes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """The table's part about nodes, a line for each."""
     return [(f"node {name}", _line(node)) for name, node in nodes.items()]
 

@@ -1,4 +1,4 @@
-"""`client_qps.py compare A.json B.json`: two reports side by side."""
+"""`torchpipe load compare A.json B.json`: two reports side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.measure.statistics import percentile
-from torchpipe_py.loadtest.report.verdict import EXIT_FAILED, EXIT_OK
+from torchpipe_py.loadtest.measure.verdict import EXIT_FAILED, EXIT_OK
 
 RESAMPLES = 2000
 LEAST_SECONDS = 5  # whole ones, of each run: from fewer there is nothing to resample
@@ -27,10 +27,10 @@ of a run are drawn {RESAMPLES} times with replacement, for both runs, and the ra
 much a run varies from second to second, not how much from one run to the next; repeat runs to learn that."""
 
 
-def compare_main(arguments: Sequence[str]) -> int:
+def compare_main(arguments: Sequence[str], program: str) -> int:
     """The subcommand; 0, or 2 when B is worse than A by more than `--max-regression` allows."""
     parser = argparse.ArgumentParser(
-        prog="client_qps.py compare",
+        prog=f"{program} compare",
         description="Two reports of --json side by side; ratios are B/A.",
         epilog="exit status: 0; 1 a report cannot be read; 2 B is worse by more than --max-regression allows",
     )

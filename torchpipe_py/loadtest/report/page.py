@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from torchpipe_py.html import document, table
+from torchpipe_py.loadtest.measure.verdict import verdict
 from torchpipe_py.loadtest.report.plots import run_plots, runs_plots
 from torchpipe_py.loadtest.report.tables import HEADS, describe_arrivals, run_cells, search_line
-from torchpipe_py.loadtest.report.verdict import verdict
 
 STYLE = """body { max-width: 84rem; } h1 { margin-bottom: .3rem; }
 .about { color: var(--soft); margin: 0 0 1rem; }

@@ -1,23 +1,30 @@
-"""Pure: the plots of a report."""
+"""Pure: the plots of a report as inline SVG, whose colors are variables of the page's style sheet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from typing import Any
-
-from torchpipe_py.loadtest.report.axes import (
-    Axis,
-    linear_axis,
-    log_axis,
-    percentile_axis,
-    span_axis,
-    value_axis,
-)
-from torchpipe_py.loadtest.report.charts import Bars, Line, Mark, Point, Rule, chart
 
 _COLORS = ("blue", "orange", "green", "purple", "red", "teal")
 _MOST_CURVES = len(_COLORS)
 _NEAR = 3.0  # times the greatest value: a rule further up would flatten the plot
+
+WIDTH, HEIGHT = 620, 290
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 22, 16, 48
+_PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+_LETTER = 6.6  # pixels that a letter takes, about
+_LEAST_GAP = 6  # pixels between two labels below an axis
+
+_TICKS = 6
+_LOG_DECADES = 1.0  # a log axis that is shorter has linear ticks
+_MOST_LOG_TICKS = 8
+_NINES = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
+
+
+# --- the plots
 
 
 def run_plots(report: dict[str, Any]) -> list[str]:
@@ -138,3 +145,221 @@ def _curves(reports: Sequence[dict[str, Any]]) -> str | None:
     lines = [Line(one["point"], one["percentiles_ms"], color) for one, color in zip(chosen, _COLORS, strict=False)]
     longest = max((one["percentiles_ms"] for one in chosen), key=lambda curve: curve[-1][0])
     return _percentile_chart("Latency by percentile", lines, longest)
+
+
+# --- drawing
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points joined to a line, with a None where it is interrupted; `labels` are written beside the points."""
+
+    name: str
+    points: Sequence[Point | None]
+    color: str
+    dashed: bool = False
+    dots: bool = False
+    labels: Sequence[str] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars `(from, to, height)`, standing on the axis."""
+
+    name: str
+    bars: Sequence[tuple[float, float, float]]
+    color: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A horizontal line across the plot."""
+
+    name: str
+    at: float
+    color: str
+
+
+Mark = Line | Bars | Rule
+
+
+def chart(title: str, x: Axis, y: Axis, marks: Sequence[Mark]) -> str:
+    """One plot with its title as a figure; nothing of it needs a script."""
+    parts = [*_grid(x, y), *(part for mark in marks for part in _draw(mark, x, y))]
+    text = "\n".join(parts)
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}"'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{_legend(marks)}\n<svg {size}>\n{text}\n</svg></figure>"
+
+
+def _x(axis: Axis, value: float) -> float:
+    return _LEFT + _PLOT_WIDTH * min(1.0, max(0.0, axis.place(value)))
+
+
+def _y(axis: Axis, value: float) -> float:
+    return _TOP + _PLOT_HEIGHT * (1 - min(1.0, max(0.0, axis.place(value))))
+
+
+def _grid(x: Axis, y: Axis) -> Iterator[str]:
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    for value, text in y.ticks:
+        at = _y(y, value)
+        yield f'<line class="grid" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>'
+        yield _text(_LEFT - 8, at + 4, text, "end")
+    free_from = 0.0
+    for value, text in x.ticks:
+        at = _x(x, value)
+        yield f'<line class="tick" x1="{at:.1f}" y1="{bottom}" x2="{at:.1f}" y2="{bottom + 5}"/>'
+        half = len(text) * _LETTER / 2
+        if at - half >= free_from:  # NOTE: a label that would touch the one before it is left out, its tick is not
+            yield _text(min(at, WIDTH - half), bottom + 18, text, "middle")
+            free_from = at + half + _LEAST_GAP
+    yield f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>'
+    yield _text(_LEFT + _PLOT_WIDTH / 2, HEIGHT - 10, x.label, "middle", "label")
+    middle = _TOP + _PLOT_HEIGHT / 2
+    rotated = f'transform="rotate(-90 14 {middle})"'
+    yield f'<text class="label" x="14" y="{middle}" text-anchor="middle" {rotated}>{escape(y.label)}</text>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "number") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _draw(mark: Mark, x: Axis, y: Axis) -> Iterator[str]:
+    if isinstance(mark, Rule):
+        if y.place(mark.at) > 1:
+            return
+        at = _y(y, mark.at)
+        place = f'x1="{_LEFT}" y1="{at:.1f}" x2="{WIDTH - _RIGHT}" y2="{at:.1f}"'
+        yield f'<line class="rule" {place} stroke="var(--{mark.color})"/>'
+    elif isinstance(mark, Bars):
+        yield from _draw_bars(mark, x, y)
+    else:
+        yield from _draw_line(mark, x, y)
+
+
+def _draw_bars(mark: Bars, x: Axis, y: Axis) -> Iterator[str]:
+    for start, end, height in mark.bars:
+        if height <= 0:
+            continue
+        left, right, top = _x(x, start), _x(x, end), _y(y, height)
+        top = min(top, HEIGHT - _BOTTOM - 1.5)  # one call is still seen
+        size = f'width="{max(1.0, right - left - 1):.1f}" height="{HEIGHT - _BOTTOM - top:.1f}"'
+        yield f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="var(--{mark.color})"/>'
+
+
+def _draw_line(mark: Line, x: Axis, y: Axis) -> Iterator[str]:
+    dash = ' stroke-dasharray="6 4"' if mark.dashed else ""
+    for piece in _pieces(mark.points):
+        path = " ".join(f"{_x(x, a):.1f},{_y(y, b):.1f}" for a, b in piece)
+        yield f'<polyline points="{path}" fill="none" stroke="var(--{mark.color})"{dash}/>'
+        if mark.dots or len(piece) == 1:
+            for a, b in piece:
+                yield f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3.2" fill="var(--{mark.color})"/>'
+    for point, label in zip(mark.points, mark.labels, strict=False):
+        if point is not None:
+            yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end", "point")
+
+
+def _pieces(points: Sequence[Point | None]) -> Iterator[list[Point]]:
+    piece: list[Point] = []
+    for point in (*points, None):
+        if point is not None:
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+
+
+def _legend(marks: Sequence[Mark]) -> str:
+    """Outside the drawing, where the page breaks the line if there is no room."""
+    keys = []
+    for mark in marks:
+        dashed = isinstance(mark, Rule) or (isinstance(mark, Line) and mark.dashed)
+        style = f"border-top: 3px {'dashed' if dashed else 'solid'} var(--{mark.color})"
+        keys.append(f'<li><i style="{style}"></i>{escape(mark.name)}</li>')
+    return f'<ul class="keys">{"".join(keys)}</ul>'
+
+
+# --- axes: where a value goes, and which values have a tick
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`place` maps a value to 0 to 1 along the axis; `ticks` are values and what is written there."""
+
+    label: str
+    place: Callable[[float], float]
+    ticks: list[tuple[float, str]]
+
+
+def linear_axis(label: str, values: Iterable[float], from_zero: bool = True, whole: bool = False) -> Axis:
+    """From 0, or the least value, to a round number above the greatest; `whole` has no ticks between whole numbers."""
+    finite = list(values) or [0.0]
+    low, high = (0.0 if from_zero else min(finite)), max(finite)
+    if high <= low:
+        high = low + 1.0
+    step = _round_step((high - low) / _TICKS)
+    step = max(1.0, step) if whole else step
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    count = round((high - low) / step)
+    ticks = [low + index * step for index in range(count + 1)]
+    return Axis(label, lambda value: (value - low) / (high - low), [(tick, number(tick)) for tick in ticks])
+
+
+def span_axis(label: str, low: float, high: float, step_at_least: float = 0.0) -> Axis:
+    """Exactly from `low` to `high`, with ticks at round numbers between."""
+    high = max(high, low + 1e-9)
+    step = max(_round_step((high - low) / _TICKS), step_at_least)
+    ticks = [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return Axis(label, lambda value: (value - low) / (high - low), [(tick, number(tick)) for tick in ticks])
+
+
+def log_axis(label: str, low: float, high: float) -> Axis:
+    """Logarithmic from `low` to `high`, both above 0."""
+    high = max(high, low * 1.001)
+    start, length = math.log10(low), math.log10(high / low)
+
+    def place(value: float) -> float:
+        return (math.log10(max(value, low)) - start) / length
+
+    if length < _LOG_DECADES:
+        return Axis(label, place, [tick for tick in span_axis(label, low, high).ticks if tick[0] > 0])
+    decades = range(math.floor(start), math.ceil(start + length) + 1)
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+        if len(ticks) <= _MOST_LOG_TICKS:
+            break
+    return Axis(label, place, [(tick, number(tick)) for tick in ticks])
+
+
+def percentile_axis(label: str, highest: float) -> Axis:
+    """Of percentiles from 0 to `highest`, below 100: as much room for 90 to 99 as for 99 to 99.9."""
+    length = max(1.0, -math.log10(1 - highest / 100))
+    ticks = [nines for nines in _NINES if nines <= highest + 1e-9]
+    return Axis(label, lambda percent: -math.log10(1 - percent / 100) / length, [(t, f"{t:g} %") for t in ticks])
+
+
+def value_axis(label: str, values: Sequence[float]) -> Axis:
+    """Linear from 0, or logarithmic where the greatest value is far above the middle one."""
+    above_zero = sorted(value for value in values if value > 0)
+    if above_zero and above_zero[-1] > 30 * above_zero[len(above_zero) // 2]:
+        return log_axis(f"{label}, log scale", above_zero[0] * 0.9, above_zero[-1] * 1.1)
+    return linear_axis(label, values)
+
+
+def _round_step(step: float) -> float:
+    """The next of 1, 2, 5, 10, 20, ..."""
+    if step <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(step))
+    return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9)))
+
+
+def number(value: float) -> str:
+    """Short, without an exponent where that is possible."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k"
+    return f"{round(value, 6):g}"

@@ -1,7 +1,8 @@
-"""The report of a run: one dict for ``--json``, and the table made of it."""
+"""The report of a run: one dict, and the files made of it."""
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -12,27 +13,22 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.loadtest.arrivals import Load
 from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.images import Payload
-from torchpipe_py.loadtest.ledger import Outcome
 from torchpipe_py.loadtest.measure.cpu import cpu_model
-from torchpipe_py.loadtest.measure.statistics import Tally, tally
+from torchpipe_py.loadtest.measure.statistics import histogram, ok_per_second, per_second, percentile_curve, summarize
+from torchpipe_py.loadtest.measure.verdict import Lateness, judge_stability, verdict
+from torchpipe_py.loadtest.plans import Payload
+from torchpipe_py.loadtest.records import NO_REPLY, Outcome, Records
 
 OTHERS_LIMIT = 25.0  # percent of a core, for all processes that have no part in the run
 
-Rows = list[tuple[str, str]]
-"""Names and values of the table."""
-
-
-def check_output(path: Path | None, flag: str = "--json") -> None:
-    """Refuses a report file that could not be written, before the run rather than after it."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise CannotRunError(f"{flag} {path}: cannot be written")
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """The whole report as a file."""
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+_CSV_SETTINGS = ("request_client", "request_batch", "arrivals", "rate", "seed", "duration", "total_number")
+_CSV_FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s", "images_sent")
+_CSV_COUNTS = ("images_answered", "images_ok", "images_failed", "images_unsent")
+_CSV_LATENCIES = ("mean", "p50", "p90", "p99", "p99_9", "max", "min")
+_CSV_CPU = ("server_cpu_percent", "tester_cpu_percent", "tester_busiest_client_percent", "other_cpu_percent")
+_CSV_VERDICTS = ("stable", "valid", "exit_status")
 
 
 def describe_run(settings: Mapping[str, Any], payload: Payload, libraries: Sequence[str]) -> dict[str, Any]:
@@ -61,129 +57,122 @@ def _version(library: str) -> str | None:
 
 
 def make_report(
-    outcome: Outcome, about: dict[str, Any], cpu: dict[str, Any], limits: Sequence[str], labelled: bool
+    outcome: Outcome,
+    records: Records,
+    about: dict[str, Any],
+    cpu: dict[str, Any],
+    limits: Sequence[str],
+    labelled: bool,
 ) -> dict[str, Any]:
     """Everything there is to say, ready for JSON. Latencies in ms, CPU in percent of one core; null is "not known".
 
+    Counts are in images, but for ``calls`` and ``calls_answered``; answered are those that had a reply, be it an error.
+    The window runs from the release of the clients to the last reply. ``latency_ms`` is of calls that brought a result.
     ``limits`` are the reasons why the run measured the tester and not its subject.
     """
-    numbers = tally(outcome.ledgers, outcome.released)
+    sent, answered, ok = (sum(getattr(log, name) for log in outcome.logs) for name in ("sent", "answered", "images_ok"))
+    replies = [end for end, images in zip(records.end, records.ok, strict=True) if images != NO_REPLY]
+    failed = [ns for ns, images in zip(records.latency, records.ok, strict=True) if images <= 0]
+    window = max(replies or records.end, default=0) / 1e9
+    warnings = [f"the tester is the limit: {reason}" for reason in limits]
+    if cpu["other_cpu_percent"] is not None and cpu["other_cpu_percent"] > OTHERS_LIMIT:
+        warnings.append(f"other processes used {cpu['other_cpu_percent']:.0f}% of a core")
     return {
         **about,
-        **_throughput(numbers),
+        "window_s": window,
+        "images_sent": sent,
+        "images_answered": answered,
+        "images_ok": ok,
+        "calls": len(records.end),
+        "calls_answered": len(replies),
+        "qps": answered / (window or float("inf")),
+        "calls_per_s": len(replies) / (window or float("inf")),
+        "goodput": ok / (window or float("inf")),
         "images_failed": sum(outcome.errors.values()),
         "errors": dict(outcome.errors.most_common()),
-        "accuracy": numbers.correct / numbers.answered if labelled and numbers.answered else None,
-        "latency_ms": numbers.latency,
-        "latency_failed_ms": numbers.latency_failed,
-        "images_ok_per_second": numbers.per_second,
+        "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
+        "latency_ms": summarize(records.good("latency")),
+        "latency_failed_ms": summarize(failed),
+        "images_ok_per_second": ok_per_second(records),
         **cpu,
         "interrupted": outcome.interrupted,
-        "warnings": _warnings(limits, cpu["other_cpu_percent"]),
+        "warnings": warnings,
         "valid": not limits and not outcome.interrupted,
     }
 
 
-def _warnings(limits: Sequence[str], others: float | None) -> list[str]:
-    warnings = [f"the tester is the limit: {reason}" for reason in limits]
-    if others is not None and others > OTHERS_LIMIT:
-        warnings.append(f"other processes used {others:.0f}% of a core")
-    return warnings
-
-
-def _throughput(numbers: Tally) -> dict[str, Any]:
-    window = numbers.window or float("inf")
+def open_loop_fields(records: Records, report: dict[str, Any], lateness: Lateness, load: Load) -> dict[str, Any]:
+    """The report's part about an open loop; `latency_ms` is from when calls were due, for it is so in the records."""
+    assert load.total is not None
+    # Images that were left out because the run was too late for them; what broken clients owe is among the errors.
+    owed = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
+    unsent = 0 if report["interrupted"] else max(0, load.total - report["images_sent"] - owed)
+    offered = load.offered_rate or report["qps"]  # of a single call there is no rate
+    stability = judge_stability(records.good("latency"), offered, report["images_answered"], report["window_s"], unsent)
+    mean = sum(records.actual) / len(records.actual) / 1e6 if records.actual else 0.0
     return {
-        "window_s": numbers.window,
-        "images_sent": numbers.sent,
-        "images_answered": numbers.answered,
-        "images_ok": numbers.ok,
-        "calls": numbers.calls,
-        "calls_answered": numbers.calls_answered,
-        "qps": numbers.answered / window,
-        "calls_per_s": numbers.calls_answered / window,
-        "goodput": numbers.ok / window,
+        "latency_actual_ms": summarize(records.good("actual")),
+        "offered_rate": stability.offered,
+        "achieved_rate": stability.achieved,
+        "images_unsent": unsent,
+        "late_sends": lateness.fields(),
+        "stable": stability.is_stable,
+        "unstable_because": stability.reasons,
+        "latency_halves_ms": [stability.first_ms, stability.second_ms],
+        "warnings": report["warnings"] + lateness.warnings(len(load.plans), report["calls_per_s"], mean),
     }
 
 
-def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "closed loop") -> str:
-    """The report for a person: aligned names and values, from what was tested to what it cost.
-
-    ``loop`` says when the clients call.
-    """
-    rows = [*subject, *_load_rows(report, loop), *_latency_rows(report), *_error_rows(report), *cpu]
-    if report["other_cpu_percent"] is not None:
-        rows.append(("other processes", format_cpu(report["other_cpu_percent"])))
-    rows += [("per second", _series(report["images_ok_per_second"]))]
-    rows += [("WARNING", warning) for warning in report["warnings"]]
-    rows += [("run", _verdict(report))]
-    return align(rows)
+def plot_fields(records: Records, load: Load) -> dict[str, Any]:
+    """What the plots show."""
+    fields = {
+        "per_second": per_second(records, load.offered_images()),
+        "percentiles_ms": percentile_curve(records.good("latency")),
+        "histogram_ms": histogram(records.good("latency")),
+    }
+    if load.is_open:
+        fields["percentiles_actual_ms"] = percentile_curve(records.good("actual"))
+    return fields
 
 
-def align(rows: Rows) -> str:
-    """A line for each name and value."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+# --- files
 
 
-def _load_rows(report: dict[str, Any], loop: str) -> Rows:
-    settings, machine = report["settings"], report["machine"]
-    load = f"{settings['request_client']} clients, {loop}, {settings['request_batch']} image(s) per call"
-    sent = f"{report['images_sent']} sent, {report['images_answered']} answered, {report['images_ok']} with a result"
-    rows = [
-        ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
-        ("load", load),
-        ("images", sent),
-        ("window", f"{report['window_s']:.3f} s"),
-        ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
-        ("goodput", f"{report['goodput']:.1f} images/s"),
-    ]
-    if report["accuracy"] is not None:
-        rows.append(("accuracy", f"{report['accuracy']:.4f}"))
-    return rows
+def check_output(path: Path | None, flag: str = "--json") -> None:
+    """Refuses a report file that could not be written, before the run rather than after it."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise CannotRunError(f"{flag} {path}: cannot be written")
 
 
-def _latency_rows(report: dict[str, Any]) -> Rows:
-    titles = {"latency_ms": "latency", "latency_actual_ms": "latency from send"}
-    titles["latency_failed_ms"] = "latency of failed calls"
-    return [(title, _latency(report[key])) for key, title in titles.items() if report.get(key) or key == "latency_ms"]
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """The whole report as a file."""
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _latency(summary: dict[str, float] | None) -> str:
-    if summary is None:
-        return "n/a"
-    return "  ".join(f"{name.replace('_', '.')} {ms:.2f}" for name, ms in summary.items() if name != "count") + "  ms"
+def write_csv(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """A line for each run. Empty cells are what is not known, or makes no sense for the run."""
+    rows = [_csv_row(report) for report in reports]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def _error_rows(report: dict[str, Any]) -> Rows:
-    rows = [("errors", f"{report['images_failed']} images")]
-    return rows + [(f"  {kind}", str(images)) for kind, images in report["errors"].items()]
-
-
-def format_cpu(value: float | None) -> str:
-    """CPU time in percent of a core."""
-    return "n/a" if value is None else f"{value:.0f} % of a core"
-
-
-def _series(images: Sequence[int]) -> str:
-    shown = " ".join(map(str, images[:60]))
-    return shown + (f" ... ({len(images)} seconds)" if len(images) > 60 else "")
-
-
-def _verdict(report: dict[str, Any]) -> str:
-    if report["interrupted"]:
-        return "INTERRUPTED: the numbers are of a part of it"
-    failed = report["images_failed"]
-    if report["valid"] and failed:
-        return f"valid as a measurement, but {failed} images failed"
-    return "valid" if report["valid"] else "INVALID: it measures the tester itself"
-
-
-def print_report(report: dict[str, Any], table: str) -> None:
-    """The table to stdout; what makes it worthless, or failed, also to stderr."""
-    print(table)
-    for warning in report["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
-    if report["errors"]:
-        kinds = ", ".join(f"{kind} {images}" for kind, images in report["errors"].items())
-        print(f"{report['images_failed']} images failed: {kinds}", file=sys.stderr)
+def _csv_row(report: dict[str, Any]) -> dict[str, Any]:
+    latency, actual = report["latency_ms"] or {}, report.get("latency_actual_ms") or {}
+    late = report.get("late_sends") or {}
+    return {
+        "point": report.get("point", ""),
+        "started_at": report["started_at"],
+        **{name: report["settings"][name] for name in _CSV_SETTINGS},
+        **{name: report.get(name) for name in (*_CSV_FIGURES, *_CSV_COUNTS)},
+        **{f"latency_{name}_ms": latency.get(name) for name in _CSV_LATENCIES},
+        **{f"latency_actual_{name}_ms": actual.get(name) for name in _CSV_LATENCIES},
+        "late_share_by_tester": late.get("share_by_tester"),
+        "late_share_by_waiting": late.get("share_by_waiting"),
+        "errors": " ".join(f"{kind}={images}" for kind, images in report["errors"].items()),
+        **{name: report[name] for name in _CSV_CPU},
+        "slo_met": report["slo"] and report["slo"]["met"],
+        **{name: report.get(name) for name in _CSV_VERDICTS},
+        "verdict": verdict(report),
+    }

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-NO_REPLY = -1  # in ``Ledger.ok``: the call ended without a reply
+from torchpipe_py.loadtest.plans import Plan
+
+NO_REPLY = -1  # in ``CallLog.ok``: the call ended without a reply
 
 _COUNTERS = 7
+_COLUMNS = ("latency", "end", "ok", "late", "lag")
 
 
 def shared_words(count: int) -> memoryview:
@@ -19,7 +23,7 @@ def shared_words(count: int) -> memoryview:
     return memoryview(mmap.mmap(-1, 8 * max(1, count))).cast("q")
 
 
-class Ledger:
+class CallLog:
     """One client's counters, and a record of each of its calls. The client writes, the parent reads.
 
     Records are columns of ``calls`` words: ``latency`` in ns, ``end`` in ns of ``perf_counter_ns``, ``ok`` the images
@@ -28,9 +32,9 @@ class Ledger:
     """
 
     def __init__(self, calls: int) -> None:
-        words = shared_words(_COUNTERS + 5 * calls)
+        words = shared_words(_COUNTERS + len(_COLUMNS) * calls)
         self._counters = words[:_COUNTERS]
-        columns = (words[_COUNTERS + n * calls :][:calls] for n in range(5))
+        columns = (words[_COUNTERS + n * calls :][:calls] for n in range(len(_COLUMNS)))
         self.latency, self.end, self.ok, self.late, self.lag = columns
 
     def delay(self, late: int, lag: int) -> None:
@@ -94,6 +98,53 @@ class Outcome:
     """
 
     released: int
-    ledgers: list[Ledger]
+    logs: list[CallLog]
     interrupted: bool = False
     errors: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Every call of a run, in the order in which they were due, as columns of equal length.
+
+    ``due`` and ``end`` are in ns since the start of the run. ``latency`` runs from when a call was due, ``actual``
+    from when it was sent; in a closed loop that is the same. ``late`` is the time between the two, ``lag`` the part of
+    it that is the tester's own fault; all in ns. ``size`` is in images, and ``ok`` are those with a result, or
+    ``NO_REPLY``.
+    """
+
+    due: list[int]
+    end: list[int]
+    latency: list[int]
+    actual: list[int]
+    size: list[int]
+    ok: list[int]
+    late: list[int]
+    lag: list[int]
+
+    def good(self, column: str) -> list[int]:
+        """A column, of the calls that brought a result."""
+        values: list[int] = getattr(self, column)
+        return [value for value, ok in zip(values, self.ok, strict=True) if ok > 0]
+
+
+def collect(logs: Sequence[CallLog], plans: Sequence[Plan], start: int) -> Records:
+    """All clients' calls; ``start`` in ns of ``perf_counter_ns``."""
+    rows: list[tuple[int, ...]] = []
+    for log, plan in zip(logs, plans, strict=True):
+        done = log.calls_done
+        columns = (getattr(log, name)[:done].tolist() for name in _COLUMNS)
+        sizes = (min(plan.batch, plan.share - call * plan.batch) for call in range(done))
+        rows += zip(*columns, sizes, strict=True)
+    rows.sort(key=lambda row: row[1] - row[0])
+    latency, end, ok, late, lag, size = map(list, zip(*rows, strict=True)) if rows else ([] for _ in range(6))
+    return Records(
+        due=[at - ns - start for at, ns in zip(end, latency, strict=True)],
+        end=[at - start for at in end],
+        latency=latency,
+        actual=[ns - wait for ns, wait in zip(latency, late, strict=True)],
+        size=size,
+        ok=ok,
+        late=late,
+        lag=lag,
+    )
