@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     backends = commands.add_parser("backends", help="list backends and their parameters")
     backends.add_argument("name", nargs="?", help="only this one, with its documentation")
     _add_imports(backends)
-    backends.add_argument("--markdown", action="store_true", help="as the table in README.md")
+    backends.add_argument("--markdown", action="store_true", help="as the table in docs/backends.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
     parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
     parity_options.add_options(parity)

@@ -73,7 +73,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def markdown_table() -> list[str]:
-    """The rows that ``server/README.md`` shows: flag, default, meaning."""
+    """The rows that ``docs/service.md`` shows: flag, default, meaning."""
     rows = []
     for option in fields(Options):
         if option.default is not MISSING:

@@ -1,0 +1,316 @@
+"""README and docs: every block is run or says why not, tables are the generated ones, links resolve, pages stay short.
+
+A page is read from top to bottom in one empty folder with the repository's ``configs``, ``scripts`` and ``idl``:
+
+- ``console``: lines after ``$ `` are run by bash, and what is shown below them is what they print. ``…`` stands for
+  any text, a line of ``…`` alone for any lines; where nothing is shown, nothing is compared. ``torchpipe-serve`` runs
+  in the background until the page, or the next service, ends. A block without ``$`` is what the Python before printed.
+- ``python``: run in one interpreter for the page. ``toml``: planned. ``text``: a drawing, nothing to run.
+
+A comment before a block says more: ``<!-- not run: why -->``, ``<!-- file: name -->`` (the block is that file),
+``<!-- figures vary -->`` (numbers are not compared), ``<!-- exit status 1 -->`` (or ``any``); several are separated by
+semicolons.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tomli
+from torchpipe_server import options
+
+from torchpipe_py.cli import markdown_table
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.plan.build import plan_pipeline
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LIMITS = {"README.md": 10_240, "CHANGELOG.md": 65_536}
+FENCED = re.compile(
+    r"(?:^<!-- (?P<marks>[^\n]*) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+RUN = {"console", "python", "toml", "text"}
+EXCUSES = ("not run: ", "file: ")
+
+INTERPRETER = r"""
+import ast, asyncio, sys, traceback
+names = {"__name__": "__main__"}
+for line in sys.stdin:
+    try:
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        waiting = eval(compile(ast.literal_eval(line), "<page>", "exec", flags, dont_inherit=True), names)
+        if waiting is not None:
+            asyncio.run(waiting)
+        print("\0ok", flush=True)
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        print("\0failed", flush=True)
+"""
+
+
+class Block(NamedTuple):
+    marks: list[str]
+    language: str
+    text: str
+    line: int
+
+    def marked(self, start: str) -> str | None:
+        """What follows ``start`` in the comment before the block."""
+        return next((mark.removeprefix(start) for mark in self.marks if mark.startswith(start)), None)
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            (match["marks"] or "").split("; "), match["language"], match["text"], text.count("\n", 0, match.start()) + 1
+        )
+        for match in FENCED.finditer(text)
+    ]
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Each command of a console block, with the output shown below it."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        lines = part.split("\n")
+        count = next(index for index, line in enumerate(lines) if not line.endswith("\\")) + 1
+        yield "\n".join(lines[:count]), "\n".join(lines[count:])
+
+
+def fits(shown: str, printed: str, figures_vary: bool) -> bool:
+    """Whether ``printed`` is what a page shows."""
+    pattern = ""
+    for line in shown.rstrip("\n").split("\n"):
+        if line.strip() == "…":
+            pattern += r"(?:.*\n)*"
+            continue
+        text = re.escape(line).replace("…", ".*")
+        if figures_vary:
+            text = re.sub(r"(?:\\ )+", r" +", re.sub(r"(?:\\-)?\d+(?:\\\.\d+)?(?:e\\-\d+)?", r"[-+\\d.e]+", text))
+        pattern += text.rstrip() + r" *\n"
+    return re.fullmatch(pattern, printed.rstrip("\n") + "\n") is not None
+
+
+class Reader:
+    """Does what a page says, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("configs", "scripts", "idl"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "resnet50.onnx").touch()  # which the pages name, but a test cannot download
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        # One thread for each program's arithmetic: other tests run beside this one.
+        self.environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+        self.ports: dict[str, str] = {}
+        self.python: subprocess.Popen[str] | None = None
+        self.service: subprocess.Popen[bytes] | None = None
+        self.printed = ""
+
+    def read(self, block: Block) -> None:
+        name = block.marked("file: ")
+        if name is not None:
+            (self.folder / name).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            self.run_python(block.text)
+        elif block.language == "toml":
+            (self.folder / "page.toml").write_text(block.text, encoding="utf-8")
+            plan_pipeline(self.folder / "page.toml")
+        elif block.language == "console":
+            vary = "figures vary" in block.marks
+            if not block.text.startswith("$ "):
+                assert fits(block.text, self.printed, vary), self.printed
+            for command, shown in commands(block.text):
+                printed = self.run(command, block.marked("exit status ") or "0")
+                assert not shown.strip() or fits(shown, printed, vary), printed
+
+    def run(self, command: str, status: str) -> str:
+        if command.startswith("torchpipe-serve "):
+            return self.serve(command)
+        done = subprocess.run(
+            ["bash", "-c", self.with_ports(command)],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert status in (str(done.returncode), "any"), f"exit status {done.returncode}: {done.stdout}"
+        return self.without_ports(done.stdout)
+
+    def serve(self, command: str) -> str:
+        self.stop_service()
+        self.ports = {shown: free_port() for shown in ("8888", "8080")}
+        log = self.folder / "service.log"
+        with log.open("wb") as file:
+            self.service = subprocess.Popen(
+                ["bash", "-c", f"exec {self.with_ports(command)}"],
+                cwd=self.folder,
+                env=self.environment,
+                stdout=file,
+                stderr=file,
+            )
+        deadline = time.monotonic() + 60
+        while "serving " not in log.read_text(encoding="utf-8"):
+            assert self.service.poll() is None, log.read_text(encoding="utf-8")
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.1)  # the rest of what it prints at its start
+        return self.without_ports(log.read_text(encoding="utf-8"))
+
+    def run_python(self, code: str) -> None:
+        if self.python is None:
+            self.python = subprocess.Popen(
+                [sys.executable, "-u", "-c", INTERPRETER],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        assert self.python.stdin is not None
+        assert self.python.stdout is not None
+        self.python.stdin.write(f"{self.with_ports(code)!r}\n")
+        self.python.stdin.flush()
+        self.printed = ""
+        while not self.printed.endswith(("\0ok\n", "\0failed\n")):
+            line = self.python.stdout.readline()
+            assert line, self.printed
+            self.printed += line
+        self.printed, _, outcome = self.printed.rpartition("\0")
+        assert outcome == "ok\n", self.printed
+
+    def with_ports(self, text: str) -> str:
+        for shown, port in self.ports.items():
+            text = text.replace(shown, port)
+        return text
+
+    def without_ports(self, text: str) -> str:
+        for shown, port in self.ports.items():
+            text = text.replace(port, shown)
+        return text
+
+    def stop_service(self) -> None:
+        if self.service is not None:
+            self.service.send_signal(signal.SIGTERM)
+            assert self.service.wait(timeout=60) == 0
+            self.service = None
+
+    def close(self) -> None:
+        if self.python is not None:
+            assert self.python.stdin is not None
+            self.python.stdin.close()
+            assert self.python.wait(timeout=60) == 0
+            assert self.python.stdout is not None
+            self.python.stdout.close()
+        self.stop_service()
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_does_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runnable = [block for block in blocks(page) if block.language != "text" and block.marked("not run: ") is None]
+    if not runnable:
+        return
+    reader = Reader(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        for block in runnable:
+            try:
+                reader.read(block)
+            except (Exception, AssertionError) as error:
+                raise AssertionError(f"{name_of(page)}:{block.line}: {error}") from error
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_run_or_excused(page: Path) -> None:
+    for block in blocks(page):
+        excused = any(block.marked(start) for start in EXCUSES)
+        assert block.language in RUN or excused, f"{name_of(page)}:{block.line}: {block.language or 'no language'}"
+        if block.language == "python":
+            compile(block.text, name_of(page), "exec", 0x2000)  # with await at the top, as a page may have
+    assert page.read_text(encoding="utf-8").count("\n```") % 2 == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_page_is_short(page: Path) -> None:
+    assert page.stat().st_size <= LIMITS.get(page.name, 12_288)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_files_and_functions_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", text):
+        other = (page.parent / target).resolve() if target else page
+        assert other.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings}, anchor
+    folders = "configs|docs|idl|scripts|server|tests|torchpipe_py"
+    for path, function in re.findall(rf"`((?:{folders})/[\w./-]+?)(?::([\w.]+))?`", text):
+        assert (ROOT / path).exists(), path
+        for name in function.split(".") if function else ():
+            assert re.search(rf"(?:def|class) {name}\b", (ROOT / path).read_text(encoding="utf-8")), f"{path}:{name}"
+
+
+def between(page: str, start: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text.split(f"<!-- {start} -->\n")[1].split("<!-- end -->")[0].strip().splitlines()
+
+
+def test_the_table_of_backends_is_the_generated_one() -> None:
+    assert between("docs/backends.md", "torchpipe backends --markdown") == list(markdown_table())
+
+
+def test_the_flags_of_the_service_are_the_declared_ones() -> None:
+    assert between("docs/service.md", "flags") == options.markdown_table()
+
+
+def test_the_demo_shown_is_the_demo_served() -> None:
+    shown = next(block.text for block in blocks(ROOT / "README.md") if block.language == "toml")
+    assert tomli.loads(shown) == tomli.loads((ROOT / "configs" / "demo.toml").read_text(encoding="utf-8"))
+
+
+def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
+    assert fits("a … c\n…\nlast 1.5 ms\n", "a b c\n\nmore\nlast 12 ms\n", True)
+    assert not fits("a … c\n…\nlast 1.5 ms\n", "a b c\n\nmore\nlast 12 ms\n", False)
+    assert not fits("QPS 1\n", "QPS none\n", True)
+    reader = Reader(tmp_path)
+    try:
+        for language, text in (
+            ("console", "$ echo right\nwrong\n"),
+            ("console", "$ false\n"),
+            ("python", "raise ValueError\n"),
+            ("toml", '[node]\nbackend = "Identity"\nwrong = 1\n'),
+        ):
+            with pytest.raises((AssertionError, ConfigError)):
+                reader.read(Block([""], language, text, 1))
+    finally:
+        reader.close()
+    assert list(commands("$ a \\\n  b\nc\n$ d\n")) == [("a \\\n  b", "c\n"), ("d", "")]
