@@ -4,9 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
+bin=${VENV:-.venv}/bin
 
 log=$(mktemp)
-.venv/bin/torchpipe-serve configs/demo.toml --host 127.0.0.1 --port 0 >"$log" 2>&1 &
+"$bin/torchpipe-serve" configs/demo.toml --host 127.0.0.1 --port 0 >"$log" 2>&1 &
 service=$!
 trap 'kill "$service" 2>/dev/null || true; rm -f "$log"' EXIT
 
@@ -19,10 +20,10 @@ grep '^serving ' "$log"
 port=$(sed -n 's/^serving .* on .*:\([0-9]*\) .*/\1/p' "$log")
 
 echo; echo "held-out images, one by one:"
-.venv/bin/python scripts/accuracy.py --img_dir configs/demo/images --port "$port" --at_least 0.95
+"$bin/python" scripts/accuracy.py --img_dir configs/demo/images --port "$port" --at_least 0.95
 
 echo; echo "load test, 10 client processes:"
-.venv/bin/python scripts/client_qps.py --img_dir configs/demo/images --port "$port" \
+"$bin/python" scripts/client_qps.py --img_dir configs/demo/images --port "$port" \
   --request_client 10 --request_batch 1 --total_number 10000 --labels_from_names --server_pid "$service"
 
 echo; echo "stopping the service"

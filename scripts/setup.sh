@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned dependencies and this checkout installed in it. Does nothing if that is done already.
 #   PYTHON=/path/to/python3   which Python (3.10 to 3.14); default: the first suitable one found
+#   VENV=folder               where, and what the other scripts here run with; default: .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,13 +16,14 @@ find_python() {
   return 1
 }
 
-stamp=.venv/installed
+venv=${VENV:-.venv}
+stamp=$venv/installed
 wanted=$(cat requirements.txt pyproject.toml | cksum)
-if [[ -x .venv/bin/python && -e $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
+if [[ -x $venv/bin/python && -e $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
 
 python=$(find_python)
-echo "setup: .venv with $("$python" --version), a minute or two"
-[[ -x .venv/bin/python ]] || "$python" -m venv .venv
-.venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements.txt
-.venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+echo "setup: $venv with $("$python" --version), a minute or two"
+[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements.txt
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 echo "$wanted" > "$stamp"

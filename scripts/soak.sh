@@ -3,5 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
+bin=${VENV:-.venv}/bin
 [[ $# -gt 0 ]] || set -- all
-.venv/bin/python scripts/soak.py "$@"
+"$bin/python" scripts/soak.py "$@"

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Everything that must hold: lint, format, types, tests. Makes .venv first where there is none.
+# Everything that must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
 #   bash scripts/test.sh [pytest arguments]
 # Without arguments all tests run, in three parts side by side: most of the time they wait.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-.venv/bin/ruff check .
-.venv/bin/ruff format --check --quiet .
-.venv/bin/mypy
-if [[ $# -gt 0 ]]; then exec .venv/bin/python -m pytest "$@"; fi
+bin=${VENV:-.venv}/bin
+"$bin/ruff" check .
+"$bin/ruff" format --check --quiet .
+"$bin/mypy"
+if [[ $# -gt 0 ]]; then exec "$bin/python" -m pytest "$@"; fi
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-run() { .venv/bin/python -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
+run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
 # NOTE: test_process.py looks for shared memory that is left over, and training has some of its own.
 process=tests/backends/test_process.py
 supervision=tests/server/supervisor/test_supervision.py
