@@ -1,148 +1,313 @@
-"""The places of everything in a picture: layers from left to right, graphs from top to bottom, jumps around them."""
+"""The places of everything in a picture: columns by the longest path, graphs from top to bottom.
+
+An arrow to the next column is a curve in the gap between the two. A longer one runs in a lane of its own, above the
+boxes if it is a skip and else below them. A jump runs below its graph and along the left margin. So no arrow meets a
+box. All lengths are pixels, y downwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
-from torchpipe_py.drawing.picture import Arrow, Graph, Picture, split
-from torchpipe_py.drawing.plan import LANE, Plan, make_plan
-from torchpipe_py.drawing.shapes import Frame, Layout, PlacedBox, Point, Rect, Route, label_above, lines_width
-from torchpipe_py.drawing.text import SMALL_LINE, clean, wrap
+from torchpipe_py.drawing.picture import Arrow, Box, Graph, Picture, split
+from torchpipe_py.drawing.text import SMALL_LINE, SMALL_SIZE, Face, clean, face, text_width, wrap
 
 MARGIN = 12.0
 FRAME_PAD, FRAME_HEAD, FRAME_GAP = 20.0, 34.0, 22.0
+BOX_SPACE, END_SIZE = 26.0, 22.0
+LANE, CURVE, ARROW = 14.0, 64.0, 20.0
+SLOT, LABEL_SPACE, ABOVE_LINE = 14.0, 8.0, 3.0
 JUMP_COLUMNS = 56
+# Where arrows meet a box, from top to bottom.
+RANK = {"skip": 0, "next": 1, "map": 2, "jump": 3}
 
-Place = tuple[int, int]
-"""A graph and an element in it."""
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Jump:
-    """A jump by its ends; ``key`` is negative, so that it is no index of an arrow of a graph."""
+class Rect:
+    x: float
+    y: float
+    width: float
+    height: float
 
-    key: int
-    arrow: Arrow
-    start: Place
-    end: Place
+    @property
+    def right(self) -> float:
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height
+
+    @property
+    def middle(self) -> float:
+        return self.y + self.height / 2
+
+
+@dataclass(frozen=True)
+class PlacedBox:
+    """``graph`` counts from the top, ``column`` from the left."""
+
+    box: Box
+    face: Face
+    rect: Rect
+    graph: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Label:
+    """Lines of text, all ending at the right of ``rect``."""
+
     lines: tuple[str, ...]
+    rect: Rect
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Where jumps run outside the frames: y below a graph, by graph and key; x at the left margin, by key."""
+class Route:
+    """``points`` from the start's right side to the end's left side.
 
-    below: Mapping[Place, float]
-    margin: Mapping[int, float]
+    A step to another height is an S-curve between its two points, but for a jump, whose steps are all straight.
+    """
+
+    arrow: Arrow
+    points: tuple[Point, ...]
+    label: Label | None
+
+
+@dataclass(frozen=True)
+class Frame:
+    heading: str
+    rect: Rect
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``frames`` only if there are several graphs; ``ends`` are where skips leave a graph."""
+
+    boxes: tuple[PlacedBox, ...]
+    ends: tuple[Rect, ...]
+    frames: tuple[Frame, ...]
+    routes: tuple[Route, ...]
+    width: float
+    height: float
+
+
+@dataclass(eq=False)
+class _Edge:
+    """An arrow with the lines of its label, and how far from the middle of its two boxes it leaves and enters."""
+
+    arrow: Arrow
+    lines: tuple[str, ...]
+    leaves: float = 0.0
+    enters: float = 0.0
+
+    @property
+    def start(self) -> str:
+        return self.arrow.start
+
+    @property
+    def end(self) -> str | None:
+        """``None`` is the end of the graph."""
+        return None if self.arrow.to_end else self.arrow.end
+
+    @property
+    def label_width(self) -> float:
+        return max((text_width(line, SMALL_SIZE) for line in self.lines), default=0.0)
+
+    def label(self, right: float, line_y: float) -> Label | None:
+        """The label above a line at ``line_y``."""
+        if not self.lines:
+            return None
+        height = len(self.lines) * SMALL_LINE
+        return Label(self.lines, Rect(right - self.label_width, line_y - ABOVE_LINE - height, self.label_width, height))
 
 
 def lay_out(picture: Picture) -> Layout:
     """The same picture always gives the same layout. Without boxes there is nothing but a margin."""
     graphs = split(picture)
-    jumps = _jumps(picture, graphs)
-    plans = [make_plan(graph, *_at_boxes(index, jumps)) for index, graph in enumerate(graphs)]
-    framed = len(plans) > 1
+    jumps = [_edge(arrow, JUMP_COLUMNS) for arrow in picture.arrows if arrow.kind == "jump"]
+    framed = len(graphs) > 1
     pad, head = (FRAME_PAD, FRAME_HEAD) if framed else (0.0, 0.0)
-    left = MARGIN + (len(jumps) + bool(jumps)) * LANE
+    left, y = MARGIN + LANE * (len(jumps) + bool(jumps)), MARGIN
+    placed = []
+    for index, graph in enumerate(graphs):
+        placed.append(_Placed(index, graph, jumps, left + pad, y + head))
+        y = placed[-1].bottom + pad + FRAME_GAP
     headings = [clean(graph.heading) for graph in graphs] if framed else []
-    widths = [*(plan.columns.width for plan in plans), *(lines_width([heading]) for heading in headings)]
-    width = max(widths, default=0.0) + 2 * pad
-    rects: list[Rect] = []
-    below: dict[Place, float] = {}
-    y = MARGIN
-    for index, plan in enumerate(plans):
-        rects.append(Rect(left, y, width, plan.height + head + pad))
-        y = rects[-1].bottom
-        for jump, height in _passing(index, plan, jumps):
-            y += height
-            below[index, jump.key] = y
-        y += FRAME_GAP
-    origins = [(rect.x + pad, rect.y + head) for rect in rects]
-    lanes = Lanes(below, _margin_lanes(jumps, below))
-    routes = [route.moved(origin) for plan, origin in zip(plans, origins, strict=True) for route in plan.routes]
-    routes += [_jump_route(jump, plans, origins, lanes) for jump in jumps]
+    widths = [text_width(heading, SMALL_SIZE) for heading in headings]
+    right = max([left + pad, *(graph.right for graph in placed), *(left + pad + width for width in widths)]) + pad
+    frames = [
+        Frame(heading, Rect(left, graph.top - head, right - left, graph.bottom - graph.top + head + pad))
+        for heading, graph in zip(headings, placed, strict=False)
+    ]
+    routes = [route for graph in placed for route in graph.routes]
+    rects = {name: rect for graph in placed for name, rect in graph.rects.items() if name is not None}
+    leaving = [way for graph in placed for way in graph.leaving]
+    for index, (edge, points, label) in enumerate(leaving):
+        margin, target = MARGIN + index * LANE, rects[edge.arrow.end]
+        entry = target.middle + edge.enters
+        points = [*points, (margin, points[-1][1]), (margin, entry), (target.x, entry)]
+        routes.append(Route(edge.arrow, tuple(points), label))
     return Layout(
-        boxes=tuple(_placed(plans, origins)),
-        ends=tuple(_ends(plans, origins)),
-        frames=tuple(Frame(heading, rect) for heading, rect in zip(headings, rects, strict=False)),
+        boxes=tuple(box for graph in placed for box in graph.boxes),
+        ends=tuple(graph.rects[None] for graph in placed if None in graph.rects),
+        frames=tuple(frames),
         routes=tuple(routes),
-        width=max([left + width, *(route.label.rect.right for route in routes if route.label)]) + MARGIN,
+        width=right + MARGIN,
         height=max(y - FRAME_GAP, MARGIN) + MARGIN,
     )
 
 
-def _jumps(picture: Picture, graphs: Sequence[Graph]) -> list[Jump]:
-    where = {box.name: (index, at) for index, graph in enumerate(graphs) for at, box in enumerate(graph.boxes)}
-    found = []
-    for order, arrow in enumerate(arrow for arrow in picture.arrows if arrow.kind == "jump"):
-        lines = wrap(arrow.label, JUMP_COLUMNS) if arrow.label.strip() else ()
-        found.append(Jump(-1 - order, arrow, where[arrow.start], where[arrow.end], lines))
-    return found
+def _edge(arrow: Arrow, limit: int | None = None) -> _Edge:
+    if not arrow.label.strip():
+        return _Edge(arrow, ())
+    return _Edge(arrow, wrap(arrow.label, limit) if limit else wrap(arrow.label))
 
 
-def _at_boxes(index: int, jumps: Iterable[Jump]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """The keys of the jumps from and to each box of a graph."""
-    out: dict[int, list[int]] = {}
-    into: dict[int, list[int]] = {}
-    for jump in jumps:
-        for place, found in ((jump.start, out), (jump.end, into)):
-            if place[0] == index:
-                found.setdefault(place[1], []).append(jump.key)
-    return out, into
+class _Placed:
+    """A graph whose left top corner is at ``left`` and ``top``, with the lanes of its long arrows and of its jumps.
+
+    ``leaving`` has the jumps from its boxes: each with its points as far as the lane below, and its label.
+    """
+
+    def __init__(self, index: int, graph: Graph, jumps: Sequence[_Edge], left: float, top: float) -> None:
+        self.top = top
+        edges = [_edge(arrow) for arrow in graph.arrows]
+        faces = {box.name: face(box) for box in graph.boxes}
+        columns = _columns(graph)
+        column_of = {name: at for at, names in enumerate(columns) for name in names}
+        self.heights = _heights(graph, [*edges, *jumps], faces, column_of)
+        middles = self._middles(columns, edges)
+        long = [edge for edge in edges if column_of[edge.end] > column_of[edge.start] + 1]
+        long.sort(key=lambda edge: column_of[edge.end] - column_of[edge.start])
+        above = [edge for edge in long if edge.arrow.kind == "skip"]
+        below = [edge for edge in long if edge.arrow.kind != "skip"]
+        first = top + LANE * len(above)
+        leaving = [edge for edge in jumps if edge.start in faces]
+
+        # Columns from left to right; in a gap first the curves, and the lanes of jumps among them, then the labels.
+        self.rects: dict[str | None, Rect] = {}
+        turns, x = [], left
+        for at, names in enumerate(columns):
+            width = max(faces[name].width if name is not None else END_SIZE for name in names)
+            for name in names:
+                height = self.heights[name]
+                self.rects[name] = Rect(x, first + middles[name] - height / 2, width, height)
+            x += width
+            lanes = LANE * sum(column_of[edge.start] == at for edge in leaving)
+            if at + 1 == len(columns):
+                self.right = x + lanes
+            else:
+                turns.append((x, x + CURVE + lanes))
+                labels = [edge.label_width for edge in edges if column_of[edge.end] == at + 1]
+                x = turns[-1][1] + max(labels) + ARROW
+
+        self.bottom = max(rect.bottom for rect in self.rects.values())
+        lane = {edge: first - LANE * number for number, edge in enumerate(above, start=1)}
+        for edge in below:
+            self.bottom += LANE
+            lane[edge] = self.bottom
+        self.routes = [self._route(edge, turns, column_of, lane.get(edge)) for edge in edges]
+        self.leaving = []
+        used = [0] * len(columns)
+        for edge in leaving:
+            start = self.rects[edge.start]
+            used[column_of[edge.start]] += 1
+            out = start.right + LANE * used[column_of[edge.start]]
+            self.bottom += LANE + len(edge.lines) * SMALL_LINE
+            points = [(start.right, start.middle + edge.leaves), (out, start.middle + edge.leaves), (out, self.bottom)]
+            label = edge.label(max(out - LANE, left + edge.label_width), self.bottom)
+            self.right = max(self.right, label.rect.right if label else 0.0)
+            self.leaving.append((edge, points, label))
+        self.boxes = [PlacedBox(b, faces[b.name], self.rects[b.name], index, column_of[b.name]) for b in graph.boxes]
+
+    def _middles(self, columns: Sequence[list[str | None]], edges: Iterable[_Edge]) -> dict[str | None, float]:
+        """Each column in the order of what leads to it, and as near to that as it can be; the highest box is at 0."""
+        before: dict[str | None, list[str]] = {name: [] for names in columns for name in names}
+        for kinds in (("next",), ("map", "skip")):
+            for edge in edges:
+                if edge.arrow.kind in kinds and (kinds == ("next",) or not before[edge.end]):
+                    before[edge.end].append(edge.start)
+        middles: dict[str | None, float] = {}
+        for names in columns:
+            wanted = {name: sum(middles[b] for b in before[name]) / (len(before[name]) or 1) for name in names}
+            names.sort(key=wanted.__getitem__)
+            y = 0.0
+            for name in names:
+                middles[name] = y + self.heights[name] / 2
+                y += self.heights[name] + BOX_SPACE
+            shift = sum(wanted[name] - middles[name] for name in names) / len(names)
+            for name in names:
+                middles[name] += shift
+        highest = min(middles[name] - self.heights[name] / 2 for name in middles)
+        return {name: middle - highest for name, middle in middles.items()}
+
+    def _route(
+        self, edge: _Edge, turns: Sequence[Point], column_of: dict[str | None, int], lane: float | None
+    ) -> Route:
+        start, end = self.rects[edge.start], self.rects[edge.end]
+        entry = end.middle + edge.enters
+        points = [(start.right, start.middle + edge.leaves)]
+        if lane is not None:
+            points += [(turns[column_of[edge.start]][1], lane), (turns[column_of[edge.end] - 1][0], lane)]
+        points += [(turns[column_of[edge.end] - 1][1], entry), (end.x, entry)]
+        return Route(edge.arrow, tuple(points), edge.label(end.x - ARROW, entry))
 
 
-def _passing(index: int, plan: Plan, jumps: Sequence[Jump]) -> list[tuple[Jump, float]]:
-    """The jumps that run below a graph, with the height each needs; further up what crosses least."""
-    found = []
-    for jump in jumps:
-        if jump.start[0] == index:
-            found.append((plan.columns.exits[jump.key], jump, len(jump.lines) * SMALL_LINE + LANE))
-        elif jump.end[0] == index and jump.key in plan.columns.entries:
-            found.append((plan.columns.entries[jump.key], jump, LANE))
-    return [(jump, height) for _, jump, height in sorted(found, key=lambda one: one[0])]
+def _columns(graph: Graph) -> list[list[str | None]]:
+    """Names by column, which is the longest way to them; the end, ``None``, is behind all."""
+    before: dict[str, list[str]] = {box.name: [] for box in graph.boxes}
+    for arrow in graph.arrows:
+        if not arrow.to_end:
+            before[arrow.end].append(arrow.start)
+    column: dict[str, int] = {}
+    for name in TopologicalSorter(before).static_order():
+        column[name] = max((column[b] + 1 for b in before[name]), default=0)
+    names: list[list[str | None]] = [[] for _ in range(max(column.values()) + 1)]
+    for box in graph.boxes:
+        names[column[box.name]].append(box.name)
+    return [*names, [None]] if graph.has_end else names
 
 
-def _margin_lanes(jumps: Sequence[Jump], below: Mapping[Place, float]) -> dict[int, float]:
-    order = sorted(jumps, key=lambda jump: below[jump.start[0], jump.key])
-    return {jump.key: MARGIN + index * LANE for index, jump in enumerate(order)}
+def _heights(
+    graph: Graph, edges: Iterable[_Edge], faces: dict[str, Face], column_of: dict[str | None, int]
+) -> dict[str | None, float]:
+    """Spread the arrows over the sides of their boxes; a box is as high as its texts and its arrows need."""
+    order: dict[str | None, int] = {box.name: index for index, box in enumerate(graph.boxes)}
+
+    def key(edge: _Edge) -> tuple[int, int, int, int]:
+        span = column_of.get(edge.end, 0) - column_of.get(edge.start, 0)
+        rank = RANK[edge.arrow.kind]
+        return rank, span if rank else -span, order.get(edge.start, 0), order.get(edge.end, len(order))
+
+    edges = sorted(edges, key=key)
+    heights: dict[str | None, float] = {}
+    for name in [*faces, *[None] * graph.has_end]:
+        out = [edge for edge in edges if edge.start == name]
+        into = [edge for edge in edges if edge.end == name]
+        leaves, needed_out = _spread([(edge, SLOT) for edge in out])
+        enters, needed_in = _spread([(edge, _slot(edge)) for edge in into])
+        for edge in out:
+            edge.leaves = leaves[edge]
+        for edge in into:
+            edge.enters = enters[edge]
+        heights[name] = max(faces[name].height if name is not None else END_SIZE, needed_out, needed_in)
+    return heights
 
 
-def _jump_route(jump: Jump, plans: Sequence[Plan], origins: Sequence[Point], lanes: Lanes) -> Route:
-    """Out to the right, down below its graph, along the left margin, and in from the left."""
-    (from_graph, start), (to_graph, end) = jump.start, jump.end
-    from_plan, from_origin = plans[from_graph], origins[from_graph]
-    to_plan, to_origin = plans[to_graph], origins[to_graph]
-    first = _sum(from_plan.leave(start, jump.key), from_origin)
-    last = _sum(to_plan.arrive(end, jump.key), to_origin)
-    out, channel = from_origin[0] + from_plan.columns.exits[jump.key], lanes.below[from_graph, jump.key]
-    margin, back = lanes.margin[jump.key], last[0]
-    points = [first, (out, first[1]), (out, channel)]
-    if jump.key not in to_plan.columns.entries:
-        points += [(margin, channel), (margin, last[1])]
-    else:
-        if from_graph != to_graph:
-            points.append((margin, channel))
-            channel = lanes.below[to_graph, jump.key]
-            points.append((margin, channel))
-        back = to_origin[0] + to_plan.columns.entries[jump.key]
-        points += [(back, channel), (back, last[1])]
-    points.append(last)
-    return Route(jump.arrow, tuple(points), label_above(jump.lines, out - LANE, points[2][1], margin + LANE))
+def _slot(edge: _Edge) -> float:
+    return len(edge.lines) * SMALL_LINE + LABEL_SPACE if edge.lines and edge.arrow.kind != "jump" else SLOT
 
 
-def _sum(a: Point, b: Point) -> Point:
-    return a[0] + b[0], a[1] + b[1]
-
-
-def _placed(plans: Sequence[Plan], origins: Sequence[Point]) -> Iterator[PlacedBox]:
-    for index, (plan, origin) in enumerate(zip(plans, origins, strict=True)):
-        depth = plan.layered.depths()
-        for at, box in enumerate(plan.layered.graph.boxes):
-            yield PlacedBox(box, plan.faces[at], plan.rects[at].moved(origin), index, depth[at])
-
-
-def _ends(plans: Sequence[Plan], origins: Sequence[Point]) -> Iterator[Rect]:
-    for plan, origin in zip(plans, origins, strict=True):
-        if plan.layered.end is not None:
-            yield plan.rects[plan.layered.end].moved(origin)
+def _spread(slots: Sequence[tuple[_Edge, float]]) -> tuple[dict[_Edge, float], float]:
+    """Offsets from the middle, at which the ``next`` arrows are, and the height that all need."""
+    lines, y = {}, 0.0
+    for edge, height in slots:
+        y += height
+        lines[edge] = y - SLOT / 2
+    main = [line for edge, line in lines.items() if edge.arrow.kind == "next"] or list(lines.values())
+    middle = sum(main) / (len(main) or 1)
+    return {edge: line - middle for edge, line in lines.items()}, 2 * max(middle, y - middle)

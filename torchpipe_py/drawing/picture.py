@@ -31,9 +31,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """``next``, ``map`` and ``skip`` lead forward in one graph, ``jump`` leads to any node.
+    """``next``, ``map`` and ``skip`` lead forward in one graph, ``jump`` leads to the root of any.
 
-    A ``skip`` starts at the node with the filter and ends where its fold leads on, ``""`` for the end of the graph.
+    A ``skip`` starts at the node with the filter and ends where the request goes on, ``""`` for the end of the graph.
     """
 
     start: str

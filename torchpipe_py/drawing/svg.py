@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from torchpipe_py.drawing.layout import lay_out
+from torchpipe_py.drawing.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
 from torchpipe_py.drawing.picture import Kind, Picture
-from torchpipe_py.drawing.shapes import Label, Layout, PlacedBox, Point, Rect, Route
 from torchpipe_py.drawing.text import (
     CODE_LINE,
     LIVE_HEIGHT,
