@@ -27,6 +27,8 @@ PACKAGE = [
     "cli",
 ]
 SERVER = ["options", "logs", "wire", "serving", "worker", "supervisor", "cli", "__main__"]
+TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
+"""Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
 SERVER_MAY_IMPORT = {"", "errors", "runtime.histogram", "drawing.depict"}
@@ -99,6 +101,11 @@ SCRIPT_IMPORTS = arrows(ROOT / "scripts", "")
 def test_the_package_keeps_its_layers() -> None:
     inside = {module: targets for module, targets in IMPORTS.items() if module}
     assert against(inside, PACKAGE) == []
+
+
+def test_training_keeps_its_layers() -> None:
+    inside = arrows(ROOT / "torchpipe_py" / "training", "torchpipe_py.training")
+    assert against({module: targets for module, targets in inside.items() if module}, TRAINING) == []
 
 
 def test_the_server_keeps_its_layers() -> None:

@@ -12,9 +12,9 @@ import torch
 from recipes.data import MEAN, STD, Loaders
 from recipes.place import Place
 from torchpipe_py.training import Batch, ImageFiles, TrainingError
+from torchpipe_py.training.batches.statistics import LoaderStatistics
 from torchpipe_py.training.devices import choose_devices
-from torchpipe_py.training.libraries import library
-from torchpipe_py.training.statistics import LoaderStatistics
+from torchpipe_py.training.errors import library
 
 STATE_VERSION = 1
 SHARE_ERASED = 0.5  # side of CutOut's square over the image's

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.training import TrainingError
-from torchpipe_py.training.libraries import library
+from torchpipe_py.training.errors import library
 
 
 def make_model(arch: str, classes: int, seed: int) -> nn.Module:

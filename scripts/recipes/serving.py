@@ -19,7 +19,7 @@ from torchpipe_py import parse_toml
 from torchpipe_py.backends.models.onnx_graph import half_model, normalized_model
 from torchpipe_py.plan.config import GLOBAL
 from torchpipe_py.training import TrainingError
-from torchpipe_py.training.decoding import Config, Decoder
+from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.devices import choose_devices
 
 OPSET = 17

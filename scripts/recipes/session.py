@@ -18,7 +18,7 @@ from recipes.data import Loaders
 from recipes.models import make_model
 from recipes.place import Place
 from torchpipe_py.training import Batch, TrainingError
-from torchpipe_py.training.libraries import library
+from torchpipe_py.training.errors import library
 
 IGNORED = -100
 LOG_EVERY = 10  # steps between two points of a curve in TensorBoard

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher
-from torchpipe_py.training.ahead.buffer import Buffer
+from torchpipe_py.training.prefetch.background import Buffer
 
 WAIT = 10.0
 

@@ -23,7 +23,7 @@ from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_im
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure
 from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
-from torchpipe_py.training.workers.loans import SLOTS, Borrower, Lender
+from torchpipe_py.training.workers.slots import SLOTS, SlotReader, SlotWriter
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
 
@@ -476,65 +476,65 @@ def test_scripts_that_workers_cannot_import(tmp_path: Path, toml: str, script: s
     assert told in last or 'under: if __name__ == "__main__":' in last
 
 
-# -- loans ------------------------------------------------------------------------------------------------------------
+# -- slots ------------------------------------------------------------------------------------------------------------
 
 
-def lend_and_borrow() -> tuple[Lender, Borrower]:
-    borrower = Borrower(2)
-    return Lender(1, borrower.lent), borrower
+def writer_and_reader() -> tuple[SlotWriter, SlotReader]:
+    reader = SlotReader(2)
+    return SlotWriter(1, reader.in_use), reader
 
 
-def test_a_slot_is_lent_again_when_it_was_given_back() -> None:
-    lender, borrower = lend_and_borrow()
-    reading = borrower.begin()
-    first, second = (lender.lend(reading, torch.full((4, 2), float(number))) for number in range(2))
-    assert [borrower.tensor(one)[0, 0].item() for one in (first, second)] == [0.0, 1.0]
-    borrower.give_back(first)
-    third = lender.lend(reading, torch.full((3, 2), 2.0))
+def test_a_slot_is_written_again_once_it_is_released() -> None:
+    writer, reader = writer_and_reader()
+    generation = reader.begin()
+    first, second = (writer.write(generation, torch.full((4, 2), float(number))) for number in range(2))
+    assert [reader.read(one)[0, 0].item() for one in (first, second)] == [0.0, 1.0]
+    reader.release(first)
+    third = writer.write(generation, torch.full((3, 2), 2.0))
     assert (third.slot, third.rows, third.tensor) == (first.slot, 3, None)
-    assert borrower.tensor(third).tolist() == [[2.0, 2.0]] * 3
-    assert borrower.tensor(second).tolist() == [[1.0, 1.0]] * 4
+    assert reader.read(third).tolist() == [[2.0, 2.0]] * 3
+    assert reader.read(second).tolist() == [[1.0, 1.0]] * 4
 
 
 def test_slots_that_do_not_fit_are_replaced() -> None:
-    lender, borrower = lend_and_borrow()
-    reading = borrower.begin()
+    writer, reader = writer_and_reader()
+    generation = reader.begin()
     for size in range(1, 60):
-        loan = lender.lend(reading, torch.full((2, size), float(size)))
-        assert loan.slot == 0
-        assert borrower.tensor(loan).tolist() == [[float(size)] * size] * 2
-        borrower.give_back(loan)
+        written = writer.write(generation, torch.full((2, size), float(size)))
+        assert written.slot == 0
+        assert reader.read(written).tolist() == [[float(size)] * size] * 2
+        reader.release(written)
 
 
-def test_images_without_memory_of_their_own_are_lent() -> None:
-    lender, borrower = lend_and_borrow()
-    reading = borrower.begin()
+def test_images_without_memory_of_their_own_are_written() -> None:
+    writer, reader = writer_and_reader()
+    generation = reader.begin()
     for number in range(3):
         gray = torch.full((2, 1, 3), float(number))
-        loan = lender.lend(reading, gray.expand(-1, 4, -1))
+        written = writer.write(generation, gray.expand(-1, 4, -1))
         gray.zero_()
-        assert bool((borrower.tensor(loan) == number).all())
-        borrower.give_back(loan)
+        assert bool((reader.read(written) == number).all())
+        reader.release(written)
 
 
 def test_more_than_there_are_slots() -> None:
-    lender, borrower = lend_and_borrow()
-    reading = borrower.begin()
-    loans = [lender.lend(reading, torch.full((1,), float(number))) for number in range(SLOTS + 3)]
-    assert [loan.slot for loan in loans[SLOTS:]] == [None] * 3
-    assert [borrower.tensor(loan).item() for loan in loans] == [float(number) for number in range(SLOTS + 3)]
+    writer, reader = writer_and_reader()
+    generation = reader.begin()
+    written = [writer.write(generation, torch.full((1,), float(number))) for number in range(SLOTS + 3)]
+    assert [tensor.slot for tensor in written[SLOTS:]] == [None] * 3
+    assert [reader.read(tensor).item() for tensor in written] == [float(number) for number in range(SLOTS + 3)]
 
 
-def test_a_new_reading_has_new_slots() -> None:
-    lender, borrower = lend_and_borrow()
-    old = lender.lend(borrower.begin(), torch.zeros(2))
-    borrower.tensor(old)
-    new = lender.lend(borrower.begin(), torch.ones(2))
+def test_a_new_generation_has_new_slots() -> None:
+    writer, reader = writer_and_reader()
+    old = writer.write(reader.begin(), torch.zeros(2))
+    reader.read(old)
+    new = writer.write(reader.begin(), torch.ones(2))
     assert new.tensor is not None
-    borrower.give_back(old)  # too late, and somebody else's by now
-    other = lender.lend(new.reading, torch.full((2,), 2.0))
+    reader.release(old)  # too late, and somebody else's by now
+    other = writer.write(new.generation, torch.full((2,), 2.0))
     assert other.slot != new.slot
-    assert borrower.tensor(new).tolist() == [1.0, 1.0]
+    assert reader.read(new).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,18 @@ def _as_list(devices: Any) -> list[Any]:
     several = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
     if not several:
         raise TrainingError("devices is empty; leave it out, or name at least one")
-    return [_checked(one) for one in several]
+    return [_checked(device) for device in several]
 
 
 def _checked(device: Any) -> Any:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cpu":
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if named.type == "cpu":
         return torch.device("cpu")
-    if found.type != "cuda":
+    if named.type != "cuda":
         raise TrainingError(f"device {device!r}: a pipe works on CUDA devices and on the CPU")
     if not torch.cuda.is_available():
         raise TrainingError(f"device {device!r}: PyTorch finds no CUDA device here; 'cpu' is the CPU")
-    index = torch.cuda.current_device() if found.index is None else found.index
+    index = torch.cuda.current_device() if named.index is None else named.index
     if index >= torch.cuda.device_count():
         raise TrainingError(f"device {device!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
     return torch.device("cuda", index)

@@ -1,6 +1,9 @@
-"""What the training side raises on purpose."""
+"""What the training side raises on purpose, and how it asks for optional libraries."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
 
@@ -35,3 +38,11 @@ class PeerFailed(TrainingError):
     """Another rank stopped with an error, which the message quotes; this rank stops at the same step."""
 
     code = "peer_failed"
+
+
+def library(name: str, package: str, purpose: str) -> Any:
+    """The module ``name``; ``TrainingError`` that says what to install where there is none."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TrainingError(f"{purpose} needs {package} (pip install {package}): {error}") from error

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchpipe_py.training.agreement import BATCH, END, FAILED, Agreement
-from torchpipe_py.training.ahead.background import BackgroundIterator
-from torchpipe_py.training.ahead.prefetcher import tensors_in
-from torchpipe_py.training.batch import Batch
-from torchpipe_py.training.composition import Parts
+from torchpipe_py.training.batches.batch import Batch
+from torchpipe_py.training.batches.batcher import Batcher
+from torchpipe_py.training.batches.statistics import LoaderStatistics
+from torchpipe_py.training.data.planner import Planner
 from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.options import LoaderOptions
+from torchpipe_py.training.prefetch.background import BackgroundIterator
+from torchpipe_py.training.prefetch.cuda import tensors_in
+from torchpipe_py.training.ranks import RankGroup, Step
+from torchpipe_py.training.sources import Source
 
 STATE_VERSION = 1
 
 
+@dataclass(frozen=True)
+class LoaderParts:
+    """What a loader works with. ``identity``: facts that a saved state must share. ``close`` ends workers and pipes."""
+
+    options: LoaderOptions
+    devices: list[Any]
+    planner: Planner
+    source: Source
+    batcher: Batcher
+    statistics: LoaderStatistics
+    identity: dict[str, Any]
+    close: Callable[[], None]
+
+
 @dataclass
 class _Outcome:
-    """What a step came to: a batch, the end, or an error."""
+    """What a step came to: a batch, the end, or an error; ``position``: of the batch after it in the epoch."""
 
-    state: int
+    step: Step
     position: int
     batch: Batch | None = None
     error: Exception | None = None
@@ -36,11 +54,10 @@ class TorchpipeLoader:
     it comes on every rank at the same step, ``PeerFailed`` on the others.
     """
 
-    def __init__(self, parts: Parts, agreement: Agreement | None, batches: int | None) -> None:
-        self._parts, self._agreement, self._batches = parts, agreement, batches
-        self._statistics = parts.statistics
-        self._epoch = self._position = 0
-        self._planned = 0
+    def __init__(self, parts: LoaderParts, ranks: RankGroup | None, batches: int | None) -> None:
+        self._parts, self._ranks, self._batches = parts, ranks, batches
+        self._batcher, self._statistics = parts.batcher, parts.statistics
+        self._epoch = self._position = self._planned = 0
         self._ahead: BackgroundIterator[Any] | Generator[Any, None, None] | None = None
         self._held: _Outcome | None = None
         self._error: Exception | None = None
@@ -85,7 +102,7 @@ class TorchpipeLoader:
                 self._is_over = True
                 self._stop()
                 raise StopIteration
-            self._parts.assembler.streams.hand_over(outcome.events, tensors_in(list(outcome.batch)))
+            self._batcher.streams.hand_over(outcome.events, tensors_in(list(outcome.batch)))
         batch = outcome.batch
         self._statistics.count(samples=int(batch.mask.sum()), batches=1, cpu_batches=int(batch.on_cpu))
         return batch
@@ -125,8 +142,8 @@ class TorchpipeLoader:
         self._is_closed = True
         self._stop()
         self._parts.close()
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __enter__(self) -> TorchpipeLoader:
         return self
@@ -165,8 +182,8 @@ class TorchpipeLoader:
 
     def _next_outcome(self) -> _Outcome:
         outcome, self._held = self._held or self._produced(self._position), None
-        streams = self._parts.assembler.streams
-        if outcome.state == BATCH and streams.are_any and getattr(self._ahead, "is_ready", False):
+        streams = self._batcher.streams
+        if outcome.step is Step.BATCH and streams.are_any and getattr(self._ahead, "is_ready", False):
             # Its kernels run on the side stream, beside the model's step on the batch that is given away now.
             self._held = self._produced(outcome.position)
         return outcome
@@ -176,34 +193,34 @@ class TorchpipeLoader:
         assert self._ahead is not None
         while True:
             try:
-                read = next(self._ahead)
+                item = next(self._ahead)
             except StopIteration:
-                return _Outcome(END, max(position, self._planned))
+                return _Outcome(Step.END, max(position, self._planned))
             except Exception as error:
-                return _Outcome(FAILED, position, error=error)
+                return _Outcome(Step.FAILED, position, error=error)
             try:
-                batch = self._parts.source.batch(self._epoch, read)
-                if batch is None and self._agreement is not None:
-                    batch = self._filler(read.planned.number)
+                batch = self._parts.source.batch(self._epoch, item)
+                if batch is None and self._ranks is not None:
+                    batch = self._filler(item.planned.number)
             except Exception as error:
-                return _Outcome(FAILED, position, error=error)
-            position = read.planned.number + 1
+                return _Outcome(Step.FAILED, position, error=error)
+            position = item.planned.number + 1
             if batch is not None:
-                return _Outcome(BATCH, position, batch, events=self._parts.assembler.streams.mark())
+                return _Outcome(Step.BATCH, position, batch, events=self._batcher.streams.mark())
 
     def _agreed(self, outcome: _Outcome) -> _Outcome:
         """The outcome that all ranks have: errors of any are raised, and who has no batch left gets a masked one."""
-        state = outcome.state
-        if self._agreement is not None:
+        step = outcome.step
+        if self._ranks is not None:
             with self._statistics.stage("agree"):
-                state = self._agreement.step(outcome.state, outcome.error)
+                step = self._ranks.step(step, outcome.error)
         if outcome.error is not None:
             raise outcome.error
-        if state == BATCH and outcome.state == END:
+        if step is Step.BATCH and outcome.step is Step.END:
             batch = self._filler(self._position)
-            return _Outcome(BATCH, self._position + 1, batch, events=self._parts.assembler.streams.mark())
+            return _Outcome(Step.BATCH, self._position + 1, batch, events=self._batcher.streams.mark())
         return outcome
 
     def _filler(self, number: int) -> Batch:
         self._statistics.count(filler_batches=1)
-        return self._parts.assembler.filler(self._epoch, number)
+        return self._batcher.filler(self._epoch, number)

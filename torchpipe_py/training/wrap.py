@@ -1,18 +1,26 @@
-"""From a DataLoader of encoded images to one of batches on the device, decoded as the service decodes."""
+"""From a DataLoader of encoded images to a loader of batches on the device, decoded as the service decodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from torchpipe_py.training.agreement import Agreement
-from torchpipe_py.training.composition import Parts, agree_on
-from torchpipe_py.training.decoding import Config
-from torchpipe_py.training.devices import checked_parallel_type
-from torchpipe_py.training.loader import TorchpipeLoader
+from torchpipe_py.training.batches.batcher import Batcher
+from torchpipe_py.training.batches.decoder import Config, Decoder
+from torchpipe_py.training.batches.reader import BatchReader
+from torchpipe_py.training.batches.sample import SampleReader, collate, namer
+from torchpipe_py.training.batches.statistics import LoaderStatistics
+from torchpipe_py.training.data.planner import Planner, samplers_of
+from torchpipe_py.training.devices import checked_parallel_type, choose_devices
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.loader import LoaderParts, TorchpipeLoader
 from torchpipe_py.training.options import LoaderOptions
+from torchpipe_py.training.ranks import RankGroup
+from torchpipe_py.training.sources import DecodedByWorkers, DecodedHere, Source, worker_reader
+from torchpipe_py.training.workers.slots import SlotReader
 
 
 def wrap_dataloader_torchpipe(
@@ -24,15 +32,7 @@ def wrap_dataloader_torchpipe(
     cpu_percentage: float = 0.0,
     local_rank: int | None = None,
     devices: Any = None,
-    *,
-    seed: int = 0,
-    prefetch: int = 2,
-    bad_samples: str = "raise",
-    ignore_index: int = -100,
-    transforms_batch: Callable[[Any], Any] | None = None,
-    gather: bool = True,
-    workers_decode: bool = False,
-    collate_labels: Callable[[list[Any]], Any] = default_collate,
+    **options: Any,
 ) -> TorchpipeLoader:
     """A loader of ``(images, labels)`` on the device, from a DataLoader of ``(encoded bytes, label)``.
 
@@ -41,61 +41,111 @@ def wrap_dataloader_torchpipe(
     1×C×H×W. See ``choose_devices`` for ``local_rank`` and ``devices``: on a machine without CUDA, "single" and "ddp"
     use the CPU.
 
-    ``transforms_gpu`` is called for each sample with what the pipe gave, on its device, and gives a Tensor C×H×W.
-    ``transforms_batch`` is called after that with the whole batch, N×C×H×W. A share ``cpu_percentage`` (0..1) of the
-    batches takes another way: ``transforms_cpu`` is called for each sample with an RGB ``PIL.Image`` that OpenCV
-    decoded, in the DataLoader's workers, and gives a Tensor C×H×W.
+    ``options``, and the transforms: see ``LoaderOptions``. They are ``seed``, ``prefetch``, ``bad_samples``,
+    ``ignore_index``, ``transforms_batch``, ``gather``, ``workers_decode`` and ``collate_labels``.
 
-    Random transforms draw from the global generators of Python, NumPy and PyTorch (and of the CUDA device). Those are
-    seeded before each sample from ``seed``, the epoch and the sample's index, and put back after the batch. So batches
-    are the same for any number of workers, ``prefetch`` and instances, and the program's own random numbers are left
-    alone. A dataset that draws random numbers itself is not covered.
-
-    ``prefetch``: decoded batches that a background thread keeps ready, beside two on their way; 0: none, and no
-    thread. ``bad_samples``:
-    "raise" a ``BadSample``; "skip" drops the sample, and a batch of nothing else (in "ddp" that one is masked, since
-    all ranks make equally many steps); "mask" keeps its place, with an image of zeros, the label ``ignore_index`` and
-    ``False`` in the batch's ``mask``. ``gather``: in "dp" one Tensor on the first device, as ``DataParallel`` takes
-    it; otherwise a list with a Tensor for each device that has samples. ``collate_labels`` is called with the list of
-    labels.
-
-    ``workers_decode``: each of the DataLoader's workers has pipes of its own and makes whole batches, bit for bit the
-    same, transforms included; the training process copies them out of the worker's GPU memory. For where one process
-    decodes less than the GPU could. Each worker takes a CUDA context of GPU memory, and some batches. In "dp" with
-    ``gather``, workers take the devices in turn. Workers have copies of dataset and transforms as they are now, and
-    what belongs to a process (the default dtype, TF32, the environment) is their own; images carry no gradient. They
-    are started by "forkserver", whose process stays until the program ends, or by "spawn" where the DataLoader's
-    ``multiprocessing_context`` says so. So dataset and transforms must be what can be pickled, and a script needs
-    ``if __name__ == "__main__":``.
-
-    Raises ``ValueError`` and ``TrainingError`` for options that do not fit, and what ``pipe`` raises; in "ddp" on all
-    ranks.
+    Raises ``TypeError`` for an option that there is none of, ``ValueError`` and ``TrainingError`` for options that do
+    not fit, and what ``pipe`` raises; in "ddp" on all ranks.
     """
     kind = checked_parallel_type(parallel_type)
+    with ExitStack() as stack:
+        ranks: RankGroup | None = None
+        parts: LoaderParts | None = None
+        failure: Exception | None = None
+        if kind == "ddp":
+            ranks = RankGroup()
+            stack.callback(ranks.close)
+        try:
+            checked = LoaderOptions(transforms_gpu, transforms_cpu, cpu_percentage, **options)
+            chosen = choose_devices(kind, local_rank, devices)
+            check(dataloader)
+            parts = _started(dataloader, toml_path, checked, chosen, ranks)
+            stack.callback(parts.close)
+        except Exception as error:
+            if ranks is None:
+                raise
+            failure = error
+        batches = None if ranks is None else _agreed_batches(ranks, parts, failure)
+        assert parts is not None
+        stack.pop_all()
+    return TorchpipeLoader(parts, ranks, batches if ranks is not None else parts.identity["batches"])
 
-    def make(agreement: Agreement | None) -> Parts:
-        options = LoaderOptions(
-            transforms_gpu=transforms_gpu,
-            transforms_cpu=transforms_cpu,
-            transforms_batch=transforms_batch,
-            cpu_percentage=cpu_percentage,
-            seed=seed,
-            prefetch=prefetch,
-            bad_samples=bad_samples,
-            ignore_index=ignore_index,
-            gather=gather,
-            workers_decode=workers_decode,
-            collate_labels=collate_labels,
-        )
-        return Parts(kind, dataloader, toml_path, options, local_rank, devices, agreement)
 
-    if kind != "ddp":
-        parts = make(None)
-        return TorchpipeLoader(parts, None, parts.batches)
-    agreement = Agreement()
+def check(dataloader: Any) -> None:
+    """``TrainingError`` for what cannot be wrapped."""
+    if not isinstance(dataloader, DataLoader):
+        raise TrainingError(f"expected a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
+    if isinstance(dataloader.dataset, IterableDataset):
+        raise TrainingError("the dataset has no indices (IterableDataset), by which randomness is keyed")
+    if dataloader.batch_sampler is None:
+        raise TrainingError("the DataLoader forms no batches (batch_size=None)")
+    if dataloader.collate_fn is not default_collate:
+        raise TrainingError("the DataLoader's collate_fn is not used; pass collate_labels=, for the list of labels")
+
+
+def _started(
+    dataloader: Any, toml_path: Config, options: LoaderOptions, devices: list[Any], ranks: RankGroup | None
+) -> LoaderParts:
+    """Workers, then pipes, then what makes batches of them. Nothing is left running where something is wrong."""
+    statistics, slots = LoaderStatistics(), None
+    samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
+    with ExitStack() as stack:
+        # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
+        if options.workers_decode:
+            slots = SlotReader(dataloader.num_workers)
+            reader = worker_reader(dataloader, samples, toml_path, devices, options, slots.in_use)
+        else:
+            reader = BatchReader(dataloader, samples, collate, options.seed)
+        stack.callback(reader.close)
+        if ranks is not None:
+            _check_ranks(dataloader, ranks)
+        planner = Planner(dataloader, options.seed, options.cpu_percentage)
+        decoder = Decoder(toml_path, devices)
+        stack.callback(decoder.close)
+        batcher = Batcher(options, devices, samples, namer(dataloader.dataset), statistics, decoder.trial)
+        source: Source
+        if slots is not None:
+            decoder.close()  # it has shown that the pipes can be built
+            source = DecodedByWorkers(reader, devices, batcher, statistics, slots, options.gather)
+            stack.callback(source.close)
+        else:
+            source = DecodedHere(reader, decoder, batcher, statistics)
+        identity = {
+            "seed": options.seed,
+            "cpu_percentage": options.cpu_percentage,
+            "samples": len(dataloader.dataset),
+            "batches": length_of(dataloader.batch_sampler),
+        }
+        return LoaderParts(options, devices, planner, source, batcher, statistics, identity, stack.pop_all().close)
+
+
+def _agreed_batches(ranks: RankGroup, parts: LoaderParts | None, failure: Exception | None) -> int | None:
+    """Batches of the rank that has most; raises on all ranks where one failed, or they are not of one training."""
+    facts = {} if parts is None else {**parts.identity, "bad_samples": parts.options.bad_samples}
+    gathered = ranks.settle(failure, facts)
+    for key in ("seed", "samples", "cpu_percentage", "bad_samples"):
+        values = [facts[key] for facts in gathered]
+        if len(set(values)) > 1:
+            raise TrainingError(f"the ranks differ in {key}: {', '.join(map(str, values))}")
+    counts = [facts["batches"] for facts in gathered]
+    return None if None in counts else max(counts)
+
+
+def length_of(sized: Any) -> int | None:
+    """``len(sized)``, or ``None`` where it has none."""
     try:
-        parts, batches = agree_on(agreement, lambda: make(agreement))
-    except BaseException:
-        agreement.close()
-        raise
-    return TorchpipeLoader(parts, agreement, batches)
+        return len(sized)
+    except TypeError:
+        return None
+
+
+def _check_ranks(dataloader: Any, ranks: RankGroup) -> None:
+    if len(dataloader.dataset) < ranks.count:
+        raise TrainingError(f"the dataset has {len(dataloader.dataset)} samples for {ranks.count} ranks")
+    sampler = next((sampler for sampler in samplers_of(dataloader) if hasattr(sampler, "num_replicas")), None)
+    if sampler is None:
+        problem = "the DataLoader's sampler gives every rank all samples"
+        raise TrainingError(f"{problem}; in 'ddp' use DistributedSampler, or DistributedEvalSampler to validate")
+    if (sampler.rank, sampler.num_replicas) != (ranks.rank, ranks.count):
+        problem = f"the sampler is for rank {sampler.rank} of {sampler.num_replicas}"
+        raise TrainingError(f"{problem}, this is rank {ranks.rank} of {ranks.count}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.training import TrainingError
-from torchpipe_py.training.libraries import library
+from torchpipe_py.training.errors import library
 
 Figures = dict[str, Any]
 

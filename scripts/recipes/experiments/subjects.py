@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from recipes.dali import DaliLoader, Recipe
 from recipes.data import MEAN, STD, Config, FlipAndNormalise, pipe_on_cpu, pipe_on_gpu
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, wrap_dataloader_torchpipe
-from torchpipe_py.training.libraries import library
+from torchpipe_py.training.errors import library
 
 SIZE = 224
 EPOCH, LEAST_BATCHES = 50_000, 4

@@ -1,1 +1,1 @@
-"""Batches that a DataLoader's workers make."""
+"""Whole batches made in the DataLoader's worker processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -9,10 +10,16 @@ import torch
 from torchpipe_py.errors import first_line
 from torchpipe_py.training.errors import PeerFailed, TrainingError
 
-END, BATCH, FAILED = range(3)
+
+class Step(IntEnum):
+    """What a step came to on a rank; of several ranks the largest counts."""
+
+    END = 0
+    BATCH = 1
+    FAILED = 2
 
 
-class Agreement:
+class RankGroup:
     """A gloo group of its own, on the CPU, beside the one the model uses.
 
     Every method is a collective call: all ranks make the same ones in the same order, from the thread that trains.
@@ -27,36 +34,33 @@ class Agreement:
         self._dist: Any = dist
         self._group = dist.new_group(backend="gloo")
         self.rank: int = dist.get_rank()
-        self.ranks: int = dist.get_world_size()
+        self.count: int = dist.get_world_size()
 
     def settle(self, error: Exception | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``facts``; where any rank has an ``error``, all raise."""
         told = None if error is None else f"{type(error).__name__}: {error}"
-        gathered: list[Any] = [None] * self.ranks
+        gathered: list[Any] = [None] * self.count
         self._dist.all_gather_object(gathered, (told, facts), group=self._group)
         if error is not None:
             raise error
         for rank, (message, _) in enumerate(gathered):
             if message is not None:
                 raise PeerFailed(f"rank {rank} stopped with {message}")
-        return [one for _, one in gathered]
+        return [facts for _, facts in gathered]
 
-    def step(self, state: int, error: BaseException | None = None) -> int:
+    def step(self, step: Step, error: BaseException | None = None) -> Step:
         """``BATCH`` while any rank has one, ``END`` after that; an error of any rank is raised on all."""
-        worst = torch.tensor([state], dtype=torch.int64)
-        self._dist.all_reduce(worst, op=self._dist.ReduceOp.MAX, group=self._group)
-        if int(worst) == FAILED:
+        largest = torch.tensor([step], dtype=torch.int64)
+        self._dist.all_reduce(largest, op=self._dist.ReduceOp.MAX, group=self._group)
+        if int(largest) == Step.FAILED:
             shown = None if error is None else TrainingError(f"{type(error).__name__}: {first_line(error)}")
-            self._raise(shown, error)
-        return int(worst)
-
-    def _raise(self, shown: Exception | None, error: BaseException | None) -> None:
-        try:
-            self.settle(shown, {})
-        except TrainingError:
-            if error is not None:
-                raise error from error.__cause__
-            raise
+            try:
+                self.settle(shown, {})
+            except TrainingError:
+                if error is not None:
+                    raise error from error.__cause__
+                raise
+        return Step(int(largest))
 
     def close(self) -> None:
         """Leave the group; whoever still waits for this rank gets an error."""

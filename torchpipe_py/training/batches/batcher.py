@@ -7,21 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchpipe_py.training.ahead.prefetcher import moved_to
-from torchpipe_py.training.ahead.streams import SideStreams
-from torchpipe_py.training.batch import Batch, ignored_label
-from torchpipe_py.training.data.epoch import PlannedBatch
+from torchpipe_py.training.batches.batch import Batch, ignored_label
+from torchpipe_py.training.batches.decoder import shares_of
+from torchpipe_py.training.batches.sample import WRONG, Sample, SampleReader
+from torchpipe_py.training.batches.statistics import LoaderStatistics
+from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.data.randomness import BATCH, SAMPLE, forked, key_of
 from torchpipe_py.training.data.transforms import shape_text
-from torchpipe_py.training.decoding import shares_of
 from torchpipe_py.training.errors import BadSample, TrainingError
 from torchpipe_py.training.options import LoaderOptions
-from torchpipe_py.training.reading import WRONG, Sample, SampleReader
-from torchpipe_py.training.statistics import LoaderStatistics
+from torchpipe_py.training.prefetch.cuda import SideStreams, moved_to
 
 
-class Read(NamedTuple):
-    """A batch that is read and decoded; ``images``: already in one piece, as ``Assembler.stacked`` gives them."""
+class DecodedBatch(NamedTuple):
+    """The samples of a batch, decoded; ``images``: already in one piece, as ``Batcher.stacked`` gives them."""
 
     planned: PlannedBatch
     samples: list[Sample]
@@ -32,7 +31,7 @@ STACKED = "in the batch's images"  # in the place of an image that was copied th
 NOBODY = -1  # the index of a sample that was not planned
 
 
-class Assembler:
+class Batcher:
     """Makes batches, on the thread that trains or in a worker, since transforms draw from global generators.
 
     ``stacked`` may be called on a thread beside it.
@@ -59,42 +58,49 @@ class Assembler:
             self.streams.adopt(trial)
             self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
 
-    def stacked(self, planned: PlannedBatch, samples: list[Sample]) -> Read:
+    def stacked(self, planned: PlannedBatch, samples: list[Sample]) -> DecodedBatch:
         """The batch with the images of each share in one piece, unless that has to wait for transforms or an error.
 
         It is done where batches are decoded: on the background thread a thousand small calls do not keep the training
         loop from its next step.
         """
-        read = Read(planned, samples)
-        if self._options.transforms_gpu is not None or not any(one.image is not None for one in samples):
-            return read
+        decoded = DecodedBatch(planned, samples)
+        if self._options.transforms_gpu is not None or not any(sample.image is not None for sample in samples):
+            return decoded
         shares = self._kept(shares_of(samples, len(self._devices)))
         try:
             with self._aside.active():
-                images = self._images([one for share in shares for one in share], shares, self._aside)
+                images = self._images([sample for share in shares for sample in share], shares, self._aside)
         except TrainingError:
-            return read  # told in its turn, after bad samples
+            return decoded  # told in its turn, after bad samples
         self._aside.synchronize()
-        return Read(planned, [one if one.image is None else one.with_image(STACKED) for one in samples], images)
+        samples = [sample if sample.image is None else sample.with_image(STACKED) for sample in samples]
+        return DecodedBatch(planned, samples, images)
 
-    def assemble(self, epoch: int, read: Read) -> Batch | None:
+    def batch(self, epoch: int, decoded: DecodedBatch) -> Batch | None:
         """The batch; ``None`` where every sample was bad and is skipped. ``BadSample`` under "raise"."""
-        planned, samples, images = read
-        samples = [self._by_transforms_cpu(one, epoch) for one in samples] if planned.on_cpu else samples
+        planned, samples, images = decoded
+        if planned.on_cpu:  # without workers nobody has transformed them
+            samples = [
+                self._reader.transformed(sample, epoch) if isinstance(sample.image, bytes) else sample
+                for sample in samples
+            ]
         self._look_for_bad(epoch, samples)
         with self.streams.active(), forked(self._devices) as fork:
             if images is None:
-                samples = [self._on_device(one, planned, epoch, fork.seed) for one in samples]
+                samples = [self._on_device(sample, planned, epoch, fork.seed) for sample in samples]
             shares = self._kept(shares_of(samples, len(self._devices)))
-            kept = [one for share in shares for one in share]
-            self._statistics.count(masked=sum(one.image is None for one in kept), skipped=len(samples) - len(kept))
+            kept = [sample for share in shares for sample in share]
+            self._statistics.count(
+                masked=sum(sample.image is None for sample in kept), skipped=len(samples) - len(kept)
+            )
             if not kept:
                 return None
             if images is None:
                 images = self._images(kept, shares, self.streams)
             else:
-                for one in images:
-                    self.streams.adopt(one)
+                for stack in images:
+                    self.streams.adopt(stack)
             return self._joined(kept, shares, images, planned, epoch, fork.seed)
 
     def relabelled(self, batch: Batch) -> Batch:
@@ -105,7 +111,7 @@ class Assembler:
         is_list = isinstance(batch.images, list)
         with self.streams.active():
             parts = batch.images if is_list else [batch.images]
-            labels = [self._collated([ignored] * len(one), one.device) for one in parts]
+            labels = [self._collated([ignored] * len(part), part.device) for part in parts]
         return batch.with_parts(batch.images, labels if is_list else labels[0])
 
     def filler(self, epoch: int, number: int) -> Batch:
@@ -117,10 +123,6 @@ class Assembler:
             return self._joined(nothing, shares, images, PlannedBatch(number, (), False), epoch, fork.seed)
 
     # -- samples --------------------------------------------------------------------------------------------------
-
-    def _by_transforms_cpu(self, sample: Sample, epoch: int) -> Sample:
-        """Without workers nobody has done it."""
-        return self._reader.transformed(sample, epoch) if isinstance(sample.image, bytes) else sample
 
     def _look_for_bad(self, epoch: int, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -148,7 +150,7 @@ class Assembler:
         """The shares, under "skip" without bad samples."""
         if self._options.bad_samples != "skip":
             return shares
-        return [[one for one in share if one.image is not None] for share in shares]
+        return [[sample for sample in share if sample.image is not None] for share in shares]
 
     def _transformed(self, image: Any, name: str) -> Any:
         """C×H×W after ``transforms_gpu``."""
@@ -162,68 +164,68 @@ class Assembler:
         self,
         kept: Sequence[Sample],
         shares: Sequence[Sequence[Sample]],
-        images: list[Any],
+        images: Any,
         planned: PlannedBatch,
         epoch: int,
         seed: Callable[[int], None],
     ) -> Batch:
         if self._options.transforms_batch is not None:
             key = key_of(BATCH, self._options.seed, epoch, planned.number)
-            images = [self._batch_transformed(one, seed, key) for one in images]
-        labels = [
-            one.label if one.image is not None else ignored_label(self._label_like(one), self._options.ignore_index)
-            for one in kept
-        ]
-        in_lists = not self._options.gather and len(self._devices) > 1
-        collated: Any = (
-            [
-                self._collated(part, device)
-                for part, device in zip(_dealt(labels, shares), self._devices, strict=True)
-                if part
+            images = [self._batch_transformed(stack, seed, key) for stack in images]
+        collated: Any
+        if not self._options.gather and len(self._devices) > 1:
+            collated = [
+                self._collated([self._label(sample) for sample in share], device)
+                for share, device in zip(shares, self._devices, strict=True)
+                if share
             ]
-            if in_lists
-            else self._collated(labels, self._devices[0])
-        )
+        else:
+            (images,) = images
+            collated = self._collated([self._label(sample) for sample in kept], self._devices[0])
         return Batch(
-            images if in_lists else images[0],
+            images,
             collated,
-            mask=torch.tensor([one.image is not None for one in kept], dtype=torch.bool),
-            indices=torch.tensor([one.index for one in kept], dtype=torch.int64),
+            mask=torch.tensor([sample.image is not None for sample in kept], dtype=torch.bool),
+            indices=torch.tensor([sample.index for sample in kept], dtype=torch.int64),
             epoch=epoch,
             number=planned.number,
             on_cpu=planned.on_cpu,
         )
 
-    def _label_like(self, sample: Sample) -> Any:
-        return self.label if sample.label is None else sample.label
+    def _label(self, sample: Sample) -> Any:
+        """The sample's own; without an image, one like it that is ignored."""
+        if sample.image is not None:
+            return sample.label
+        return ignored_label(self.label if sample.label is None else sample.label, self._options.ignore_index)
 
     def _images(self, kept: Sequence[Sample], shares: Sequence[Sequence[Sample]], streams: SideStreams) -> list[Any]:
         """The images of each share on its device; of all shares on the first device, unless they stay apart."""
         blank = self._blank_like(kept)
         stacks = []
         for share, device in zip(shares, self._devices, strict=True):
-            images = [blank if one.image is None else one.image for one in share]
+            images = [blank if sample.image is None else sample.image for sample in share]
             if images:
                 # Images on the host go over in one piece; blank ones go where the others are.
-                home = next((one.image.device for one in share if one.image is not None), device)
-                stacks.append(streams.to(_in_one([one.to(home) for one in images]), device))
+                home = next((sample.image.device for sample in share if sample.image is not None), device)
+                stacks.append(streams.to(_in_one([image.to(home) for image in images]), device))
         if len(stacks) == 1 or not self._options.gather:
             return stacks
-        return [torch.cat([streams.to(one, self._devices[0]) for one in stacks])]
+        return [torch.cat([streams.to(stack, self._devices[0]) for stack in stacks])]
 
     def _blank_like(self, kept: Sequence[Sample]) -> Any:
         """Zeros like the images of this batch, if there is a blank one; they must be of one shape and dtype."""
         first: Sample | None = None
         is_any_blank = False
-        for one in kept:
-            if one.image is None:
+        for sample in kept:
+            image = sample.image
+            if image is None:
                 is_any_blank = True
                 continue
-            first = first or one
-            if (one.image.shape, one.image.dtype) != (first.image.shape, first.image.dtype):
+            first = first or sample
+            if (image.shape, image.dtype) != (first.image.shape, first.image.dtype):
                 raise TrainingError(
                     f"the images of a batch differ: {self._name_of(first.index)} is {shape_text(first.image)} of "
-                    f"{first.image.dtype}, {self._name_of(one.index)} is {shape_text(one.image)} of {one.image.dtype}; "
+                    f"{first.image.dtype}, {self._name_of(sample.index)} is {shape_text(image)} of {image.dtype}; "
                     "end the TOML with one size (resize_h, resize_w), or crop in the transforms"
                 )
         # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
@@ -263,11 +265,3 @@ def _as_image(image: Any, name: str) -> Any:
     if image.ndim != 3:
         raise TrainingError(f"{name}: the transforms must give a Tensor CxHxW, got shape {shape_text(image)}")
     return image
-
-
-def _dealt(labels: Sequence[Any], shares: Sequence[Sequence[Sample]]) -> list[list[Any]]:
-    dealt, start = [], 0
-    for share in shares:
-        dealt.append(list(labels[start : start + len(share)]))
-        start += len(share)
-    return dealt

@@ -28,26 +28,25 @@ class Planner:
     """
 
     def __init__(self, dataloader: Any, seed: int, cpu_percentage: float) -> None:
-        self._batches = dataloader.batch_sampler
-        self._samplers = [dataloader.sampler, dataloader.batch_sampler, getattr(self._batches, "sampler", None)]
+        self._batches, self._samplers = dataloader.batch_sampler, samplers_of(dataloader)
         self._seed, self._cpu_percentage = seed, cpu_percentage
 
     def plan(self, epoch: int) -> list[PlannedBatch]:
         """All batches of this rank."""
-        for sampler in {id(one): one for one in self._samplers}.values():
+        for sampler in {id(sampler): sampler for sampler in self._samplers}.values():
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        held = [one.generator for one in self._samplers if getattr(one, "generator", None) is not None]
-        states = [generator.get_state() for generator in held]
+        generators = [generator for sampler in self._samplers if (generator := getattr(sampler, "generator", None))]
+        states = [generator.get_state() for generator in generators]
         key = key_of(ORDER, self._seed, epoch)
         try:
-            for generator in held:
+            for generator in generators:
                 generator.manual_seed(key)
             with forked() as fork:
                 fork.seed(key)
                 order = [tuple(map(_index, batch)) for batch in self._batches]
         finally:
-            for generator, state in zip(held, states, strict=True):
+            for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         return [PlannedBatch(number, indices, self._on_cpu(epoch, number)) for number, indices in enumerate(order)]
 
@@ -55,6 +54,12 @@ class Planner:
         # The same on every rank: those that wait for each other are slow at the same step.
         drawn = random.Random(key_of(CPU_BATCH, self._seed, epoch, number)).random()
         return drawn < self._cpu_percentage
+
+
+def samplers_of(dataloader: Any) -> list[Any]:
+    """The DataLoader's sampler, its batch sampler, and that one's sampler."""
+    batches = dataloader.batch_sampler
+    return [dataloader.sampler, batches, getattr(batches, "sampler", None)]
 
 
 def _index(value: Any) -> int:

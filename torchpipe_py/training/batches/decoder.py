@@ -15,8 +15,8 @@ from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import Data, pipe
+from torchpipe_py.training.batches.sample import CORRUPT, WRONG, Sample
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.reading import CORRUPT, WRONG, Sample
 
 CHUNK = 16
 
@@ -48,11 +48,11 @@ class Decoder:
 
     def start(self, samples: Sequence[Sample]) -> Decoding:
         """Begin to decode, if the pipes accept that many requests beside those of batches that are not finished."""
-        requests = [None if one.image is None else {TASK_DATA_KEY: one.image} for one in samples]
-        shares = [[one for one in share if one is not None] for share in shares_of(requests, len(self._pipes))]
+        requests = [None if sample.image is None else {TASK_DATA_KEY: sample.image} for sample in samples]
+        shares = [[request for request in share if request] for share in shares_of(requests, len(self._pipes))]
         decoding = Decoding(self, samples, requests, shares)
         with self._lock:
-            fits = sum(one.size for one in self._unfinished) + decoding.size <= self.limit
+            fits = sum(started.size for started in self._unfinished) + decoding.size <= self.limit
             self._unfinished.append(decoding)
         if fits:
             decoding.submit()
@@ -69,8 +69,8 @@ class Decoder:
 
     def abandon(self) -> None:
         """Wait for what was started and will not be finished; nothing is started meanwhile."""
-        for one in list(self._unfinished):
-            one.abandon()
+        for decoding in list(self._unfinished):
+            decoding.abandon()
 
     def _try_out(self) -> Any:
         request = {TASK_DATA_KEY: small_jpeg()}
@@ -82,8 +82,8 @@ class Decoder:
 
     def close(self) -> None:
         """Close the pipes. Idempotent."""
-        for one in self._pipes:
-            one.close()
+        for opened in self._pipes:
+            opened.close()
 
 
 class Decoding:
@@ -132,7 +132,7 @@ class Decoding:
             sample if request is None else _outcome(sample, request, problem)
             for sample, request in zip(self._samples, self._requests, strict=True)
         ]
-        if problem is not None and not any(one.kind == WRONG for one in decoded):
+        if problem is not None and not any(sample.kind == WRONG for sample in decoded):
             raise problem
         return decoded
 

@@ -1,4 +1,4 @@
-"""Datasets of encoded images."""
+"""Datasets of encoded images in files, and how a file is read and decoded on the CPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from torchpipe_py.errors import DecodeError
 from torchpipe_py.images import find_images
-from torchpipe_py.training.data.readers import cv2_loader
-from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.errors import TrainingError, UnreadableFile
+
+
+def cv2_loader(path: str | os.PathLike[str]) -> bytes:
+    """The file's bytes, not decoded; for a dataset's ``loader``: ``ImageFolder(root, loader=cv2_loader)``.
+
+    ``UnreadableFile`` (an ``OSError``), naming the file, where it cannot be read or is empty.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            encoded = file.read()
+    except OSError as error:
+        raise UnreadableFile(f"{name}: cannot be read: {error.strerror or error}") from None
+    if not encoded:
+        raise UnreadableFile(f"{name}: the file is empty")
+    return encoded
 
 
 class ImageFiles:
@@ -37,7 +55,7 @@ class ImageFolder(ImageFiles):
         self.root = Path(root)
         if not self.root.is_dir():
             raise TrainingError(f"{root}: no such folder (working directory: {os.getcwd()})")
-        self.classes = sorted(one.name for one in self.root.iterdir() if one.is_dir())
+        self.classes = sorted(folder.name for folder in self.root.iterdir() if folder.is_dir())
         if not self.classes:
             raise TrainingError(f"{root}: no folder in it; expected one for each class")
         samples = []
@@ -47,3 +65,21 @@ class ImageFolder(ImageFiles):
             except OSError as error:
                 raise TrainingError(str(error)) from error
         super().__init__(samples, loader)
+
+
+def decode_rgb(encoded: bytes) -> Any:
+    """An RGB ``PIL.Image`` with the pixels of ``DecodeMat``: ``cv2.imdecode``, upright by EXIF, 8 bits.
+
+    ``DecodeError`` for bytes that are no image.
+    """
+    import cv2
+    from PIL import Image
+
+    mat = None
+    try:
+        mat = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
+    except cv2.error as error:
+        raise DecodeError(f"{len(encoded)} bytes: {str(error).strip()}") from None
+    if mat is None:
+        raise DecodeError(f"{len(encoded)} bytes are no image OpenCV can read")
+    return Image.fromarray(mat)

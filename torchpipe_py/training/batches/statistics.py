@@ -52,10 +52,10 @@ class LoaderStatistics:
         """All of it but the loop's seconds, which begin anew."""
         with self._lock:
             seconds = {name: self._seconds[name] for name in STAGES}
-            found = Counted(dict(self._counts), seconds, dict(self._bad_kinds), self._bad)
+            counted = Counted(dict(self._counts), seconds, dict(self._bad_kinds), self._bad)
             self._counts, self._bad_kinds, self._bad = Counter(), Counter(), []
             self._seconds.update(dict.fromkeys(STAGES, 0.0))
-        return found
+        return counted
 
     def add(self, counted: Counted) -> None:
         """What a worker counted."""

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.training.data.images import ImageFolder
-from torchpipe_py.training.errors import TrainingError, UnreadableFile
-from torchpipe_py.training.libraries import library
+from torchpipe_py.training.data.datasets import ImageFolder
+from torchpipe_py.training.errors import TrainingError, UnreadableFile, library
 
 FORMAT = 1
 HEADER = b"header"
@@ -115,10 +114,10 @@ class LmdbImages:
         return {**self.__dict__, "_database": None, "_process": -1}
 
     def _record(self, index: int) -> tuple[list[Any], bytes]:
-        found = self._get(_key(index)) if 0 <= index < self._count else None
-        if found is None:
+        record = self._get(_key(index)) if 0 <= index < self._count else None
+        if record is None:
             raise IndexError(f"{self._path}: no sample {index}, there are {self._count}")
-        facts, _, encoded = found.partition(b"\n")
+        facts, _, encoded = record.partition(b"\n")
         return json.loads(facts), encoded
 
     def _get(self, key: bytes) -> bytes | None:
@@ -126,8 +125,8 @@ class LmdbImages:
         if self._database is None or self._process != os.getpid():
             self._open()
         with self._database.begin() as transaction:
-            found: bytes | None = transaction.get(key)
-        return found
+            value: bytes | None = transaction.get(key)
+        return value
 
     def _open(self) -> None:
         lmdb = library("lmdb", "lmdb", "LmdbImages")

@@ -1,0 +1,1 @@
+"""From planned indices to a batch on the device: read, decode, transform, collate."""

@@ -1,0 +1,140 @@
+"""Samples as the dataset gives them: encoded bytes, or why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import get_worker_info
+
+from torchpipe_py.errors import DecodeError, first_line
+from torchpipe_py.training.data.datasets import decode_rgb
+from torchpipe_py.training.data.randomness import SAMPLE, forked, key_of
+from torchpipe_py.training.errors import TrainingError, UnreadableFile
+
+UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample on its way: ``image`` is encoded bytes, or a Tensor where ``transforms_cpu`` have run.
+
+    Without an image ``kind`` and ``reason`` say why; ``WRONG`` is the program's mistake, and no policy covers it.
+    """
+
+    index: int
+    image: Any = None
+    label: Any = None
+    kind: str = ""
+    reason: str = ""
+
+    def with_image(self, image: Any) -> Sample:
+        """The same sample with another image; ``dataclasses.replace`` takes three times as long, for each image."""
+        return Sample(self.index, image, self.label, self.kind, self.reason)
+
+    def failed(self, kind: str, reason: str) -> Sample:
+        """The same sample without an image."""
+        return Sample(self.index, None, self.label, kind, reason)
+
+
+class SampleKey(NamedTuple):
+    """What a ``SampleReader`` is asked for: a sample of the dataset, in ``epoch``."""
+
+    epoch: int
+    sample: int
+    on_cpu: bool
+
+
+class SampleReader:
+    """The user's dataset, so that a sample which cannot be read comes back as one that says why."""
+
+    def __init__(self, dataset: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
+        self.dataset, self._transforms_cpu, self._seed = dataset, transforms_cpu, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: SampleKey) -> Sample:
+        sample = Sample(key.sample)
+        try:
+            item = self.dataset[key.sample]
+        except Exception as error:
+            is_file = not isinstance(error, TrainingError) or isinstance(error, UnreadableFile)
+            return sample.failed(UNREADABLE if is_file else WRONG, f"{type(error).__name__}: {first_line(error)}")
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            return sample.failed(WRONG, f"the dataset yields (encoded bytes, label), got {_type_name(item)}")
+        encoded, label = item
+        if not isinstance(encoded, (bytes, bytearray, memoryview)):
+            return sample.failed(WRONG, _not_bytes(encoded))
+        sample = Sample(key.sample, bytes(encoded), label)
+        if not sample.image:
+            return sample.failed(EMPTY, "the dataset gave no bytes")
+        # NOTE: random transforms need the global generators, which in this process belong to the training loop.
+        return self.transformed(sample, key.epoch) if key.on_cpu and get_worker_info() is not None else sample
+
+    def transformed(self, sample: Sample, epoch: int) -> Sample:
+        """The sample decoded and through ``transforms_cpu``, under its key. Not from a thread beside the training's."""
+        assert self._transforms_cpu is not None
+        try:
+            picture = decode_rgb(sample.image)
+        except DecodeError as error:
+            return sample.failed(CORRUPT, str(error))
+        try:
+            with forked() as fork:
+                fork.seed(key_of(SAMPLE, self._seed, epoch, sample.index))
+                image = self._transforms_cpu(picture)
+        except Exception as error:
+            return sample.failed(WRONG, f"transforms_cpu raised {type(error).__name__}: {error}")
+        if not isinstance(image, torch.Tensor):
+            problem = f"transforms_cpu must give a Tensor, got {_type_name(image)}; end them with ToTensor"
+            return sample.failed(WRONG, problem)
+        return sample.with_image(image)
+
+
+def collate(samples: list[Sample]) -> tuple[list[Sample], Any]:
+    """The samples, and in one piece what tensors they hold: each would take a file descriptor to another process."""
+    images = [sample.image for sample in samples if isinstance(sample.image, torch.Tensor)]
+    if len(images) != len(samples) or len({(image.shape, image.dtype) for image in images}) != 1:
+        return samples, None
+    return [sample.with_image(None) for sample in samples], torch.stack(images)
+
+
+def uncollated(samples: list[Sample], images: Any) -> list[Sample]:
+    """What ``collate`` was given."""
+    if images is None:
+        return samples
+    return [sample.with_image(image) for sample, image in zip(samples, images, strict=True)]
+
+
+def namer(dataset: Any) -> Callable[[int], str]:
+    """From an index to what an error message calls the sample: the path too, where the dataset has ``samples``."""
+
+    def name_of(index: int) -> str:
+        path = _path(dataset, index)
+        return f"sample {index}" if path is None else f"sample {index} ({path})"
+
+    return name_of
+
+
+def _path(dataset: Any, index: int) -> str | None:
+    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
+        dataset, index = dataset.dataset, dataset.indices[index]
+    try:
+        path = dataset.samples[index]
+    except Exception:
+        return None
+    path = path[0] if isinstance(path, (tuple, list)) and path else path
+    return str(path) if isinstance(path, str) or hasattr(path, "__fspath__") else None
+
+
+def _not_bytes(value: Any) -> str:
+    hint = "leave its transform out and pass loader=cv2_loader"
+    return f"the dataset yields decoded images ({_type_name(value)}), not encoded bytes; {hint}"
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
