@@ -11,15 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import thriftpy2
 from thriftpy2.rpc import make_client
 from thriftpy2.thrift import TException
 
+from torchpipe_py.idl import load_idl
 from torchpipe_py.images import find_images
 
-IDL = thriftpy2.load(
-    str(Path(__file__).resolve().parents[1] / "idl" / "inference.thrift"), module_name="inference_thrift"
-)
+IDL = load_idl()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

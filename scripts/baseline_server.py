@@ -25,12 +25,13 @@ from typing import Any, NoReturn
 
 import cv2
 import numpy as np
-import thriftpy2
 from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
 from thriftpy2.transport import TServerSocket
 
-IDL = thriftpy2.load(str(Path(__file__).parents[1] / "idl" / "inference.thrift"), module_name="inference_thrift")
+from torchpipe_py.idl import load_idl
+
+IDL = load_idl()
 
 
 class CannotRunError(Exception):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from benchmarks.common import Report, machine, show, write_json
 from benchmarks.gpu import BENCHMARKS, Engines, run_all
+from torchpipe_server.worker.worker import limit_threads
 
 NEEDED = ("torch", "torchvision", "tensorrt", "pycuda", "cv2")
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         print(f"bench_gpu.py: {reason}", file=sys.stderr)
         return 2
-    _set_threads()
+    limit_threads()
     print(f"{_describe()}; medians of {args.rounds} x {args.seconds:g} s", flush=True)
     reports: list[Report] = []
     names = list(BENCHMARKS) if args.name == "all" else [args.name]
@@ -56,16 +57,6 @@ def _missing() -> str:
             return "no CUDA device"
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)}: not installed" if missing else ""
-
-
-def _set_threads() -> None:
-    """As ``torchpipe-serve`` does: nodes are the parallelism."""
-    import cv2
-    import torch
-
-    cv2.setNumThreads(1)
-    torch.set_num_threads(1)
-    sys.setswitchinterval(0.0005)
 
 
 def _describe() -> str:

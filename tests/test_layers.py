@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "errors html images keys",
+    "errors html idl images keys",
     "values filters",
     "backends.base",
     "registry",
@@ -31,7 +31,7 @@ TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
-SERVER_MAY_IMPORT = {"", "errors", "runtime.histogram", "drawing.depict"}
+SERVER_MAY_IMPORT = {"", "errors", "idl", "runtime.histogram", "drawing.depict"}
 """Of ``torchpipe_py``, whose public names are those of ""."""
 
 

@@ -53,7 +53,7 @@ def mean(seconds: float, rounds: int) -> Report:
         for workers, instances in _SERVICES:
             config = folder / f"mean{workers}.toml"
             config.write_text(_TOML.format(instances=instances), encoding="utf-8")
-            options = ["--workers", str(workers), "--import-code", str(folder / "mean_backend.py")]
+            options = ["--workers", str(workers), "--import", str(folder / "mean_backend.py")]
             port = stack.enter_context(serving(str(config), options))
             for clients in ours:
                 name = f"torchpipe-serve, {workers} worker(s), {clients} clients"

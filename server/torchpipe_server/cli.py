@@ -49,8 +49,8 @@ def _serve(options: Options) -> int:
     if find_spec("thriftpy2") is None:
         raise CannotServeError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")
     from torchpipe_py import parse_toml
+    from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
-    from torchpipe_server.wire.idl import load_idl
 
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))

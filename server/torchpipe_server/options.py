@@ -10,8 +10,10 @@ from typing import Any
 MEBIBYTE = 2**20
 
 
-def _option(default: Any, doc: str, low: float = 0, high: float = 2**62, choices: Sequence[str] = ()) -> Any:
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices})
+def _option(
+    default: Any, doc: str, low: float = 0, high: float = 2**62, choices: Sequence[str] = (), flag: str = ""
+) -> Any:
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class Options:
     workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
     handler: str = _option("", "package.module:Class with an IDL and methods of your own, in place of InferenceService")
-    import_code: str = _option("", "modules or .py files with backends of your own, separated by commas")
+    import_code: str = _option(
+        "", "modules or .py files with backends of your own, separated by commas", flag="--import"
+    )
     max_connections: int = _option(1024, "connections at a time; further ones are answered 'overloaded' and closed", 1)
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
     max_held_bytes: int = _option(1024 * MEBIBYTE, "bytes of unanswered messages in a worker; then 'overloaded'", 64)
@@ -46,27 +50,37 @@ class Options:
     )
 
 
+_SETTINGS = [option for option in fields(Options) if option.default is not MISSING]
+
+
+class _Join(argparse.Action):
+    """A flag that is given several times adds to its list."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)
+
+
 def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Options from the command line; wrong ones end the process with status 2 and a line that says why."""
     parser = argparse.ArgumentParser(prog="torchpipe-serve", description="Serve a pipeline over Thrift.")
     parser.add_argument("config", help="TOML file of the pipeline")
-    for option in fields(Options):
-        if option.default is not MISSING:
-            kind = type(option.default)
-            # Underscores work as well: the load tester's flags have them.
-            parser.add_argument(
-                *dict.fromkeys((_flag(option.name), f"--{option.name}")),
-                type=kind,
-                default=option.default,
-                metavar="X",
-                help=_help(option),
-            )
+    for option in _SETTINGS:
+        flag, kind, default = _flag(option), type(option.default), option.default
+        if flag == "--import":
+            parser.add_argument(flag, dest=option.name, action=_Join, default=default, metavar="X", help=_help(option))
+            continue
+        # Underscores work as well: the load tester's flags have them.
+        flags = dict.fromkeys((flag, f"--{option.name}"))
+        parser.add_argument(*flags, type=kind, default=default, metavar="X", help=_help(option))
+    # What --import was called before.
+    hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--import-code", "--import_code", dest="import_code", action=_Join, **hidden)
     options = Options(**vars(parser.parse_args(argv)))
-    for option in fields(Options):
-        if option.default is not MISSING:
-            problem = _problem(option.metadata, getattr(options, option.name))
-            if problem:
-                parser.error(f"{_flag(option.name)}: {problem}")
+    for option in _SETTINGS:
+        problem = _problem(option.metadata, getattr(options, option.name))
+        if problem:
+            parser.error(f"{_flag(option)}: {problem}")
     if not all(part.strip().isdigit() for part in options.devices.split(",") if options.devices):
         parser.error(f"--devices: expected numbers separated by commas, as 0,1, got {options.devices!r}")
     return options
@@ -75,10 +89,9 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 def markdown_table() -> list[str]:
     """The rows that ``docs/service.md`` shows: flag, default, meaning."""
     rows = []
-    for option in fields(Options):
-        if option.default is not MISSING:
-            default = f"`{option.default}`" if option.default != "" else ""
-            rows.append(f"| `{_flag(option.name)}` | {default} | {_meaning(option.metadata)} |")
+    for option in _SETTINGS:
+        default = f"`{option.default}`" if option.default != "" else ""
+        rows.append(f"| `{_flag(option)}` | {default} | {_meaning(option.metadata)} |")
     return rows
 
 
@@ -92,8 +105,8 @@ def _help(option: Any) -> str:
     return meaning if option.default == "" else f"{meaning} (default: {option.default})"
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flag(option: Any) -> str:
+    return str(option.metadata["flag"]) or "--" + option.name.replace("_", "-")
 
 
 def _problem(metadata: Any, value: Any) -> str:

@@ -401,7 +401,7 @@ def cannot_start(backend: str = "ChaosRaise", within: float = 60.0, word: str = 
     return Report("cannot start", {"backend": backend, "exit": code, "seconds": round(spent, 1)}, problems)
 
 
-def crash_loop(seconds: float = 6.0, at: float = 0.3, fault: str = "") -> Report:
+def crash_loop(seconds: float = 6.0, at: float = 0.6, fault: str = "") -> Report:
     """A worker that is ready, and dies a moment later, each time: the service stays, and tries ever more rarely."""
 
     def tried() -> int:

@@ -48,7 +48,7 @@ class Service:
             self.write(**node)
         program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
         flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
-        backends = ["--import-code", str(HERE / "chaos_backends.py")]
+        backends = ["--import", str(HERE / "chaos_backends.py")]
         self._began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, *program, str(self.config), *flags, *backends, *args],

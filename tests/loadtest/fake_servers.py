@@ -24,11 +24,11 @@ from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
-from torchpipe_py.loadtest.client import wire
+from torchpipe_py.idl import load_idl
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
-IDL = wire.load_idl()
+IDL = load_idl()
 
 Serve = Callable[..., "ToyServer"]
 Images = Callable[..., Path]

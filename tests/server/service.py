@@ -28,10 +28,10 @@ from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
-from torchpipe_server.wire.idl import load_idl
 from torchpipe_server.worker.handler import InferenceHandler
 
 from torchpipe_py import pipe
+from torchpipe_py.idl import load_idl
 
 ROOT = Path(__file__).parents[2]
 DEMO = "configs/demo.toml"

@@ -299,12 +299,18 @@ def test_every_flag_has_a_default_a_check_and_a_help_text(capsys):
     for option in fields(Options):
         if option.default is MISSING:
             continue
-        flag = "--" + option.name.replace("_", "-")
+        flag = option.metadata["flag"] or "--" + option.name.replace("_", "-")
         assert flag in text
         assert option.metadata["doc"] or option.metadata["choices"]
         if isinstance(option.default, (int, float)) or option.metadata["choices"]:
             assert flag in WRONG, "a limit without a check"
     assert "--port X, --port X" not in text
+
+
+@pytest.mark.parametrize("flags", [("--import", "a,b.py"), ("--import=a", "--import-code=b.py")])
+def test_code_of_ones_own_is_named_as_by_the_other_command(flags):
+    assert parse_options(["x.toml", *flags]).import_code == "a,b.py"
+    assert parse_options(["x.toml", "--import-code", "c", *flags]).import_code == "c,a,b.py"
 
 
 def test_flags_with_underscores_work_as_well():

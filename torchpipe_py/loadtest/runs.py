@@ -6,10 +6,11 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from torchpipe_py.idl import load_idl
 from torchpipe_py.loadtest.arrivals import make_load
 from torchpipe_py.loadtest.client.connection import Endpoint, probe
 from torchpipe_py.loadtest.client.processes import ClientProcesses
-from torchpipe_py.loadtest.client.wire import encode_body, load_idl
+from torchpipe_py.loadtest.client.wire import encode_body
 from torchpipe_py.loadtest.measure.cpu import CpuMeter, cpu_fields, find_server, is_local, tester_cost
 from torchpipe_py.loadtest.measure.gpu import GpuMeter
 from torchpipe_py.loadtest.measure.verdict import judge, judge_lateness

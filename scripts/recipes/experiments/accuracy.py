@@ -23,6 +23,7 @@ from recipes.options import make_parser
 from recipes.place import Place
 from recipes.serving import serving_config
 from recipes.session import run
+from torchpipe_py.idl import load_idl
 from torchpipe_py.parity.compare import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
 
@@ -188,11 +189,10 @@ def _by_service(
     dataset: ImageFolder,
 ) -> Predictions:
     """Every image sent to a service over Thrift, from several connections."""
-    import thriftpy2
     from thriftpy2.rpc import make_client
 
     serving_config(checkpoint, toml, args.arch, args.size, precision, engine, folder, dataset.classes)
-    idl = thriftpy2.load(str(Path(__file__).parents[3] / "idl" / "inference.thrift"), module_name="inference_thrift")
+    idl = load_idl()
     found = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with serving(str(folder / "served.toml")) as port, ThreadPoolExecutor(CLIENTS) as clients:

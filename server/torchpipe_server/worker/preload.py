@@ -16,9 +16,7 @@ with contextlib.suppress(ImportError):
 import cv2  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
-import torchpipe_py  # noqa: E402, F401
 import torchpipe_server.serving.server  # noqa: E402
-import torchpipe_server.wire.idl  # noqa: E402
 import torchpipe_server.worker.handler  # noqa: E402
 import torchpipe_server.worker.worker  # noqa: E402, F401
 

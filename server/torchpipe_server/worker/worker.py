@@ -129,21 +129,26 @@ class Worker:
 
 
 def build_pipe(options: Options, tables: Any) -> pipe:
-    """The pipe of the configuration, its libraries told that the instances are the parallelism."""
-    import cv2
-    import torch
-
+    """The pipe of the configuration, with the user's own code imported."""
     from torchpipe_py import import_code, pipe
 
     for name in filter(None, (part.strip() for part in options.import_code.split(","))):
         import_code(name)
+    limit_threads()
+    if options.max_inflight:
+        tables["global"]["max_inflight"] = options.max_inflight
+    return pipe(tables)
+
+
+def limit_threads() -> None:
+    """Tell OpenCV and PyTorch that the instances are the parallelism."""
+    import cv2
+    import torch
+
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
     # A thread that comes back from OpenCV waits this long at most for the interpreter lock (default: 5 ms).
     sys.setswitchinterval(SWITCH_SECONDS)
-    if options.max_inflight:
-        tables["global"]["max_inflight"] = options.max_inflight
-    return pipe(tables)
 
 
 def methods_maker(options: Options) -> Callable[[pipe], Mapping[str, Method]]:
@@ -153,7 +158,7 @@ def methods_maker(options: Options) -> Callable[[pipe], Mapping[str, Method]]:
 
         cls = load_handler(options.handler)
         return lambda run: CustomHandler(cls, run, options.deadline_ms).methods
-    from torchpipe_server.wire.idl import load_idl
+    from torchpipe_py.idl import load_idl
     from torchpipe_server.worker.handler import InferenceHandler
 
     return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms).methods

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def serve(folder: Path, *args: str, **env: str) -> Process:
-    return Process("--import-code", str(folder / "steered.py"), *args, config=str(folder / "steered.toml"), env=env)
+    return Process("--import", str(folder / "steered.py"), *args, config=str(folder / "steered.toml"), env=env)
 
 
 def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(folder):

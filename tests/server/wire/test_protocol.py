@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -35,7 +34,9 @@ from torchpipe_server.wire.protocol import (
     ProtocolError,
 )
 
-IDL = thriftpy2.load(str(Path(__file__).parents[3] / "idl" / "inference.thrift"), module_name="inference_thrift")
+from torchpipe_py.idl import load_idl
+
+IDL = load_idl()
 SERVICE = IDL.InferenceService
 FRAMINGS = [Framing(framed, protocol) for framed in (False, True) for protocol in ("binary", "binary_old", "compact")]
 SMALL = Limits(message_bytes=4096, string_bytes=2048, items=256, depth=64)

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import thriftpy2
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType
 from thriftpy2.transport import TTransportException
@@ -27,9 +25,7 @@ from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
-from torchpipe_py.loadtest.errors import CannotRunError, ReplyError
-
-IDL_PATH = Path(__file__).resolve().parents[3] / "idl" / "inference.thrift"
+from torchpipe_py.loadtest.errors import ReplyError
 
 _UUID_FORMAT = b"%04x-%08x-%04x"  # client, sequence id, position in the call
 _UUID_BLANK = "0" * len(_UUID_FORMAT % (0, 0, 0))
@@ -39,14 +35,6 @@ _SEQUENCE = struct.Struct(">i")
 _APPLICATION_ERRORS = {
     value: name.lower() for name, value in vars(TApplicationException).items() if name.isupper() and value is not None
 }
-
-
-def load_idl(path: Path = IDL_PATH) -> ModuleType:
-    """The module thriftpy2 makes of `idl/inference.thrift`; `CannotRunError` when it is not there."""
-    if not path.is_file():
-        raise CannotRunError(f"{path}: no such file; the load tester needs the repository's IDL")
-    idl: ModuleType = thriftpy2.load(str(path), module_name="inference_thrift")
-    return idl
 
 
 def encode_call(idl: ModuleType, method: str, arguments: dict[str, Any], sequence: int = 0) -> bytes:

@@ -1,0 +1,24 @@
+"""The service's contract, ``idl/inference.thrift``, as Python classes. Needs thriftpy2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel has the file beside this module, a checkout in its folder idl/.
+_CANDIDATES = (_PACKAGE / "inference.thrift", _PACKAGE.parent / "idl" / "inference.thrift")
+
+
+def load_idl() -> ModuleType:
+    """The module that thriftpy2 makes of the contract: structs, exceptions, ``InferenceService``.
+
+    Raises ``ImportError`` without thriftpy2.
+    """
+    import thriftpy2
+
+    path = next((path for path in _CANDIDATES if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"inference.thrift is neither at {' nor at '.join(map(str, _CANDIDATES))}")
+    idl: ModuleType = thriftpy2.load(str(path), module_name="inference_thrift")
+    return idl
