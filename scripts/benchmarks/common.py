@@ -49,6 +49,12 @@ class Report:
     targets: list[tuple[str, float, str, bool]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
+    def add(self, loads: Mapping[str, Load], notes: Mapping[str, str] | None = None) -> None:
+        """A row for each load, by its name."""
+        self.rows += [
+            Row(name, load.qps, load.p50, load.p99, (notes or {}).get(name, "")) for name, load in loads.items()
+        ]
+
     def require(self, name: str, measured: float, low: float | None = None, high: float | None = None) -> None:
         """Record a target: ``measured`` must be at least ``low`` or less than ``high``."""
         met = (low is None or measured >= low) and (high is None or measured < high)
@@ -89,7 +95,7 @@ def load_of(latencies: Sequence[float], wall: float) -> Load:
 
 
 def interleave(subjects: Mapping[str, Callable[[], Load]], rounds: int) -> dict[str, Load]:
-    """The median of each figure over ``rounds``; subjects take turns, so that a drift of the machine hits them all."""
+    """The median of each figure over ``rounds``; each has all subjects, so a drift of the machine hits all."""
     loads: dict[str, list[Load]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():

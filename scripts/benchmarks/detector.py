@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from benchmarks.common import REPOSITORY, Report, Row, interleave, run_threads
+from benchmarks.common import REPOSITORY, Call, Report, interleave, run_threads
 
 EXAMPLES = REPOSITORY / "configs" / "examples"
 CLIENTS = 16
@@ -25,26 +25,28 @@ def detector(seconds: float, rounds: int) -> Report:
 
     cv2.setNumThreads(1)
     scenes = [path.read_bytes() for path in sorted((EXAMPLES / "scenes").glob("*.jpg"))]
-    turn = itertools.cycle(scenes)
+    scene = itertools.cycle(scenes)
     plain = {
         "each crop by itself": straight.Detector(one_by_one=True),
         "crops of a scene at once": straight.Detector(),
         "the same, ONNX Runtime with one thread": straight.Detector(threads=1),
     }
-    subjects: dict[str, Any] = {
-        f"plain code, {name}, {threads} threads": partial(
-            run_threads, lambda one=one: one(next(turn)), threads, seconds
-        )
-        for name, one in plain.items()
+
+    def on_a_scene(run: Callable[[bytes], object]) -> Call:
+        return lambda: run(next(scene))
+
+    subjects = {
+        f"plain code, {name}, {threads} threads": partial(run_threads, on_a_scene(run), threads, seconds)
+        for name, run in plain.items()
         for threads in (2, 8)
     }
     with pipe(str(REPOSITORY / "configs" / "detector.toml")) as run:
         ours = f"torchpipe_py, {CLIENTS} clients"
-        subjects[ours] = partial(run_threads, lambda: run({"data": next(turn)}), CLIENTS, seconds)
+        subjects[ours] = partial(run_threads, lambda: run({"data": next(scene)}), CLIENTS, seconds)
         loads = interleave(subjects, rounds)
         batches = run.stats()["nodes"]["digit"]
     report = Report("detector: scenes of 1 to 6 digits; boxes by one model, labels by another")
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     best = {name: max(load.qps for key, load in loads.items() if f", {name}, " in key) for name in plain}
     report.require("against plain code, each crop by itself", loads[ours].qps / best["each crop by itself"], low=1.5)
     report.require(

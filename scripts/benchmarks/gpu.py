@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -100,7 +100,7 @@ def running(config: dict[str, Any], encoded: bytes) -> Iterator[Callable[[], obj
     with pipe(config) as run:
 
         def call() -> None:
-            item = {"data": encoded}
+            item: dict[str, Any] = {"data": encoded}
             run(item)
             if "result" not in item:
                 raise RuntimeError(f"no result: {item['error']}")
@@ -111,7 +111,7 @@ def running(config: dict[str, Any], encoded: bytes) -> Iterator[Callable[[], obj
 
 def baseline(engines: Engines) -> Callable[[bytes], object]:
     """The classic recipe, in process."""
-    from baseline_server import Baseline, LockedEngine
+    from benchmarks.baseline import Baseline, LockedEngine
 
     return Baseline(LockedEngine(engines.engine(1), SIDE), SIDE)
 
@@ -125,10 +125,6 @@ def big_jpeg() -> bytes:
     big = cv2.resize(small, (1080, 1080), interpolation=cv2.INTER_CUBIC).astype(np.int16)
     big += np.random.default_rng(7).normal(0, 7.5, big.shape).astype(np.int16)
     return bytes(cv2.imencode(".jpg", np.clip(big, 0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])[1])
-
-
-def rows_of(loads: dict[str, Load]) -> list[Row]:
-    return [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
 
 
 # -- limits -------------------------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ def limits(engines: Engines, seconds: float, rounds: int) -> Report:
         def by_opencv(array: Any = array) -> None:
             cv2.resize(cv2.imdecode(array, cv2.IMREAD_COLOR_RGB), (SIDE, SIDE))
 
-        for threads in (1, 8, _cores()):
+        for threads in (1, 8, cores()):
             subjects[f"OpenCV decode+resize {name}, {threads} threads"] = partial(
                 run_threads, by_opencv, threads, seconds
             )
@@ -168,11 +164,12 @@ def limits(engines: Engines, seconds: float, rounds: int) -> Report:
         how = "CUDA graphs" if graphs else "execute_async_v3"
         subjects[f"engine, batch {batch}, {threads} contexts, {how}"] = partial(loop.load, seconds)
     report = Report("limits: no pipeline at all")
-    report.rows = rows_of(interleave(subjects, rounds))
+    report.add(interleave(subjects, rounds))
     return report
 
 
-def _cores() -> int:
+def cores() -> int:
+    """That this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -283,7 +280,7 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
             },
             rounds,
         )
-        one.rows = rows_of(loads)
+        one.add(loads)
         slow, by_cpu, by_gpu = loads.values()
         one.require("G1 p50 against the baseline's, CPU decode", by_cpu.p50 / slow.p50, high=1.0)
         one.require("G1 p50 against the baseline's, GPU decode", by_gpu.p50 / slow.p50, high=1.0)
@@ -303,7 +300,7 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
             },
             rounds,
         )
-    many.rows = rows_of(loads)
+    many.add(loads)
 
     def best(start: str, end: str = "") -> float:
         return max(load.qps for name, load in loads.items() if name.startswith(start) and name.endswith(end))
@@ -318,7 +315,7 @@ def best_cpu_pipe(engines: Engines, encoded: bytes, most: int) -> tuple[str, dic
     """The number of decoding threads and model instances that serves 40 clients best here, tried for a second each."""
     found: list[tuple[float, str, dict[str, Any]]] = []
     for spare, instances in ((2, 2), (4, 2), (4, 3), (6, 2)):
-        decoders = max(1, _cores() - spare)
+        decoders = max(1, cores() - spare)
         config = cpu_pipe(engines, decoders=decoders, most=most, instances=instances)
         with running(config, encoded) as call:
             qps = run_threads(call, 40, 1.0).qps
@@ -332,13 +329,13 @@ def best_cpu_pipe(engines: Engines, encoded: bytes, most: int) -> tuple[str, dic
 
 def large_images(engines: Engines, seconds: float, rounds: int) -> Report:
     """G5: 1080×1080 JPEGs on three cores, GPU decode against CPU decode; in a process of its own."""
-    if _cores() > CORES_OF_G5:
+    if cores() > CORES_OF_G5:
         return _on_fewer_cores(engines, seconds, rounds)
     encoded = big_jpeg()
-    report = Report(f"G5: 1080x1080 on {_cores()} cores, in process")
+    report = Report(f"G5: 1080x1080 on {cores()} cores, in process")
     clients = (1, 5, 10)
     with (
-        running(cpu_pipe(engines, decoders=_cores(), most=8, instances=1), encoded) as cpu,
+        running(cpu_pipe(engines, decoders=cores(), most=8, instances=1), encoded) as cpu,
         running(gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=1), encoded) as gpu,
     ):
         loads = interleave(
@@ -349,7 +346,7 @@ def large_images(engines: Engines, seconds: float, rounds: int) -> Report:
             },
             rounds,
         )
-    report.rows = rows_of(loads)
+    report.add(loads)
     for count in clients:
         gain = loads[f"GPU decode, {count} clients"].qps / loads[f"CPU decode, {count} clients"].qps - 1
         report.require(f"G5 gain in QPS at {count} clients", gain, low=0.5)
@@ -406,30 +403,8 @@ def engine_alone(engines: Engines, seconds: float, rounds: int) -> Report:
             subjects[f"torchpipe_py, {clients} clients, 8 per call"] = partial(_scaled, eight, clients, 8, seconds)
         subjects["torchpipe_py, 64 clients, 1 per call"] = partial(run_threads, single, 64, seconds)
         loads = interleave(subjects, rounds)
-    report.rows = rows_of(loads)
+    report.add(loads)
     limit = max(load.qps for name, load in loads.items() if name.startswith("bare"))
     best = max(load.qps for name, load in loads.items() if not name.startswith("bare"))
     report.require("G6 QPS against the bare loop", best / limit, low=0.95)
     return report
-
-
-def _served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
-    from benchmarks.gpu_service import served  # it is made of what is here
-
-    return served(engines, seconds, rounds)
-
-
-BENCHMARKS: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
-    "limits": limits,
-    "g1g2": in_process,
-    "g5": large_images,
-    "g6": engine_alone,
-    "g3g4": _served,
-}
-
-
-def run_all(names: Sequence[str], engines: Engines, seconds: float, rounds: int) -> Iterator[Report]:
-    """The reports of these benchmarks, each as soon as it is there."""
-    for name in names:
-        outcome = BENCHMARKS[name](engines, seconds, rounds)
-        yield from outcome if isinstance(outcome, list) else [outcome]

@@ -18,8 +18,8 @@ from urllib.request import urlopen
 
 from examples.files import to_toml
 
-from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, median_load, test_jpeg
-from benchmarks.gpu import SIDE, WARM_UP, Engines, _cores, cpu_pipe, gpu_pipe
+from benchmarks.common import REPOSITORY, Load, Report, interleave, median_load, test_jpeg
+from benchmarks.gpu import SIDE, WARM_UP, Engines, cores, cpu_pipe, gpu_pipe
 from benchmarks.servers import client_report, free_port, load_in, run_clients, serving, started
 from torchpipe_py.loadtest.measure.nodes import node_figures
 
@@ -51,7 +51,7 @@ def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
 
 def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment: Mapping[str, str]) -> Report:
     """One service after the other, and the baseline in between: idle ones would still hold memory and contexts."""
-    report = Report(f"G3, G4: over Thrift, client processes on the same {_cores()} cores, {how}")
+    report = Report(f"G3, G4: over Thrift, client processes on the same {cores()} cores, {how}")
     classic = [str(REPOSITORY / "scripts" / "baseline_server.py"), "--port", "0", "--engine", engines.engine(1)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -78,7 +78,7 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
                         found.setdefault(one, []).append(load)
                         print(f"{one}: {load} {notes.get(one, '')}", file=sys.stderr, flush=True)
     loads = {name: median_load(values) for name, values in found.items()}
-    report.rows = [Row(name, load.qps, load.p50, load.p99, notes.get(name, "")) for name, load in loads.items()]
+    report.add(loads, notes)
     return report
 
 
@@ -106,7 +106,7 @@ def _stats(http: int) -> dict[str, Any]:
 
 def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
     """What each of so many workers runs: together decoding threads for three quarters of the cores, 8 in a process."""
-    decoders = max(2, min(8, 3 * _cores() // 4 // workers))
+    decoders = max(2, min(8, 3 * cores() // 4 // workers))
     instances = 2 if workers == 1 else 1
     return {
         "CPU decode": cpu_pipe(engines, decoders=decoders, most=8, instances=instances),

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, run_threads, test_jpeg
+from benchmarks.common import REPOSITORY, Call, Load, Report, interleave, python, run_threads, test_jpeg
 
 CPP_PACKAGE = "torchpipe"
 
@@ -30,18 +30,14 @@ def schedule(seconds: float, rounds: int) -> Report:
         for count in clients:
             if cpp.missing is None:
                 subjects[f"C++ library, {count} clients"] = partial(cpp.load, count, seconds)
-            subjects[f"torchpipe_py, {count} clients"] = partial(run_threads, lambda: run({"data": 1}), count, seconds)
-            # A blocked caller runs Identity itself; after `submit` the nodes' own threads do.
-            subjects[f"torchpipe_py by submit, {count} clients"] = partial(
-                run_threads, lambda: run.submit({"data": 1}).result(), count, seconds
-            )
-            subjects[f"bare: a queue and a thread per node, {count} clients"] = partial(
-                run_threads, chain.call, count, seconds
-            )
+            subjects[f"torchpipe_py, {count} clients"] = partial(run_threads, by_call(run), count, seconds)
+            subjects[f"torchpipe_py by submit, {count} clients"] = partial(run_threads, by_submit(run), count, seconds)
+            bare = f"bare: a queue and a thread per node, {count} clients"
+            subjects[bare] = partial(run_threads, chain.call, count, seconds)
         loads = interleave(subjects, rounds)
     chain.close()
     cpp.close()
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     if cpp.missing is not None:
         report.remarks.append(f"no baseline: {cpp.missing}")
         return report
@@ -61,20 +57,26 @@ def graphs(seconds: float, rounds: int) -> Report:
         subjects = {}
         for count in (1, 10):
             for name, run in runs.items():
-                subjects[f"{name}, {count} clients"] = partial(
-                    run_threads, lambda run=run: run({"data": 1}), count, seconds
-                )
-                subjects[f"{name} by submit, {count} clients"] = partial(
-                    run_threads, lambda run=run: run.submit({"data": 1}).result(), count, seconds
-                )
+                subjects[f"{name}, {count} clients"] = partial(run_threads, by_call(run), count, seconds)
+                subjects[f"{name} by submit, {count} clients"] = partial(run_threads, by_submit(run), count, seconds)
         loads = interleave(subjects, rounds)
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     for count in (1, 10):
         slower = loads[f"chain by submit, {count} clients"].qps / loads[f"diamonds by submit, {count} clients"].qps
         report.require(f"time against the chain by submit, {count} clients", slower, high=2.0)
     slower = loads["chain, 1 clients"].qps / loads["diamonds, 1 clients"].qps
     report.remarks.append(f"where the caller runs every node itself, no thread is woken: {slower:.1f} times the chain")
     return report
+
+
+def by_call(run: Any) -> Call:
+    """A request of a caller that waits: it runs ``Identity`` itself."""
+    return lambda: run({"data": 1})
+
+
+def by_submit(run: Any) -> Call:
+    """A request that the nodes' own threads run."""
+    return lambda: run.submit({"data": 1}).result()
 
 
 def diamonds(count: int) -> dict[str, dict[str, str]]:
@@ -109,7 +111,7 @@ def batching(seconds: float, rounds: int) -> Report:
         }
         loads = interleave(subjects, rounds)
         sizes = run.stats()["nodes"]["node"]["batch_sizes"]
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     for name, load in loads.items():
         report.require(f"P4 {name}, p50 ms", load.p50, high=1.0)
     report.remarks.append(f"batches by size: {sizes}")
@@ -138,7 +140,7 @@ def decode(seconds: float, rounds: int) -> Report:
             f"torchpipe_py, {clients} clients": partial(run_threads, lambda: run({"data": jpeg}), clients, seconds),
         }
         loads = interleave(subjects, rounds)
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     limit, ours = loads.values()
     report.require("P2 QPS against bare OpenCV threads", ours.qps / limit.qps, low=0.95)
     report.require("P2 p99 / p50", ours.p99 / ours.p50, high=2.0)

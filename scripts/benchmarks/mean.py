@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 
 from benchmarks import http_load
-from benchmarks.common import Load, Report, Row, interleave, run_threads, test_jpeg
+from benchmarks.common import Load, Report, interleave, run_threads, test_jpeg
 from benchmarks.servers import run_clients, serving
 from benchmarks.service import CLIENTS, SAME_BATCH, mosec
 
@@ -66,7 +66,7 @@ def mean(seconds: float, rounds: int) -> Report:
                 subjects[name] = partial(http_load.run, port, jpeg, clients, seconds)
                 peers[clients].append(name)
         loads = interleave(subjects, rounds)
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     if not peers[CLIENTS]:
         report.remarks.append("no mosec: not installed (extra 'bench')")
         return report

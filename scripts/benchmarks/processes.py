@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, run_threads
+from benchmarks.common import REPOSITORY, Load, Report, interleave, python, run_threads
 from benchmarks.python_loop import PythonLoop, total
 
 INSTANCES, CLIENTS, LAST = 2, 4, 100_000
@@ -34,7 +34,7 @@ def processes(seconds: float, rounds: int) -> Report:
             ours: partial(run_threads, lambda: apart({"data": LAST}), CLIENTS, seconds),
         }
         loads = interleave(subjects, rounds)
-    report.rows = [Row(name, load.qps, load.p50, load.p99) for name, load in loads.items()]
+    report.add(loads)
     report.require("Process against threads", loads[ours].qps / loads[threads].qps, low=1.8)
     share = loads[ours].qps / next(iter(loads.values())).qps
     report.remarks.append(f"Process[...] reaches {share:.0%} of the limit")

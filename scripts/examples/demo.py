@@ -63,7 +63,8 @@ def _progress(items: Iterable[Item], description: str, total: int) -> Iterable[I
         from tqdm import tqdm
     except ImportError:
         return items
-    return tqdm(items, desc=description, total=total, leave=False)
+    bar: Iterable[Item] = tqdm(items, desc=description, total=total, leave=False)
+    return bar
 
 
 # --- shapes: a label's outline as polygons in the unit disc --------------------------------------------------------
@@ -72,7 +73,9 @@ def _progress(items: Iterable[Item], description: str, total: int) -> Iterable[I
 def _around(radii: Sequence[float], phase: float = 0.0) -> np.ndarray:
     """float32 K×2: points at equal angles, at these radii."""
     angles = phase + np.arange(len(radii)) * (2 * math.pi / len(radii))
-    return (np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.asarray(radii)[:, None]).astype(np.float32)
+    return np.asarray(
+        (np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.asarray(radii)[:, None]).astype(np.float32)
+    )
 
 
 def _box(x: float, y: float, width: float, height: float) -> np.ndarray:
@@ -133,7 +136,7 @@ def _text(rng: np.random.Generator) -> Polygons:
     polygons = []
     for place, letter in enumerate(letters):
         points = grid + np.array([-0.95 + (place + 0.15) * pitch, 0], dtype=np.float32)
-        polygons += [_stroke(points[int(a)], points[int(b)], thickness) for a, b in GLYPHS[letter].split()]
+        polygons += [_stroke(points[int(ends[0])], points[int(ends[1])], thickness) for ends in GLYPHS[letter].split()]
     return polygons
 
 
@@ -165,12 +168,12 @@ def _picture_size(rng: np.random.Generator) -> tuple[int, int]:
 def _gradient(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     angle = rng.uniform(0, 2 * math.pi)
     y, x = np.mgrid[-0.5 : 0.5 : height * 1j, -0.5 : 0.5 : width * 1j]
-    return 0.5 + (x * math.cos(angle) + y * math.sin(angle)) / math.sqrt(2)
+    return np.asarray(0.5 + (x * math.cos(angle) + y * math.sin(angle)) / math.sqrt(2))
 
 
 def _glow(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     y, x = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
-    return np.exp(-2 * ((x - rng.random()) ** 2 + (y - rng.random()) ** 2))
+    return np.asarray(np.exp(-2 * ((x - rng.random()) ** 2 + (y - rng.random()) ** 2)))
 
 
 def _clouds(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
@@ -180,19 +183,19 @@ def _clouds(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
         coarse = rng.random((cells, cells)) / cells
         field += cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
     low, high = field.min(), field.max()
-    return (field - low) / (high - low)
+    return np.asarray((field - low) / (high - low))
 
 
 def _patches(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Clouds cut at two levels: flat areas with hard, irregular borders."""
-    return np.digitize(_clouds(rng, height, width), [0.4, 0.65]) / 2
+    return np.asarray(np.digitize(_clouds(rng, height, width), [0.4, 0.65]) / 2)
 
 
 def _background(rng: np.random.Generator, height: int, width: int, colours: np.ndarray) -> np.ndarray:
     """float32 H×W×3: the two colours (2×3) mixed by one of the fields above."""
     fields = (_gradient, _glow, _clouds, _patches)
     mix = fields[int(rng.integers(len(fields)))](rng, height, width)[:, :, None].astype(np.float32)
-    return colours[0] * (1 - mix) + colours[1] * mix
+    return np.asarray(colours[0] * (1 - mix) + colours[1] * mix)
 
 
 def _ink(rng: np.random.Generator, colours: np.ndarray) -> np.ndarray:
@@ -200,7 +203,7 @@ def _ink(rng: np.random.Generator, colours: np.ndarray) -> np.ndarray:
     candidates = rng.uniform(0, 255, (64, 3)).astype(np.float32)
     distances = np.linalg.norm(candidates[:, None] - colours[None], axis=2).min(axis=1)
     fit = np.flatnonzero(distances >= min(110.0, distances.max()))
-    return candidates[fit[0]]
+    return np.asarray(candidates[fit[0]])
 
 
 def _placement(rng: np.random.Generator, label: str, height: int, width: int) -> np.ndarray:
@@ -219,7 +222,7 @@ def _coverage(polygons: Polygons, placement: np.ndarray, height: int, width: int
     for polygon in polygons:
         pixels = polygon @ placement[:, :2].T + placement[:, 2]
         cv2.fillPoly(mask, [np.round(pixels * 16).astype(np.int32)], 255, cv2.LINE_AA, 4)  # 4 fractional bits
-    return mask[:, :, None] / np.float32(255)
+    return np.asarray(mask[:, :, None] / np.float32(255))
 
 
 def _scratch(rng: np.random.Generator, picture: np.ndarray) -> None:
@@ -241,7 +244,7 @@ def draw_picture(label: str, rng: np.random.Generator) -> np.ndarray:
     picture = picture * (1 - opacity) + _ink(rng, colours) * opacity
     _scratch(rng, picture)
     picture += rng.standard_normal(picture.shape, dtype=np.float32) * np.float32(rng.uniform(2, 12))
-    return np.clip(picture, 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(picture, 0, 255).astype(np.uint8))
 
 
 def draw_jpeg(label: str, rng: np.random.Generator) -> bytes:

@@ -44,7 +44,7 @@ class Scene:
 
     def mat(self) -> np.ndarray:
         """uint8 H×W×3, BGR: the JPEG decoded."""
-        return cv2.imdecode(np.frombuffer(self.jpeg, np.uint8), cv2.IMREAD_COLOR)
+        return np.asarray(cv2.imdecode(np.frombuffer(self.jpeg, np.uint8), cv2.IMREAD_COLOR))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Line:
 
     def mat(self) -> np.ndarray:
         """uint8 H×W×3, BGR."""
-        return cv2.cvtColor(self.grey, cv2.COLOR_GRAY2BGR)
+        return np.asarray(cv2.cvtColor(self.grey, cv2.COLOR_GRAY2BGR))
 
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:
@@ -92,14 +92,14 @@ def _coverage(rng: np.random.Generator, glyph: np.ndarray, height: int, width: i
     centre = (np.array([width, height]) - 1) / 2 + rng.uniform(-0.03, 0.03, 2) * (width, height)
     affine = np.column_stack([linear, centre - linear @ middle])
     drawn = cv2.warpAffine(glyph, affine, (width, height), flags=cv2.INTER_CUBIC)
-    return np.clip(drawn * rng.uniform(1.1, 1.5), 0, 1)
+    return np.asarray(np.clip(drawn * rng.uniform(1.1, 1.5), 0, 1))
 
 
 def _colour_far_from(rng: np.random.Generator, other: np.ndarray, distance: float) -> np.ndarray:
     """A random colour (3,) at least so far from another; at most 200, so that there always is one."""
     candidates = rng.uniform(0, 255, (256, 3)).astype(np.float32)
     distances = np.linalg.norm(candidates - other, axis=1)
-    return candidates[int(np.argmax(distances >= min(distance, distances.max())))]
+    return np.asarray(candidates[int(np.argmax(distances >= min(distance, distances.max())))])
 
 
 # --- scenes ------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _background(rng: np.random.Generator) -> np.ndarray:
     """float32 HEIGHT×WIDTH×3: a few random colours blended into each other."""
     cells = rng.integers(2, 6, 2)
     coarse = rng.uniform(0, 255, (*cells.tolist(), 3)).astype(np.float32)
-    return np.clip(cv2.resize(coarse, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC), 0, 255)
+    return np.asarray(np.clip(cv2.resize(coarse, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC), 0, 255))
 
 
 def _free_place(rng: np.random.Generator, taken: list[list[int]]) -> list[int] | None:
@@ -198,4 +198,4 @@ def _inked(rng: np.random.Generator, coverage: np.ndarray) -> np.ndarray:
     slope = np.linspace(-1, 1, coverage.shape[1], dtype=np.float32) * rng.uniform(-20, 20)
     picture = paper + slope + (ink - paper) * coverage
     picture += rng.standard_normal(picture.shape) * rng.uniform(1, 8)
-    return np.clip(picture, 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(picture, 0, 255).astype(np.uint8))

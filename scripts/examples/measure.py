@@ -70,7 +70,7 @@ def scene_result(detector: Run, classifier: Run, scene: Scene) -> SceneResult:
 
 
 def read_line(reader: Run, mat: np.ndarray) -> str:
-    return postprocess.ctc_text(reader(postprocess.to_input(postprocess.fit_line(mat))))
+    return str(postprocess.ctc_text(reader(postprocess.to_input(postprocess.fit_line(mat)))))
 
 
 def recall_and_precision(results: Sequence[SceneResult]) -> tuple[float, float]:

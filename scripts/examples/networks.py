@@ -24,7 +24,7 @@ Batch = tuple[torch.Tensor, ...]  # pictures first, uint8
 
 
 def _convolution(
-    inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int, padding: int
+    inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int, padding: int | tuple[int, int]
 ) -> list[nn.Module]:
     """Convolution, batch-norm (the exporter folds it into the convolution) and ReLU."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import signal
 import subprocess
@@ -13,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from time import sleep
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from benchmarks import baseline
 from conftest import encode, picture
 from fakes import WAIT
 
@@ -26,18 +26,6 @@ pytest.importorskip("thriftpy2")
 from thriftpy2.rpc import make_client
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "baseline_server.py"
-
-
-def _import_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("baseline_server", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-baseline_server = _import_script()
 
 
 class FakeEngine:
@@ -64,21 +52,21 @@ def solid(red: int, green: int, blue: int) -> bytes:
 def test_preprocessing_is_opencvs(jpeg: bytes) -> None:
     mat = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
     mat = cv2.cvtColor(cv2.resize(mat, (64, 64), interpolation=cv2.INTER_LINEAR), cv2.COLOR_BGR2RGB)
-    array = baseline_server.preprocess(jpeg, 64)
+    array = baseline.preprocess(jpeg, 64)
     assert array.dtype == np.float32
     assert array.flags.c_contiguous
-    assert baseline_server.preprocess(jpeg).shape == (1, 3, 224, 224)
+    assert baseline.preprocess(jpeg).shape == (1, 3, 224, 224)
     np.testing.assert_array_equal(array[0], mat.transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", encode(picture(20, 20))[:30]])
 def test_bytes_that_are_no_image_are_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="no readable image"):
-        baseline_server.preprocess(data)
+        baseline.preprocess(data)
 
 
 def test_label_and_score_are_the_softmaxs() -> None:
-    label, score = baseline_server.Baseline(FakeEngine())(solid(red=10, green=30, blue=20))
+    label, score = baseline.Baseline(FakeEngine())(solid(red=10, green=30, blue=20))
     assert label == "1"
     assert score == pytest.approx(np.exp(3) / np.exp([1, 3, 2]).sum(), rel=1e-5)
 
@@ -89,8 +77,8 @@ def test_label_and_score_are_the_softmaxs() -> None:
 @contextmanager
 def serving(engine: Any) -> Iterator[int]:
     """The port of a server on a thread of this process."""
-    listener = baseline_server.socket.create_server(("127.0.0.1", 0))
-    server = baseline_server.make_server(listener, baseline_server.Baseline(engine))
+    listener = baseline.socket.create_server(("127.0.0.1", 0))
+    server = baseline.make_server(listener, baseline.Baseline(engine))
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     try:
@@ -104,11 +92,11 @@ def serving(engine: Any) -> Iterator[int]:
 
 
 def connect(port: int) -> Any:
-    return closing(make_client(baseline_server.IDL.InferenceService, "127.0.0.1", port, timeout=int(WAIT * 1000)))
+    return closing(make_client(baseline.IDL.InferenceService, "127.0.0.1", port, timeout=int(WAIT * 1000)))
 
 
 def ask(client: Any, data: bytes) -> Any:
-    return client.infer_batch(baseline_server.IDL.InferenceParams(uuid="test", data=data))
+    return client.infer_batch(baseline.IDL.InferenceParams(uuid="test", data=data))
 
 
 def test_clients_get_their_own_results() -> None:
@@ -130,11 +118,11 @@ def test_a_failure_is_a_typed_error_and_the_connection_lives_on() -> None:
 
     with serving(Broken()) as port, connect(port) as client:
         for data, code, text in [(b"no image", "decode_error", "readable"), (solid(1, 2, 3), "backend_error", "luck")]:
-            with pytest.raises(baseline_server.IDL.InferenceError) as caught:
+            with pytest.raises(baseline.IDL.InferenceError) as caught:
                 ask(client, data)
             assert caught.value.code == code
             assert text in caught.value.message
-        with pytest.raises(baseline_server.IDL.InferenceError, match="invalid_request"):
+        with pytest.raises(baseline.IDL.InferenceError, match="invalid_request"):
             client.infer_many([], 0)
         client.ping()
 
@@ -144,7 +132,9 @@ def test_a_failure_is_a_typed_error_and_the_connection_lives_on() -> None:
 
 def script(setup: str, *args: str) -> subprocess.Popen[str]:
     """The script in a process of its own, after some lines of Python in which it is `script`."""
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import baseline_server as script\n{setup}\n"
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from benchmarks import baseline as script\n{setup}\n"
+    )
     command = [sys.executable, "-c", code + "sys.exit(script.main(sys.argv[1:]))", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -278,8 +268,8 @@ def plan(tmp_path: Path) -> Path:
 
 
 def make_engine(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, path: Path) -> Any:
-    monkeypatch.setattr(baseline_server, "_load", {"pycuda.driver": gpu.cuda, "tensorrt": gpu.trt}.__getitem__)
-    return baseline_server.LockedEngine(path, 8)
+    monkeypatch.setattr(baseline, "_load", {"pycuda.driver": gpu.cuda, "tensorrt": gpu.trt}.__getitem__)
+    return baseline.LockedEngine(path, 8)
 
 
 @pytest.mark.parametrize("shape", [(-1, 3, 8, 8), (1, 3, 8, 8), (-1, 3, -1, -1)])
@@ -299,8 +289,8 @@ def test_the_engine_runs_one_image_at_a_time(
 
 
 def test_an_engine_that_does_not_fit_cannot_run(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(baseline_server.CannotRunError, match=r"takes \[\(4, 3, 8, 8\)\], not one input of"):
+    with pytest.raises(baseline.CannotRunError, match=r"takes \[\(4, 3, 8, 8\)\], not one input of"):
         make_engine(FakeGpu((4, 3, 8, 8)), monkeypatch, plan)
     plan.write_bytes(b"of another version")
-    with pytest.raises(baseline_server.CannotRunError, match="is no engine of TensorRT fake"):
+    with pytest.raises(baseline.CannotRunError, match="is no engine of TensorRT fake"):
         make_engine(FakeGpu((4, 3, 8, 8)), monkeypatch, plan)

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 from examples import drawing, measure, networks
+from examples.make import LINE_AXES, export, export_reader, first_of_each_length, first_right, write_scenes
 from examples.shared import postprocess
-from make_examples import LINE_AXES, export, export_reader, first_of_each_length, first_right, write_scenes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "configs" / "examples"
 BUDGET = 900_000  # bytes of the whole folder

@@ -77,7 +77,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     option("--host", default="127.0.0.1")
     option("--port", type=at_least(1, 65535), default=8888)
     option("--transport", choices=("buffered", "framed"), default="buffered")
-    option("--timeout", type=_above_zero("seconds"), default=10.0, help="seconds for a call, and for a connection")
+    option("--timeout", type=above_zero("seconds"), default=10.0, help="seconds for a call, and for a connection")
     option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
     option("--csv", type=Path, metavar="FILE", help="write a line for each run to FILE")
     option("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing but itself, to FILE")
@@ -87,7 +87,7 @@ def _add_arrival_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("when calls are sent").add_argument
     option(
         "--rate",
-        type=_above_zero("images per second"),
+        type=above_zero("images per second"),
         metavar="R",
         help="images per second of all clients together, whatever the server answers: an open loop; with "
         "--request_batch B these are R/B calls per second. Rescales a --replay",
@@ -98,7 +98,7 @@ def _add_arrival_options(parser: argparse.ArgumentParser) -> None:
     option("--seed", type=int, default=0, help="of Poisson arrivals; default %(default)s")
     option(
         "--duration",
-        type=_above_zero("seconds"),
+        type=above_zero("seconds"),
         metavar="S",
         help="seconds to send for, in place of --total_number; of --search for each probe, default 10",
     )
@@ -107,7 +107,7 @@ def _add_arrival_options(parser: argparse.ArgumentParser) -> None:
 def _add_series_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("judgement and several runs").add_argument
     limit = "99 %% of the calls must be answered within MS, from when they were due"
-    option("--slo-p99", dest="slo_p99", type=_above_zero("ms"), metavar="MS", help=limit)
+    option("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=limit)
     option("--search", action="store_true", help="find the highest rate with --slo-p99 met, stable, no errors")
     option(
         "--sweep",
@@ -116,7 +116,9 @@ def _add_series_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _above_zero(what: str) -> Callable[[str], float]:
+def above_zero(what: str) -> Callable[[str], float]:
+    """The type of a number of ``what``."""
+
     def parse(text: str) -> float:
         number = float(text)
         if not 0 < number < 1e6:

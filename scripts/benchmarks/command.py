@@ -1,0 +1,99 @@
+"""``scripts/bench.py`` and ``scripts/bench_gpu.py``: which benchmarks there are, and how they are run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torchpipe_server.worker.worker import limit_threads
+
+from benchmarks import gpu, in_process
+from benchmarks.common import Report, machine, show, write_json
+from benchmarks.detector import detector
+from benchmarks.gpu_service import served
+from benchmarks.mean import mean
+from benchmarks.processes import processes
+from benchmarks.service import service
+
+Benchmark = Callable[[float, int], Report | list[Report]]
+"""Takes the seconds of each measurement and the rounds whose median is shown."""
+
+ON_CPU: dict[str, Benchmark] = {
+    "schedule": in_process.schedule,
+    "graphs": in_process.graphs,
+    "batching": in_process.batching,
+    "decode": in_process.decode,
+    "processes": processes,
+    "detector": detector,
+    "service": service,
+    "mean": mean,
+}
+ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = {
+    "limits": gpu.limits,
+    "g1g2": gpu.in_process,
+    "g5": gpu.large_images,
+    "g6": gpu.engine_alone,
+    "g3g4": served,
+}
+NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "pycuda", "cv2")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every target is met, 1 when one is missed."""
+    args = _parser("Limit, baselines and the pipe in one run.", ON_CPU).parse_args(argv)
+    here = machine()
+    return _run(ON_CPU, args, f"{here['cpu']}, {here['cores']} cores, Python {here['python']}")
+
+
+def main_gpu(argv: Sequence[str] | None = None) -> int:
+    """0 when every target is met, 1 when one is missed, 2 where it cannot run."""
+    parser = _parser("Limit, baseline and the pipe on a GPU, in one run.", ON_GPU)
+    parser.add_argument("--work", default="build/bench_gpu", help="folder for model and engines")
+    parser.add_argument("--cores", type=int, help="use only so many cores")
+    args = parser.parse_args(argv)
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])  # before any thread is started
+    missing = [name for name in NEEDED_ON_GPU if importlib.util.find_spec(name) is None]
+    if not missing or missing[0] != "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            print("bench_gpu.py: no CUDA device", file=sys.stderr)
+            return 2
+    if missing:
+        print(f"bench_gpu.py: {', '.join(missing)}: not installed", file=sys.stderr)
+        return 2
+    import tensorrt
+
+    limit_threads()
+    here, engines = machine(), gpu.Engines(args.work)
+    what = f"{torch.cuda.get_device_name()}, {here['cores']} cores {here['cpu']}, Python {here['python']}"
+    benchmarks = {name: partial(benchmark, engines) for name, benchmark in ON_GPU.items()}
+    return _run(benchmarks, args, f"{what}, PyTorch {torch.__version__}, TensorRT {tensorrt.__version__}")
+
+
+def _parser(description: str, names: Mapping[str, object]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("name", choices=[*names, "all"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements whose median is shown (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="write everything there as well")
+    return parser
+
+
+def _run(benchmarks: Mapping[str, Benchmark], args: argparse.Namespace, where: str) -> int:
+    print(f"{where}; medians of {args.rounds} x {args.seconds:g} s", flush=True)
+    reports: list[Report] = []
+    for name in benchmarks if args.name == "all" else [args.name]:
+        outcome = benchmarks[name](args.seconds, args.rounds)
+        for report in outcome if isinstance(outcome, list) else [outcome]:
+            show(report)
+            sys.stdout.flush()
+            reports.append(report)
+    if args.json:
+        write_json(args.json, reports)
+    return 0 if all(met for report in reports for *_, met in report.targets) else 1

@@ -1,0 +1,52 @@
+"""Labels that a service gives, against the files' names: ``scripts/accuracy.py``, and an example of a client."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thriftpy2.rpc import make_client
+from thriftpy2.thrift import TException
+
+from torchpipe_py.idl import load_idl
+from torchpipe_py.images import find_images
+
+IDL = load_idl()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where enough labels are right, 1 where not, 2 where the service does not answer."""
+    parser = argparse.ArgumentParser(description="Accuracy of a service on labelled images.")
+    parser.add_argument("--img_dir", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8888)
+    parser.add_argument("--at_least", type=float, default=0.0, help="accuracy below which the exit status is 1")
+    args = parser.parse_args(argv)
+    try:
+        paths = find_images(args.img_dir)
+    except OSError as error:
+        parser.error(f"--img_dir {error}")
+    try:
+        client = make_client(IDL.InferenceService, args.host, args.port, timeout=10_000)
+        right = sum(_is_right(client, path) for path in paths)
+        client.close()
+    except (OSError, TException) as error:
+        print(f"accuracy: no answer from {args.host}:{args.port}: {error}", file=sys.stderr)
+        return 2
+    print(f"accuracy {right / len(paths):.3f} ({right} of {len(paths)} images)")
+    return 0 if right >= args.at_least * len(paths) else 1
+
+
+def _is_right(client: Any, path: Path) -> bool:
+    expected = path.stem.rsplit("_", 1)[0]
+    try:
+        result = client.infer_batch(IDL.InferenceParams(uuid=path.name, data=path.read_bytes()))
+    except IDL.InferenceError as error:
+        print(f"  {path.name}: {error.code}: {error.message}")
+        return False
+    if result.label != expected:
+        print(f"  {path.name}: {result.label} with score {result.score:.3f}")
+    return bool(result.label == expected)
