@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from torchpipe_py import register_backend, registry
+from torchpipe_py import Registry, registry
 
 Register = Callable[[type], str]
 
@@ -26,18 +26,24 @@ def no_thread_left() -> Iterator[None]:
     """A test that leaves a thread of a pipe behind fails; nothing is closed for it."""
     before = set(threading.enumerate())
     yield
-    left = [one.name for one in threading.enumerate() if one.name.startswith("torchpipe-") and one not in before]
-    assert left == []
+    left = {thread.name for thread in threading.enumerate() if thread not in before}
+    assert {name for name in left if name.startswith("torchpipe-")} == set()
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+def restored() -> Iterator[Registry]:
+    """The registry of pipes that are given no other; what a test registers in it is forgotten afterwards."""
+    with registry.default.restored() as default:
+        yield default
+
+
+@pytest.fixture
+def register(restored: Registry) -> Register:
     """Registers a backend class for this test, under a name that no other has; returns the name."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
 
     def register_unique(cls: type) -> str:
         name = f"{cls.__name__}{next(_numbers)}"
-        register_backend(cls, name)
+        restored.register_backend(cls, name)
         return name
 
     return register_unique

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fakes import in_threads
 
-from torchpipe_py import UnknownNode, import_code, parse_toml, pipe, registry
+from torchpipe_py import Registry, UnknownNode, import_code, parse_toml, pipe
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "configs" / "examples"
@@ -23,11 +23,9 @@ LONG = 60_000
 
 
 @pytest.fixture(autouse=True)
-def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def examples(monkeypatch: pytest.MonkeyPatch, restored: Registry) -> None:
     """The backends of the examples, for this test; relative paths are those of the repository."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(registry, "_filters", dict(registry._filters))
     monkeypatch.delitem(sys.modules, "backends", raising=False)
     import_code("configs/examples/backends.py")
     monkeypatch.syspath_prepend(str(EXAMPLES))

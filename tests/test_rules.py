@@ -30,12 +30,11 @@ from torchpipe_py import (
     NoResult,
     Param,
     PipeClosed,
+    Registry,
     Status,
     UnknownNode,
     parse_toml,
     pipe,
-    register_backend,
-    register_filter,
     registry,
 )
 from torchpipe_py.values import to_floats, to_int
@@ -142,14 +141,12 @@ def raising(data: Data) -> Status:
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(restored: Registry) -> None:
     """The names that the rows use, for this test alone."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(registry, "_filters", dict(registry._filters))
     for cls in (Mark, Keys, Sum, Typed, Most, Words, AnyKeys):
-        register_backend(cls)
+        restored.register_backend(cls)
     for filter_ in (upper, Second, no_status, raising):
-        register_filter(filter_)
+        restored.register_filter(filter_)
 
 
 # -- the table ------------------------------------------------------------------------------------------------------
@@ -549,7 +546,7 @@ _BAD_FILTERS = [
 
 
 def _spellings(name: str) -> list[str]:
-    is_built_in = name.lower() in registry.filter_names() or name.lower() in ("continue", "serial_skip")
+    is_built_in = name.lower() in registry.default.filter_names() or name.lower() in ("continue", "serial_skip")
     return list(dict.fromkeys([name, *([name.lower(), name.upper()] if is_built_in else [])]))
 
 

@@ -27,7 +27,7 @@ from torchpipe_py.keys import (
     TASK_RESULT_KEY,
 )
 from torchpipe_py.plan.config import parse_toml
-from torchpipe_py.registry import import_code, register_backend, register_filter, register_postprocessor
+from torchpipe_py.registry import Registry, import_code, register_backend, register_filter, register_postprocessor
 from torchpipe_py.runtime.pipe import Ticket, pipe
 
 __version__ = "0.1.0"
@@ -54,6 +54,7 @@ __all__ = [
     "Overloaded",
     "Param",
     "PipeClosed",
+    "Registry",
     "Status",
     "Ticket",
     "TorchpipeError",

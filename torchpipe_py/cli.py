@@ -146,9 +146,9 @@ def markdown_table() -> Iterator[str]:
 
 
 def _backend(name: str) -> type[Backend]:
-    cls = registry.find_backend(name)
+    cls = registry.default.find_backend(name)
     if cls is None:
-        raise ConfigError(f"no backend {name!r}; {nearest(name, registry.backend_names())}")
+        raise ConfigError(f"no backend {name!r}; {nearest(name, registry.default.backend_names())}")
     return cls
 
 

@@ -7,7 +7,8 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -71,61 +72,133 @@ BUILT_IN_POSTPROCESSORS = {
     "SoftmaxMax": f"{_BACKENDS}.models.postprocess:SoftmaxMax",
 }
 
-# Registration is process-wide by its nature: a name in a TOML file has one meaning.
-_lock = threading.Lock()
-_backends: dict[str, type] = {}
-_postprocessors: dict[str, type] = {}
-_filters: dict[str, Callable[..., Any]] = {}
 
+class Registry:
+    """Names to backends, filters and postprocessors: built-in ones, registered ones, backends of installed packages.
 
-def register_backend(cls: type, name: str | None = None) -> type:
-    """Make ``cls`` usable as ``backend = "name"`` and ``Python[name]``; usable as a decorator.
-
-    ``cls`` is a ``Backend``, or any class with ``init(config)`` and ``forward(list_of_dicts)``, and ``max()`` and
-    ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``.
+    ``entry_points(group=…)`` gives the latter. Any thread may register; a name never changes its meaning.
     """
-    return _register(_backends, cls, name, {*BUILT_IN_BACKENDS, *ALIASES}, ("forward",))
+
+    def __init__(self, entry_points: Callable[..., Iterable[Any]] = entry_points) -> None:
+        self._entry_points = entry_points
+        self._lock = threading.Lock()
+        self._backends: dict[str, type] = {}
+        self._filters: dict[str, Callable[..., Any]] = {}
+        self._postprocessors: dict[str, type] = {}
+
+    @contextmanager
+    def restored(self) -> Iterator[Registry]:
+        """What is registered inside is forgotten at the end."""
+        tables: tuple[dict[str, Any], ...] = (self._backends, self._filters, self._postprocessors)
+        before = [dict(table) for table in tables]
+        try:
+            yield self
+        finally:
+            with self._lock:
+                for table, content in zip(tables, before, strict=True):
+                    table.clear()
+                    table.update(content)
+
+    def register_backend(self, cls: type, name: str | None = None) -> type:
+        """Make ``cls`` usable as ``backend = "name"`` and ``Python[name]``; usable as a decorator.
+
+        ``cls`` is a ``Backend``, or any class with ``init(config)`` and ``forward(list_of_dicts)``, and ``max()`` and
+        ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``.
+        """
+        return self._register(self._backends, cls, name, {*BUILT_IN_BACKENDS, *ALIASES})
+
+    def register_postprocessor(self, cls: type, name: str | None = None) -> type:
+        """Make ``cls`` usable as ``postprocessor = "name"`` of a model backend; see ``postprocess.Postprocessor``."""
+        return self._register(self._postprocessors, cls, name, BUILT_IN_POSTPROCESSORS)
+
+    def register_filter(self, filter_: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+        """Make a filter usable as ``filter = "name"``, ``(name)Backend`` and ``Python[name]``; usable as a decorator.
+
+        It is a function from a request's dict to a ``Status``, or a class with such a ``forward(data)``, of which each
+        place that names it gets an instance. It is called by many threads at once, and may change the dict.
+        """
+        if not callable(filter_) or (isinstance(filter_, type) and not callable(getattr(filter_, "forward", None))):
+            raise ConfigError(f"{name or filter_!r}: expected a function, or a class with a method 'forward'")
+        name = name or filter_.__name__
+        self._add(self._filters, filter_, name, name.lower() in {*filters.BUILT_IN, *filters.ALIASES})
+        return filter_
+
+    def _register(self, table: dict[str, type], cls: type, name: str | None, built_in: Iterable[str]) -> type:
+        _as_class(cls, name or repr(cls))
+        name = name or cls.__name__
+        if not callable(getattr(cls, "forward", None)):
+            raise ConfigError(f"{name}: class {cls.__name__} has no method 'forward'")
+        self._add(table, cls, name, name in built_in)
+        return cls
+
+    def _add(self, table: dict[str, Any], value: Any, name: str, is_built_in: bool) -> None:
+        with self._lock:
+            if is_built_in or table.get(name, value) is not value:
+                raise ConfigError(f"{name!r} is registered already")
+            table[name] = value
+
+    def find_backend(self, name: str) -> type[Backend] | None:
+        """The class called ``name``, or ``None``; one that is no ``Backend`` is wrapped in a ``PythonClass``.
+
+        An import error of a known backend is raised as it is; ``ConfigError`` for a class that makes no backend.
+        """
+        name = canonical(name)
+        if name in BUILT_IN_BACKENDS:
+            cls = _load(BUILT_IN_BACKENDS[name])
+        elif name in self._backends:
+            cls = self._backends[name]
+        else:
+            point = next((point for point in self._installed() if point.name == name), None)
+            if point is None:
+                return None
+            cls = _as_class(point.load(), name)
+        if issubclass(cls, Backend):
+            return cls
+        wrapper: Any = _load(_PLAIN_CLASS)
+        wrapped: type[Backend] = wrapper.of(cls)
+        return wrapped
+
+    def find_filter(self, name: str) -> filters.Filter | None:
+        """The filter called ``name``, of a class a new instance, or ``None``. Built-in ones in any case."""
+        lower = filters.ALIASES.get(name.lower(), name.lower())
+        if lower in filters.BUILT_IN:
+            return filters.BUILT_IN[lower]
+        if name.startswith("Python[") and name.endswith("]"):
+            name = name[len("Python[") : -1].strip()
+        filter_ = self._filters.get(name)
+        if isinstance(filter_, type):
+            forward: filters.Filter = filter_().forward
+            return forward
+        return filter_
+
+    def find_postprocessor(self, name: str) -> type | None:
+        """The class called ``name``, or ``None``."""
+        if name in BUILT_IN_POSTPROCESSORS:
+            return _load(BUILT_IN_POSTPROCESSORS[name])
+        return self._postprocessors.get(name)
+
+    def backend_names(self) -> list[str]:
+        """Every name that can stand in an expression, aliases and installed packages' backends included."""
+        return sorted({*BUILT_IN_BACKENDS, *ALIASES, *self._backends, *(point.name for point in self._installed())})
+
+    def filter_names(self) -> list[str]:
+        """Every name ``filter = …`` takes."""
+        return sorted({*filters.BUILT_IN, *self._filters})
+
+    def postprocessor_names(self) -> list[str]:
+        """Every name ``postprocessor = …`` takes."""
+        return sorted({*BUILT_IN_POSTPROCESSORS, *self._postprocessors})
+
+    def _installed(self) -> Iterable[Any]:
+        return self._entry_points(group=ENTRY_POINT_GROUP)
 
 
-def register_filter(filter_: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """Make a filter usable as ``filter = "name"``, ``(name)Backend`` and ``Python[name]``; usable as a decorator.
+default = Registry()
+"""What a pipe uses that is given no other, and what code registers in as it is imported."""
 
-    It is a function from a request's dict to a ``Status``, or a class with such a ``forward(data)``, of which each
-    place that names it gets an instance. It is called by many threads at once, and may change the dict.
-    """
-    if not callable(filter_) or (isinstance(filter_, type) and not callable(getattr(filter_, "forward", None))):
-        raise ConfigError(f"{name or filter_!r}: expected a function, or a class with a method 'forward'")
-    name = name or filter_.__name__
-    with _lock:
-        taken = name.lower() in {*filters.BUILT_IN, *filters.ALIASES}
-        if taken or _filters.get(name, filter_) is not filter_:
-            raise ConfigError(f"{name!r} is registered already")
-        _filters[name] = filter_
-    return filter_
-
-
-def filter_names() -> list[str]:
-    """Every name ``filter = …`` takes."""
-    return sorted({*filters.BUILT_IN, *_filters})
-
-
-def find_filter(name: str) -> filters.Filter | None:
-    """The filter called ``name``, of a class a new instance; ``None`` if there is none. Built-in ones in any case."""
-    lower = filters.ALIASES.get(name.lower(), name.lower())
-    if lower in filters.BUILT_IN:
-        return filters.BUILT_IN[lower]
-    if name.startswith("Python[") and name.endswith("]"):
-        name = name[len("Python[") : -1].strip()
-    found = _filters.get(name)
-    if isinstance(found, type):
-        forward: filters.Filter = found().forward
-        return forward
-    return found
-
-
-def register_postprocessor(cls: type, name: str | None = None) -> type:
-    """Make ``cls`` usable as ``postprocessor = "name"`` of a model backend; see ``postprocess.Postprocessor``."""
-    return _register(_postprocessors, cls, name, BUILT_IN_POSTPROCESSORS, ("forward",))
+register_backend = default.register_backend
+register_filter = default.register_filter
+register_postprocessor = default.register_postprocessor
 
 
 def import_code(name: str) -> None:
@@ -173,68 +246,10 @@ def canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def backend_names() -> list[str]:
-    """Every name that can stand in an expression, aliases and installed packages' backends included."""
-    return sorted({*BUILT_IN_BACKENDS, *ALIASES, *_backends, *(point.name for point in _entry_points())})
-
-
-def postprocessor_names() -> list[str]:
-    """Every name ``postprocessor = …`` takes."""
-    return sorted({*BUILT_IN_POSTPROCESSORS, *_postprocessors})
-
-
-def find_backend(name: str) -> type[Backend] | None:
-    """The class called ``name``, or ``None``; one that is no ``Backend`` is wrapped in a ``PythonClass``.
-
-    An import error of a known backend is raised as it is; ``ConfigError`` for a class that makes no backend.
-    """
-    name = canonical(name)
-    if name in BUILT_IN_BACKENDS:
-        cls = _load(BUILT_IN_BACKENDS[name])
-    elif name in _backends:
-        cls = _backends[name]
-    else:
-        point = next((point for point in _entry_points() if point.name == name), None)
-        if point is None:
-            return None
-        cls = _as_class(point.load(), name)
-    if issubclass(cls, Backend):
-        return cls
-    wrapper: Any = _load(_PLAIN_CLASS)
-    wrapped: type[Backend] = wrapper.of(cls)
-    return wrapped
-
-
-def find_postprocessor(name: str) -> type | None:
-    """The class called ``name``, or ``None``."""
-    if name in BUILT_IN_POSTPROCESSORS:
-        return _load(BUILT_IN_POSTPROCESSORS[name])
-    return _postprocessors.get(name)
-
-
-def _register(
-    table: dict[str, type], cls: type, name: str | None, built_in: Iterable[str], methods: tuple[str, ...]
-) -> type:
-    _as_class(cls, name or repr(cls))
-    name = name or cls.__name__
-    for method in methods:
-        if not callable(getattr(cls, method, None)):
-            raise ConfigError(f"{name}: class {cls.__name__} has no method {method!r}")
-    with _lock:
-        if name in built_in or table.get(name, cls) is not cls:
-            raise ConfigError(f"{name!r} is registered already")
-        table[name] = cls
-    return cls
-
-
 def _as_class(value: Any, name: str) -> type:
     if not isinstance(value, type):
         raise ConfigError(f"{name}: expected a class, got {type(value).__name__}")
     return value
-
-
-def _entry_points() -> Iterable[Any]:
-    return entry_points(group=ENTRY_POINT_GROUP)
 
 
 def _load(path: str) -> type:

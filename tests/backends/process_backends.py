@@ -158,7 +158,7 @@ class Posts(ItemBackend):
     postprocessor = Param(to_str, doc="its name")
 
     def forward_item(self, item: Data) -> None:
-        item["result"] = registry.find_postprocessor(self.postprocessor)
+        item["result"] = registry.default.find_postprocessor(self.postprocessor)
 
 
 class Duck:

@@ -18,6 +18,8 @@ from torchpipe_py import (
     ConfigError,
     ItemBackend,
     Param,
+    Registry,
+    Status,
     pipe,
     register_backend,
     registry,
@@ -45,7 +47,7 @@ class NoGraphs:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", sorted({*registry.BUILT_IN_BACKENDS, *registry.ALIASES}))
 def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, tmp_path: Path) -> None:
-    cls = registry.find_backend(name)
+    cls = registry.default.find_backend(name)
     assert cls is not None
     assert issubclass(cls, Backend)
     assert cls.__doc__
@@ -77,8 +79,8 @@ def test_every_name_of_the_design_is_there() -> None:
     names = {"Identity", "Sequential", "S", "FirstAvailable", "Python", "DecodeMat", "cvtColorMat", "CvtColorMat"}
     names |= {"ResizeMat", "PillowResizeMat", "ResizePadMat", "Mat2Tensor", "SyncTensor", "StreamGuard", "TensorSync"}
     names |= {"Torch", "OnnxTensor", "TensorrtTensor"}
-    assert names <= set(registry.backend_names())
-    assert {"cpu", "SoftmaxCpu", "SoftmaxMax"} <= set(registry.postprocessor_names())
+    assert names <= set(registry.default.backend_names())
+    assert {"cpu", "SoftmaxCpu", "SoftmaxMax"} <= set(registry.default.postprocessor_names())
 
 
 def test_identity_is_the_default() -> None:
@@ -283,7 +285,7 @@ def test_registration_as_a_decorator() -> None:
     class Decorated(Duck):
         """Named after itself."""
 
-    backend: Any = registry.find_backend("Decorated")
+    backend: Any = registry.default.find_backend("Decorated")
     assert backend.wrapped is Decorated
 
 
@@ -298,7 +300,25 @@ def test_registration_as_a_decorator() -> None:
 def test_things_that_cannot_be_registered(thing: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         register_backend(thing, "Unusable")
-    assert registry.find_backend("Unusable") is None
+    assert registry.default.find_backend("Unusable") is None
+
+
+def test_a_pipe_knows_the_names_of_its_registry() -> None:
+    mine, others = Registry(), Registry()
+    mine.register_backend(Shift, "Named")
+    others.register_backend(ShiftMore, "Named")
+    mine.register_filter(lambda data: Status.Break, "never")
+    with pipe({"a": {"backend": "Named", "by": 1, "filter": "never"}}, registry=mine) as p:
+        p(item := {"data": 1})
+    assert "result" not in item
+    assert others.find_backend("Named") is not mine.find_backend("Named")
+    with pytest.raises(ConfigError, match="no filter 'never'"):
+        pipe({"a": {"backend": "Named", "by": 1, "filter": "never"}}, registry=others)
+    with pytest.raises(ConfigError, match="no backend 'Named'"):
+        pipe({"backend": "Named"})
+    with mine.restored() as registry_inside:
+        registry_inside.register_backend(Shift, "Gone")
+    assert mine.find_backend("Gone") is None
 
 
 class FakeEntryPoint:
@@ -313,24 +333,24 @@ class FakeEntryPoint:
         return self.value
 
 
-def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points() -> None:
     points = [FakeEntryPoint("Installed", Shift), FakeEntryPoint("NoClass", 3), FakeEntryPoint("Broken", ImportError())]
 
     def entry_points(group: str) -> list[FakeEntryPoint]:
         assert group == "torchpipe_py.backends"
         return points
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    known = Registry(entry_points)
     item: Data = {"data": 1}
-    with pipe({"backend": "Installed", "by": 1}) as p:
+    with pipe({"backend": "Installed", "by": 1}, registry=known) as p:
         p(item)
     assert item["result"] == (2, ("a",))
     with pytest.raises(ConfigError, match=r"did you mean 'Installed'\?"):
-        pipe({"backend": "Instaled"})
+        pipe({"backend": "Instaled"}, registry=known)
     with pytest.raises(ConfigError, match="NoClass: expected a class, got int"):
-        pipe({"backend": "NoClass"})
+        pipe({"backend": "NoClass"}, registry=known)
     with pytest.raises(ImportError):
-        pipe({"backend": "Broken"})
+        pipe({"backend": "Broken"}, registry=known)
 
 
 # -- FirstAvailable -----------------------------------------------------------------------------------------------

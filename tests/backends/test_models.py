@@ -14,7 +14,7 @@ from conftest import Register, encode, picture, save_model
 from fakes import Gate, error_of, outcome
 from onnx import TensorProto, helper
 
-from torchpipe_py import BackendError, BackendUnavailable, ConfigError, pipe, register_postprocessor, registry
+from torchpipe_py import BackendError, BackendUnavailable, ConfigError, pipe, register_postprocessor
 
 Data = dict[str, Any]
 
@@ -362,9 +362,8 @@ def test_softmax_max_takes_one_row_for_each_item(sum_and_difference: str, models
         p({"data": torch.zeros(1, 3, 2, 2)})
 
 
-def test_a_postprocessor_of_ones_own(classifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_postprocessors", {})
-
+@pytest.mark.usefixtures("restored")
+def test_a_postprocessor_of_ones_own(classifier: str) -> None:
     class Sizes:
         """No init, and one result too few for a batch of three."""
 

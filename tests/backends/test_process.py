@@ -31,7 +31,6 @@ from torchpipe_py import (
     import_code,
     pipe,
     register_postprocessor,
-    registry,
 )
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
@@ -130,8 +129,8 @@ def test_a_registered_class_with_init_and_forward(register: Register) -> None:
         assert 1 <= count <= 3
 
 
-def test_a_registered_postprocessor_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_postprocessors", {})
+@pytest.mark.usefixtures("restored")
+def test_a_registered_postprocessor_goes_along() -> None:
     register_postprocessor(process_backends.Doubled, "doubled")
     posts = backend(process_backends.Posts, postprocessor="doubled")
     posts.setup()
@@ -596,9 +595,9 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     os.close(fd)
 
 
+@pytest.mark.usefixtures("restored")
 def test_a_class_of_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it lies a module that it imports, in the worker as well."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour_of_it.py").write_text("FACTOR = 3\n", encoding="utf-8")
     text = """

@@ -20,7 +20,7 @@ from torchpipe_py import Backend, BackendError, ConfigError, ItemBackend, pipe
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.images import files, taps
 from torchpipe_py.backends.images.tensor import ResizeTensor
-from torchpipe_py.registry import find_backend
+from torchpipe_py.registry import default
 
 Data = dict[str, Any]
 
@@ -51,7 +51,7 @@ def run(backend: str, data: Any, **config: Any) -> Data:
 @contextmanager
 def made(name: str, **params: Any) -> Iterator[Backend]:
     """An instance of the class of that name, set up without a pipe."""
-    cls = find_backend(name)
+    cls = default.find_backend(name)
     assert cls is not None
     assert issubclass(cls, Backend)
     defaults = {key: param.default for key, param in cls.parameters().items()}

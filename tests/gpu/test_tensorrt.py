@@ -24,7 +24,7 @@ from device import (
 )
 from onnx import TensorProto, helper, numpy_helper, save
 
-from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor, registry
+from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor
 
 pytestmark = [needs_tensorrt, pytest.mark.timeout(400)]
 
@@ -157,9 +157,8 @@ def test_postprocessors_on_the_gpu_are_those_on_the_host(resnet18: str, postproc
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_postprocessor_of_ones_own_gets_tensors_on_the_gpu(resnet18: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_postprocessors", dict(registry._postprocessors))
-
+@pytest.mark.usefixtures("restored")
+def test_a_postprocessor_of_ones_own_gets_tensors_on_the_gpu(resnet18: str) -> None:
     class Largest:
         def forward(self, outputs: list[Any]) -> list[Any]:
             assert outputs[0].is_cuda

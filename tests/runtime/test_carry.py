@@ -12,7 +12,7 @@ import pytest
 from conftest import Register
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 
-from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Status, pipe, registry
+from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Registry, Status, pipe
 from torchpipe_py.runtime.roster import Roster, Sleeper
 
 Data = dict[str, Any]
@@ -277,15 +277,14 @@ def test_a_borrowed_sleeper_is_not_woken_before_it_is_back() -> None:
     thread.join(WAIT)
 
 
-def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_filters", {})
+def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, restored: Registry) -> None:
     pipes: list[pipe] = []
 
     def closing(data: Data) -> Status:
         pipes[0].close()
         return Status.Run
 
-    registry.register_filter(closing, "closing")
+    restored.register_filter(closing, "closing")
     nodes = {"a": {"backend": register(Where), "next": "b"}, "b": {"backend": register(Where), "filter": "closing"}}
     p = pipe(nodes)
     pipes.append(idle(p))

@@ -20,6 +20,14 @@ BatchRange = tuple[int, int]
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 
 
+class Postprocessors(Protocol):
+    """The part of a registry that parameters need."""
+
+    def find_postprocessor(self, name: str) -> type | None: ...
+
+    def postprocessor_names(self) -> list[str]: ...
+
+
 class Param:
     """A parameter of a backend, declared once as a class attribute.
 
@@ -52,7 +60,7 @@ class Param:
         # A non-data descriptor: an instance's own attribute, the typed value, comes first.
         return self
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: Any, registry: Postprocessors) -> Any:
         """The typed value; ``ValueError`` where it is of the wrong type or out of bounds."""
         typed = self.convert(value)
         if self.choices and typed not in self.choices:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.registry import ALIASES, Registry, canonical
 from torchpipe_py.values import Value, to_str
 
 
@@ -44,7 +44,7 @@ class BackendPlan:
 
 def expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
     """``A`` with a key ``"A::backend" = "B"`` is ``A[B]``; everything else stays as it is."""
-    name = registry.canonical(call.name)
+    name = canonical(call.name)
     key = next((key for key in _scoped(name, "backend") if key in node.params), None)
     if not call.args and key is not None and name not in ancestors:
         try:
@@ -61,8 +61,9 @@ class Binder:
     What is wrong with single values goes to ``problems``; what leaves no backend to bind is raised.
     """
 
-    def __init__(self, node: NodeSpec, problems: Problems) -> None:
+    def __init__(self, node: NodeSpec, registry: Registry, problems: Problems) -> None:
         self.node = node
+        self.registry = registry
         self.problems = problems
         self.used: set[str] = set()
         self.known: set[str] = set()
@@ -95,12 +96,12 @@ class Binder:
 
     def _find(self, call: Call) -> type[Backend]:
         try:
-            cls = registry.find_backend(call.name)
+            cls = self.registry.find_backend(call.name)
         except ConfigError as error:
             raise self.node.at("backend").error(error) from None
         if cls is None:
             raise self.node.at("backend").error(
-                f"no backend {call.name!r}; {nearest(call.name, registry.backend_names())} (one of your own is "
+                f"no backend {call.name!r}; {nearest(call.name, self.registry.backend_names())} (one of your own is "
                 "registered before: register_backend, import_code, --import)"
             )
         return cls
@@ -115,7 +116,7 @@ class Binder:
             raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
 
     def _params(self, call: Call, cls: type[Backend], position: _Position) -> dict[str, Any]:
-        scope = registry.canonical(call.name)
+        scope = canonical(call.name)
         if cls.any_params:
             return self._all_params(scope)
         params = {}
@@ -138,7 +139,7 @@ class Binder:
 
     def _read(self, key: str, scope: str, param: Param, position: _Position) -> Any:
         try:
-            value = param.read(_at_position(self.node.params[key], position, scope))
+            value = param.read(_at_position(self.node.params[key], position, scope), self.registry)
             if param.file and value and not os.path.isfile(value):
                 raise ValueError(f"no such file: {value} (working directory: {os.getcwd()})")
         except ValueError as error:
@@ -165,7 +166,7 @@ class Binder:
             return None
         if not parent.is_sequence:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
-        return find_filter(call.filter, self.node, "backend")
+        return find_filter(call.filter, self.node, "backend", self.registry)
 
     def check_keys(self, unused: Iterable[str]) -> None:
         """Keys that nothing takes, and missing ones."""
@@ -181,7 +182,7 @@ class Binder:
 
 def _scoped(scope: str, name: str) -> list[str]:
     """The scoped forms of a key, under the backend's own name and its aliases."""
-    aliases = [alias for alias, target in registry.ALIASES.items() if target == scope]
+    aliases = [alias for alias, target in ALIASES.items() if target == scope]
     return [f"{prefix}::{name}" for prefix in (scope, *aliases)]
 
 
@@ -196,7 +197,7 @@ class _Position:
 
 
 def _positions(call: Call) -> dict[int, _Position]:
-    names = [registry.canonical(arg.name) for arg in call.args]
+    names = [canonical(arg.name) for arg in call.args]
     return {
         id(arg): _Position(names[:place].count(name), names.count(name), place, len(names))
         for place, (arg, name) in enumerate(zip(call.args, names, strict=True))
@@ -218,7 +219,7 @@ def _at_position(value: Value, position: _Position, scope: str) -> Value:
     raise ValueError(f"{value!r} has {len(parts)} values, {scope} occurs {position.count} times")
 
 
-def find_filter(name: str, node: NodeSpec, key: str) -> Filter:
+def find_filter(name: str, node: NodeSpec, key: str, registry: Registry) -> Filter:
     """The filter that ``key`` of the node names."""
     try:
         filter_ = registry.find_filter(name)

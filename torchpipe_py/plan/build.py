@@ -22,6 +22,7 @@ from torchpipe_py.plan.config import (
     split_variants,
 )
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
+from torchpipe_py.registry import Registry, default
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class Pipeline:
     plans: Mapping[str, NodePlan]
 
 
-def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipeline:
+def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: Registry = default) -> Pipeline:
     """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts.
+
+    ``registry`` knows the backends, filters and postprocessors that it names.
 
     Raises ``ConfigError`` for all that is wrong with it, as far as one mistake does not hide another.
     """
@@ -77,12 +80,12 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
     for name, node in spec.nodes.items():
         with problems.gathered():
             if node.owner == name:
-                bound[name] = _bind_node(node, problems)
+                bound[name] = _bind_node(node, registry, problems)
     filters = {}
     for name, node in spec.nodes.items():
         with problems.gathered():
             if node.filter is not None:
-                filters[name] = find_filter(node.filter, node, "filter")
+                filters[name] = find_filter(node.filter, node, "filter", registry)
     if spec.broken:
         # Without a node that could not be read, edges to it would look wrong as well.
         problems.raise_all()
@@ -95,8 +98,8 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
     }
     plans = {}
     for name, node in spec.nodes.items():
-        default = run if node.map or not graph.predecessors[name] else swap
-        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, default), reaching[node.owner])
+        usual = run if node.map or not graph.predecessors[name] else swap
+        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, usual), reaching[node.owner])
     used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
     known = set().union(*(known for *_, known in bound.values()))
     _check_defaults(spec, used, known, problems)
@@ -107,12 +110,14 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any]) -> Pipelin
     return Pipeline(spec, graph, plans)
 
 
-def _bind_node(node: NodeSpec, problems: Problems) -> tuple[tuple[BackendPlan, ...], set[str], set[str]]:
+def _bind_node(
+    node: NodeSpec, registry: Registry, problems: Problems
+) -> tuple[tuple[BackendPlan, ...], set[str], set[str]]:
     """Its backends, the keys they used, and those they know."""
     backends: list[BackendPlan] = []
     binders = []
     for index, call in enumerate(node.calls):
-        binder = Binder(_variant(node, index), problems)
+        binder = Binder(_variant(node, index), registry, problems)
         backends.append(binder.bind(expand(call, binder.node), {}))
         binders.append(binder)
     used = set().union(*(binder.used for binder in binders))

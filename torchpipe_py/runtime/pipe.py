@@ -16,6 +16,8 @@ from typing import Any
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.registry import Registry
+from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.request import Countdown, Request, Ride, deadline_after
 from torchpipe_py.runtime.routes import Enter
 from torchpipe_py.runtime.runtime import Engine
@@ -38,11 +40,14 @@ class pipe:
     (or more than one that no jump leads to). A list of dicts is
     several requests: the call returns when all are finished, and raises the first error if any raised.
     ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
-    Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once.
+    Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once. ``registry`` has the backends, filters and
+    postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        self._engine = Engine(plan_pipeline(config))
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry = default_registry
+    ) -> None:
+        self._engine = Engine(plan_pipeline(config, registry))
         self._engine.start()
         self._roots = {name: self._engine.entries[name] for name in self._engine.graph.roots}
         entered = [name for name in self._roots if name not in self._engine.graph.jumped_to]

@@ -14,7 +14,7 @@ import pytest
 import torchpipe_server
 from browser import CHROMIUM, Browser, labels, text_of
 
-from torchpipe_py import import_code, registry
+from torchpipe_py import Registry, import_code
 from torchpipe_py.drawing.depict import depict
 from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.drawing.svg import svg
@@ -185,11 +185,9 @@ def browser(tmp_path: Path) -> Browser:
 
 
 @pytest.fixture
-def detector(monkeypatch: pytest.MonkeyPatch) -> str:
+def detector(monkeypatch: pytest.MonkeyPatch, restored: Registry) -> str:
     """The picture of `configs/detector.toml` with room for figures."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(registry, "_filters", dict(registry._filters))
     monkeypatch.delitem(sys.modules, "backends", raising=False)
     import_code("configs/examples/backends.py")
     return svg(depict(plan_pipeline("configs/detector.toml"), live=True))

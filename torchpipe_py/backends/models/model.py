@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Backend, Data, Param
-from torchpipe_py.backends.models.postprocess import Postprocessor, make_postprocessor, to_postprocessor
+from torchpipe_py.backends.models.postprocess import Postprocessor, PostprocessorParam, make_postprocessor
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_floats, to_int, to_str
@@ -26,7 +26,7 @@ class ModelBackend(Backend):
     max_batch = Param(to_int, 1, low=1, key="max", doc="most items of a batch")
     mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
     std = Param(to_floats, (), doc="each channel divided by it after mean, inside the model")
-    postprocessor = Param(to_postprocessor, "", doc="cpu, SoftmaxCpu, SoftmaxMax or a registered one")
+    postprocessor = PostprocessorParam(to_str, "", doc="cpu, SoftmaxCpu, SoftmaxMax or a registered one")
     labels = Param(to_str, "", file=True, doc="text file with a label a line, for SoftmaxMax: index to label")
 
     def setup(self) -> None:

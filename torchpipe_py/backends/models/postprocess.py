@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.base import Param, Postprocessors
 from torchpipe_py.errors import ConfigError, nearest
-from torchpipe_py.registry import find_postprocessor, postprocessor_names
 
 
 class Postprocessor:
@@ -31,12 +31,14 @@ class Postprocessor:
         raise NotImplementedError(type(self).__name__)
 
 
-def to_postprocessor(value: Any) -> type:
-    """The class registered under the name ``value``; ``ValueError`` with the nearest name where there is none."""
-    cls = find_postprocessor(str(value))
-    if cls is None:
-        raise ValueError(f"no postprocessor {value!r}; {nearest(str(value), postprocessor_names())}")
-    return cls
+class PostprocessorParam(Param):
+    """A parameter that names a registered postprocessor; typed, it is the class."""
+
+    def read(self, value: Any, registry: Postprocessors) -> type:
+        cls = registry.find_postprocessor(str(value))
+        if cls is None:
+            raise ValueError(f"no postprocessor {value!r}; {nearest(str(value), registry.postprocessor_names())}")
+        return cls
 
 
 def make_postprocessor(cls: type, config: Mapping[str, Any]) -> Postprocessor:

@@ -68,9 +68,9 @@ class Recipe:
 
     def postprocessors(self) -> dict[str, type]:
         """Registered postprocessors that a parameter names: the worker has a registry of its own."""
-        registered = {*registry.postprocessor_names()} - registry.BUILT_IN_POSTPROCESSORS.keys()
+        registered = {*registry.default.postprocessor_names()} - registry.BUILT_IN_POSTPROCESSORS.keys()
         named = {value for value in self.params.values() if isinstance(value, str) and value in registered}
-        found = {name: registry.find_postprocessor(name) for name in named}
+        found = {name: registry.default.find_postprocessor(name) for name in named}
         for child in self.children:
             found |= child.postprocessors()
         return {name: cls for name, cls in found.items() if cls is not None}
