@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from examples import prefetch
 from torch.utils.data import DataLoader
 
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher
@@ -39,6 +41,25 @@ def until(predicate: Any) -> None:
             return
         waiting.wait(0.005)
     raise AssertionError("never came true")
+
+
+def consume(items: Iterator[int], consumers: int) -> tuple[list[int], list[str]]:
+    """What so many threads took of them, and the errors that ended it, one for each thread at most."""
+    taken: list[int] = []
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            taken.extend(items)
+        except ArithmeticError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(consumers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    return taken, errors
 
 
 def test_items_come_in_order() -> None:
@@ -87,18 +108,13 @@ def test_dropping_it_ends_the_thread() -> None:
     next(items)
     del items
     gc.collect()
-    assert not [one for one in threading.enumerate() if one.name == "torchpipe-test"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe-test"]
 
 
 def test_several_consumers_share_the_items() -> None:
-    found: list[int] = []
     with BackgroundIterator(Source(200), depth=4) as items:
-        consumers = [threading.Thread(target=lambda: found.extend(items)) for _ in range(4)]
-        for one in consumers:
-            one.start()
-        for one in consumers:
-            one.join(WAIT)
-    assert sorted(found) == list(range(200))
+        taken, _ = consume(items, 4)
+    assert sorted(taken) == list(range(200))
 
 
 def test_a_depth_below_one_is_refused() -> None:
@@ -120,14 +136,9 @@ def test_a_feeder_gives_each_result_to_one_consumer() -> None:
                 at_once -= 1
             yield number
 
-    found: list[int] = []
     with BatchFeeder(source(), lambda number: -number, threads=4, depth=3) as feeder:
-        consumers = [threading.Thread(target=lambda: found.extend(feeder)) for _ in range(3)]
-        for one in consumers:
-            one.start()
-        for one in consumers:
-            one.join(WAIT)
-    assert sorted(found) == list(range(-299, 1))
+        taken, _ = consume(feeder, 3)
+    assert sorted(taken) == list(range(-299, 1))
     assert most == 1
 
 
@@ -138,23 +149,10 @@ def test_an_error_in_a_feeder_reaches_every_consumer(in_source: bool) -> None:
             raise ArithmeticError("here")
         return number
 
-    raised: list[str] = []
-
-    def consume(feeder: BatchFeeder[int]) -> None:
-        try:
-            for _ in feeder:
-                pass
-        except ArithmeticError as error:
-            raised.append(str(error))
-
     source = Source(8, ArithmeticError("here") if in_source else None)
     with BatchFeeder(source, work, threads=2, depth=2) as feeder:
-        consumers = [threading.Thread(target=consume, args=(feeder,)) for _ in range(3)]
-        for one in consumers:
-            one.start()
-        for one in consumers:
-            one.join(WAIT)
-    assert raised == ["here"] * 3
+        _, errors = consume(feeder, 3)
+    assert errors == ["here"] * 3
 
 
 def test_closing_a_feeder_ends_its_threads() -> None:
@@ -163,7 +161,7 @@ def test_closing_a_feeder_ends_its_threads() -> None:
     threads = feeder._threads
     feeder.close()
     feeder.close()
-    assert not any(one.is_alive() for one in threads)
+    assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(ValueError, match="at least 1 thread"):
         BatchFeeder([], print, threads=0)
 
@@ -178,16 +176,16 @@ def test_the_prefetcher_is_plain_iteration_on_the_cpu() -> None:
     prefetcher = CudaPrefetcher(DataLoader(values, batch_size=2), device="cpu", transform=lambda batch: batch * 2)  # type: ignore[arg-type]
     assert len(prefetcher) == 3
     for _ in range(2):
-        assert [one.tolist() for one in prefetcher] == [[0, 2], [4, 6], [8, 10]]
+        assert [batch.tolist() for batch in prefetcher] == [[0, 2], [4, 6], [8, 10]]
 
 
 def test_the_prefetcher_keeps_the_structure_of_a_batch() -> None:
     batch = {"pair": Pair(torch.ones(2), ["a"]), "list": [torch.zeros(1), 5], "tuple": (1, "x")}
-    (found,) = CudaPrefetcher([batch], device="cpu")
-    assert isinstance(found["pair"], Pair)
-    assert found["pair"].names == ["a"]
-    assert found["list"][1] == 5
-    assert found["tuple"] == (1, "x")
+    (moved,) = CudaPrefetcher([batch], device="cpu")
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].names == ["a"]
+    assert moved["list"][1] == 5
+    assert moved["tuple"] == (1, "x")
 
 
 def test_the_prefetcher_passes_errors_on() -> None:
@@ -195,3 +193,11 @@ def test_the_prefetcher_passes_errors_on() -> None:
     assert next(prefetcher) == 0
     with pytest.raises(ArithmeticError):
         next(prefetcher)
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        prefetch.main(epochs=3)
+    losses = re.findall(r"epoch \d: 6 batches, loss ([\d.]+)", capsys.readouterr().out)
+    assert len(losses) == 3
+    assert float(losses[-1]) < float(losses[0])

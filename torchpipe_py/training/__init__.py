@@ -7,6 +7,7 @@ from torchpipe_py.training.data.sampler import DistributedEvalSampler
 from torchpipe_py.training.data.transforms import TensorToTensor, cv2Resize
 from torchpipe_py.training.errors import BadSample, PeerFailed, TrainingError, UnreadableFile
 from torchpipe_py.training.loader import TorchpipeLoader
+from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.prefetch.background import BackgroundIterator, BatchFeeder
 from torchpipe_py.training.prefetch.cuda import CudaPrefetcher
 from torchpipe_py.training.wrap import wrap_dataloader_torchpipe
@@ -21,6 +22,7 @@ __all__ = [
     "ImageFiles",
     "ImageFolder",
     "LmdbImages",
+    "LoaderOptions",
     "PeerFailed",
     "TensorToTensor",
     "TorchpipeLoader",
