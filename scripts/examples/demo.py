@@ -12,25 +12,23 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import cv2
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from examples.export import export_checked, open_session
+from examples.networks import fit, normalise
 
-Item = TypeVar("Item")
 Polygons = list[np.ndarray]  # each float32 K×2, (x, y) within the unit disc
 
 SIDE = 64  # pixels; the network's input is SIDE×SIDE
-MEAN = (123.675, 116.28, 103.53)  # RGB; the pipeline writes these two into the graph, so the export is without them
-STD = (58.395, 57.12, 57.375)
 OPSET = 17
 TRAIN, HELD_OUT = 0, 1  # second word of every picture's random seed: the two sets share no stream
 HELD_OUT_PER_CLASS = 100
@@ -55,16 +53,6 @@ GLYPHS = {  # strokes between the points of a 3×3 grid, numbered in reading ord
     "Y": "04 24 47",
     "Z": "02 26 68",
 }
-
-
-def _progress(items: Iterable[Item], description: str, total: int) -> Iterable[Item]:
-    """A progress bar where tqdm is installed, the items alone where it is not."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    bar: Iterable[Item] = tqdm(items, desc=description, total=total, leave=False)
-    return bar
 
 
 # --- shapes: a label's outline as polygons in the unit disc --------------------------------------------------------
@@ -266,7 +254,7 @@ def draw_set(seed: int, part: int, per_class: int) -> Pictures:
     """``part`` is ``TRAIN`` or ``HELD_OUT``. Picture i of a class is the same however many are drawn."""
     labels = list(shapes())
     keys = [(index, number) for number in range(per_class) for index in range(len(labels))]
-    bar = _progress(keys, "drawing", len(keys))
+    bar = tqdm(keys, "drawing", leave=False)
     jpegs = [draw_jpeg(labels[index], np.random.default_rng([seed, part, index, number])) for index, number in bar]
     return Pictures(jpegs, np.array([index for index, _ in keys], dtype=np.int64))
 
@@ -279,12 +267,6 @@ def preprocess(jpeg: bytes) -> np.ndarray:
     picture = cv2.imdecode(np.frombuffer(jpeg, dtype=np.uint8), cv2.IMREAD_COLOR)
     picture = cv2.resize(picture, (SIDE, SIDE), interpolation=cv2.INTER_LINEAR)
     return np.ascontiguousarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB).transpose(2, 0, 1))
-
-
-def normalise(images: torch.Tensor) -> torch.Tensor:
-    """uint8 N×3×H×W → float32 of the same shape."""
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-    return (images.float() - mean) / std
 
 
 def build_network(classes: int) -> nn.Sequential:
@@ -306,24 +288,18 @@ def _augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return turned.flip(axes).roll(shifts, (2, 3))[:, torch.randperm(3, generator=generator)]
 
 
-def train_network(pictures: Pictures, epochs: int, seed: int) -> nn.Sequential:
+def train_network(pictures: Pictures, epochs: int, seed: int) -> nn.Module:
     """Adam with a one-cycle rate and cross-entropy; the network in eval mode."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     images = torch.from_numpy(np.stack([preprocess(jpeg) for jpeg in pictures.jpegs]))
     classes = torch.from_numpy(pictures.classes)
     network = build_network(len(shapes())).to(memory_format=torch.channels_last)  # twice as fast to train on a CPU
-    optimiser = torch.optim.AdamW(network.parameters(), weight_decay=1e-2)
     steps = epochs * math.ceil(len(images) / BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, LEARNING_RATE, total_steps=steps)
     orders = (torch.randperm(len(images), generator=generator).split(BATCH) for _ in range(epochs))
-    for chosen in _progress((batch for order in orders for batch in order), "training", steps):
-        logits = network(normalise(_augment(images[chosen], generator)))
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(logits, classes[chosen]).backward()
-        optimiser.step()
-        schedule.step()
-    return network.eval()
+    chosen = tqdm((batch for order in orders for batch in order), "training", steps, leave=False)
+    batches = ((_augment(images[batch], generator), classes[batch]) for batch in chosen)
+    return fit(network, batches, nn.functional.cross_entropy, steps, LEARNING_RATE)
 
 
 # --- artefacts ---------------------------------------------------------------------------------------------------

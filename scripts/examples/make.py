@@ -14,7 +14,7 @@ import cv2
 import torch
 from torch import nn
 
-from examples.demo import MEAN, OPSET, STD
+from examples.demo import OPSET
 from examples.drawing import (
     HEIGHT,
     HELD_OUT,
@@ -31,7 +31,7 @@ from examples.drawing import (
 )
 from examples.export import BATCH_AXES, Axes, ExportError, Size, export_checked, max_difference
 from examples.measure import SceneResult, read_line, recall_and_precision, runner, scene_result
-from examples.networks import CROP, DIGITS, train_classifier, train_detector, train_reader
+from examples.networks import CROP, DIGITS, MEAN, STD, train_classifier, train_detector, train_reader
 from examples.shared import postprocess
 
 LINE_AXES: Axes = {"input": {0: "batch", 3: "width"}, "logits": {0: "batch", 1: "steps"}}

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from examples.demo import normalise
 from examples.drawing import HEIGHT, WIDTH, Line, Scene
 from examples.shared import postprocess
 
@@ -19,6 +18,8 @@ CROPS_PER_TILE = 3
 DIGITS = 10
 CORE, REACH = 0.25, 0.4  # of a tile's side, from its centre: cells within CORE predict it, cells beyond REACH do not
 BATCH = 32
+MEAN = (123.675, 116.28, 103.53)  # RGB; a pipeline writes these two into the graph, so the export is without them
+STD = (58.395, 57.12, 57.375)
 
 Batch = tuple[torch.Tensor, ...]  # pictures first, uint8
 
@@ -36,7 +37,13 @@ def _stack(widths: Sequence[int], strides: Sequence[int]) -> list[nn.Module]:
     return [layer for (inputs, outputs), stride in pairs for layer in _convolution(inputs, outputs, 3, stride, 1)]
 
 
-def _fit(
+def normalise(images: torch.Tensor) -> torch.Tensor:
+    """uint8 N×3×H×W → float32 of the same shape."""
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return (images.float() - mean) / std
+
+
+def fit(
     network: nn.Module, batches: Iterable[Batch], loss: Callable[..., torch.Tensor], steps: int, rate: float
 ) -> nn.Module:
     """AdamW with a one-cycle rate; ``loss`` takes the output and what follows the pictures. Gives it in eval mode."""
@@ -103,7 +110,7 @@ def train_detector(scenes: Sequence[Scene], epochs: int, seed: int) -> nn.Module
     batches = ((pictures[chosen], targets[chosen]) for chosen in _orders(len(scenes), epochs, seed))
     steps = epochs * (len(scenes) // BATCH)
     network = build_detector().to(memory_format=torch.channels_last)
-    return _fit(network, batches, _detector_loss, steps, rate=6e-3)
+    return fit(network, batches, _detector_loss, steps, rate=6e-3)
 
 
 # --- classifier --------------------------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ def train_classifier(scenes: Sequence[Scene], epochs: int, seed: int) -> nn.Modu
     classes = torch.from_numpy(np.concatenate([scene.classes for scene in chosen_scenes]))
     batches = ((pictures[chosen], classes[chosen]) for chosen in _orders(len(classes), epochs, seed))
     network = build_classifier().to(memory_format=torch.channels_last)
-    return _fit(network, batches, nn.functional.cross_entropy, epochs * (len(classes) // BATCH), rate=6e-3)
+    return fit(network, batches, nn.functional.cross_entropy, epochs * (len(classes) // BATCH), rate=6e-3)
 
 
 # --- text lines --------------------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def train_reader(lines: Sequence[Line], epochs: int, seed: int) -> nn.Module:
         return padded_lines([mats[index] for index in chosen.tolist()], rng), classes, torch.tensor([*map(len, texts)])
 
     batches = (batch(chosen) for chosen in _orders(len(lines), epochs, seed))
-    return _fit(
+    return fit(
         LineReader().to(memory_format=torch.channels_last),
         batches,
         _ctc_loss,

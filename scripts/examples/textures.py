@@ -172,9 +172,9 @@ def _claim(root: Path, made_with: str) -> None:
     if not path.exists():
         with in_the_place_of(path) as unfinished:
             unfinished.write_text(made_with, encoding="utf-8")
-    found = path.read_text(encoding="utf-8")
-    if found != made_with:
-        raise ValueError(f"root: {root} holds pictures of {found.strip()}, not {made_with.strip()}")
+    there = path.read_text(encoding="utf-8")
+    if there != made_with:
+        raise ValueError(f"root: {root} holds pictures of {there.strip()}, not {made_with.strip()}")
 
 
 def _missing(root: Path, counts: dict[str, int], classes: int) -> Iterator[tuple[str, int, int]]:

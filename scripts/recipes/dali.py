@@ -33,7 +33,7 @@ class CutOut:
     def __call__(self, images: Any) -> Any:
         fn = _dali("fn")
         # NOTE: drawn from a list, since a range of integers is rounded: squares would leave the image.
-        anchors = [float(one) for one in range(self.size - self.side + 1)]
+        anchors = [float(anchor) for anchor in range(self.size - self.side + 1)]
         return fn.erase(
             images,
             anchor=fn.random.uniform(values=anchors, shape=2),
@@ -130,11 +130,11 @@ class DaliLoader:
             self._is_over = True
             raise StopIteration
         with self._statistics.consumer_waits():
-            (found,) = next(self._iterator)
-            indices = found["indices"].flatten().to(torch.int64)
+            (outputs,) = next(self._iterator)
+            indices = outputs["indices"].flatten().to(torch.int64)
             labels = self._labels[indices].to(self._device)
         batch = Batch(
-            found["images"],
+            outputs["images"],
             labels,
             mask=torch.ones(len(indices), dtype=torch.bool),
             indices=indices,
@@ -193,7 +193,7 @@ class DaliLoader:
             "seed": recipe.seed,
             "size": recipe.size,
             "decode": recipe.decode,
-            "augments": [repr(one) for one in recipe.augments],
+            "augments": [repr(augment) for augment in recipe.augments],
         }
 
     def _opened(self, checkpoint: bytes | None) -> Any:

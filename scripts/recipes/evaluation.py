@@ -60,9 +60,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if args.folder is not None and "pipe" in runs:
         print(f"torchpipe-serve {shlex.quote(str(args.folder / 'served.toml'))} serves that pipe")
     if len(runs) == 2:
-        found = Agreement.of(*(run.predictions for run in runs.values()))
-        print(f"top-1 agreement {found.share:.4f}, scores differ by {found.largest:.2g} at most")
-        report["agreement"] = asdict(found)
+        agreement = Agreement.of(*(run.predictions for run in runs.values()))
+        print(f"top-1 agreement {agreement.share:.4f}, scores differ by {agreement.largest:.2g} at most")
+        report["agreement"] = asdict(agreement)
     return report
 
 
@@ -155,11 +155,11 @@ class Agreement:
     largest: float
 
     @classmethod
-    def of(cls, one: Predictions, other: Predictions) -> Agreement:
+    def of(cls, first: Predictions, second: Predictions) -> Agreement:
         """Of two runs over the same images, at least one."""
-        both = (one.classes != NO_PREDICTION) & (other.classes != NO_PREDICTION)
-        gaps = np.abs(one.scores - other.scores)[both]
-        return cls(float((one.classes == other.classes).mean()), float(gaps.max(initial=0.0)))
+        both = (first.classes != NO_PREDICTION) & (second.classes != NO_PREDICTION)
+        gaps = np.abs(first.scores - second.scores)[both]
+        return cls(float((first.classes == second.classes).mean()), float(gaps.max(initial=0.0)))
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Run:
 
 def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
     """Preprocessing and model in one pipe, called from ``--clients`` threads."""
-    found = Predictions.none(len(dataset))
+    predictions = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -192,14 +192,14 @@ def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
                 return
             run(request)
             if "result" in request:
-                name, found.scores[index] = request["result"]
-                found.classes[index] = numbers[name]
+                name, predictions.scores[index] = request["result"]
+                predictions.classes[index] = numbers[name]
 
         predict(0)
         began = perf_counter()
         for _ in clients.map(predict, range(len(dataset))):
             pass
-        return Run(found, perf_counter() - began)
+        return Run(predictions, perf_counter() - began)
 
 
 def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
@@ -207,7 +207,7 @@ def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
     model = load_model(args.checkpoint, args.arch, dataset.classes)
     check_preprocessing(args.toml, args.size)
     plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
-    found = Predictions.none(len(dataset))
+    predictions = Predictions.none(len(dataset))
     with wrap_dataloader_torchpipe(
         "single", plain, args.toml, bad_samples="mask", transforms_batch=Normalise()
     ) as loader:
@@ -218,9 +218,9 @@ def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
         for batch in loader:
             scores, named = _probabilities(model, batch.images, args.precision).max(dim=1)
             indices = batch.indices[batch.mask].numpy()
-            found.classes[indices] = named.cpu()[batch.mask].numpy()
-            found.scores[indices] = scores.cpu()[batch.mask].numpy()
-        return Run(found, perf_counter() - began)
+            predictions.classes[indices] = named.cpu()[batch.mask].numpy()
+            predictions.scores[indices] = scores.cpu()[batch.mask].numpy()
+        return Run(predictions, perf_counter() - began)
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

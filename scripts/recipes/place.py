@@ -33,20 +33,20 @@ class Place:
     def wait(self, device: Any) -> None:
         """Until what was started on ``device``, and in "dp" on the others, is done."""
         if device.type == "cuda":
-            for one in self._own(device):
-                torch.cuda.synchronize(one)
+            for gpu in self._own(device):
+                torch.cuda.synchronize(gpu)
 
     def memory(self, device: Any) -> list[int]:
         """MiB in use on each process's GPU, in "dp" on each GPU, by anyone; empty on the CPU."""
         if device.type != "cuda":
             return []
         if self.parallel_type == "dp":
-            return [_used(one) for one in self._own(device)]
+            return [_used(gpu) for gpu in self._own(device)]
         if not self.is_distributed:
             return [_used(device)]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _used(device))
-        return found
+        used: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(used, _used(device))
+        return used
 
     def _own(self, device: Any) -> Sequence[Any]:
         """The GPUs of this process; in "dp" several."""
@@ -60,8 +60,8 @@ class Place:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        sums: list[float] = total.tolist()
+        return sums
 
 
 def torchrun_place(device: str | None, synchronise_norms: bool = True) -> Place:

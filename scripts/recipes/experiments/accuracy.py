@@ -42,10 +42,10 @@ class Difference:
     high: float
 
     @classmethod
-    def of(cls, labels: Any, one: Predictions, other: Predictions) -> Difference:
+    def of(cls, labels: Any, first: Predictions, second: Predictions) -> Difference:
         """Of paired predictions, by the normal approximation of the discordant pairs."""
-        gains = int(((one.classes == labels) & (other.classes != labels)).sum())
-        losses = int(((one.classes != labels) & (other.classes == labels)).sum())
+        gains = int(((first.classes == labels) & (second.classes != labels)).sum())
+        losses = int(((first.classes != labels) & (second.classes == labels)).sum())
         count = len(labels)
         value = (gains - losses) / count
         half = Z_95 * math.sqrt(max(0.0, gains + losses - (gains - losses) ** 2 / count)) / count
@@ -54,10 +54,10 @@ class Difference:
 
 def preprocessing(size: int) -> dict[str, dict[str, Any]]:
     """A pipe on the CPU, and those on the GPU where there is one; all to float32 1×3×``size``×``size`` of 0..255."""
-    found = {"CPU": pipe_on_cpu(size, min(8, os.cpu_count() or 1))}
+    pipes = {"CPU": pipe_on_cpu(size, min(8, os.cpu_count() or 1))}
     if torch.cuda.is_available():
-        found |= {"GPU": pipe_on_gpu(size, 16), SMOOTHED: pipe_on_gpu(size, 16, decoder="nvimgcodec")}
-    return found
+        pipes |= {"GPU": pipe_on_gpu(size, 16), SMOOTHED: pipe_on_gpu(size, 16, decoder="nvimgcodec")}
+    return pipes
 
 
 def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
     whole, part = _data(args)
     pipes = preprocessing(args.size)
     models = {}
-    for decoded in (one for one in pipes if one != SMOOTHED):
+    for decoded in (name for name in pipes if name != SMOOTHED):
         models[decoded, 1.0] = _train(args, whole, pipes[decoded], args.work / f"{decoded}.pt", args.epochs)
     models["CPU", args.share] = _train(
         args, part, pipes["CPU"], args.work / "CPU_part.pt", round(args.epochs * args.part_epochs)
     )
     dataset = ImageFolder(whole / "val")
     labels = torch.tensor([label for _, label in dataset.samples]).numpy()
-    found: dict[str, Predictions] = {}
+    predictions: dict[str, Predictions] = {}
     rows: list[Row] = []
 
     def row(name: str, predict: Callable[[], Predictions] | None, against: str | None = None) -> None:
@@ -81,16 +81,16 @@ def accuracy_table(args: argparse.Namespace) -> dict[str, Any]:
             rows.append({"name": name, "not_measured": "PyTorch finds no CUDA device"})
             return
         try:
-            found[name] = predict()
+            predictions[name] = predict()
         except Exception as error:
             rows.append({"name": name, "not_measured": f"{type(error).__name__}: {error}"})
             return
-        rows.append({"name": name, **asdict(Scores.of(labels, found[name].classes, len(dataset.classes)))})
-        if against in found:
+        rows.append({"name": name, **asdict(Scores.of(labels, predictions[name].classes, len(dataset.classes)))})
+        if against in predictions:
             rows[-1] |= {
                 "against": against,
-                "difference": asdict(Difference.of(labels, found[name], found[against])),
-                "agreement": asdict(Agreement.of(found[name], found[against])),
+                "difference": asdict(Difference.of(labels, predictions[name], predictions[against])),
+                "agreement": asdict(Agreement.of(predictions[name], predictions[against])),
             }
 
     def torch_on(trained: str, share: float, served: str) -> Callable[[], Predictions] | None:
@@ -132,8 +132,12 @@ def _claim(args: argparse.Namespace) -> None:
     settings = {name: getattr(args, name) for name in names}
     path = args.work / "accuracy_settings.json"
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        other = [f"--{name.replace('_', '-')} {found.get(name)}" for name in names if found.get(name) != settings[name]]
+        made_with = json.loads(path.read_text(encoding="utf-8"))
+        other = [
+            f"--{name.replace('_', '-')} {made_with.get(name)}"
+            for name in names
+            if made_with.get(name) != settings[name]
+        ]
         if other:
             raise TrainingError(f"{args.work} holds models that were made with {', '.join(other)}; take another --work")
     path.write_text(json.dumps(settings), encoding="utf-8")
@@ -160,7 +164,7 @@ def _train(args: argparse.Namespace, data: Path, toml: Any, checkpoint: Path, ep
     batch = max(2, min(args.batch_size, per_class * args.classes // 4))
     options = ["--data", data, "--toml", "-", "--arch", args.arch, "--epochs", epochs, "--batch-size", batch]
     options += ["--lr", args.lr, "--workers", args.workers, "--checkpoint", checkpoint, "--seed", args.seed]
-    given = make_parser("a training").parse_args([str(one) for one in options])
+    given = make_parser("a training").parse_args([str(option) for option in options])
     given.toml = toml
     print(f"training {checkpoint.stem}: {epochs} epochs of {per_class * args.classes} images", flush=True)
     run(given, Place("single"))
@@ -193,7 +197,7 @@ def _by_service(
 
     serving_config(checkpoint, toml, args.arch, args.size, precision, engine, folder, dataset.classes)
     idl = load_idl()
-    found = Predictions.none(len(dataset))
+    predictions = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with serving(str(folder / "served.toml")) as port, ThreadPoolExecutor(CLIENTS) as clients:
         mine = local()
@@ -202,8 +206,8 @@ def _by_service(
             if not hasattr(mine, "client"):
                 mine.client = make_client(idl.InferenceService, "127.0.0.1", port, timeout=60_000)
             answer = mine.client.infer_batch(idl.InferenceParams(uuid=str(index), data=dataset[index][0]))
-            found.classes[index], found.scores[index] = numbers[answer.label], answer.score
+            predictions.classes[index], predictions.scores[index] = numbers[answer.label], answer.score
 
         for _ in clients.map(predict, range(len(dataset))):
             pass
-    return found
+    return predictions

@@ -49,12 +49,12 @@ def _run(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     make_model(args.arch, args.classes, args.seed)  # whatever it lacks is told before any work
     if args.name == "accuracy":
-        found = accuracy_table(args)
+        figures = accuracy_table(args)
     else:
         _prepare(args)
-        found = epochs_table(args)
-    found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    (args.work / f"{args.name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        figures = epochs_table(args)
+    figures["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    (args.work / f"{args.name}.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(report(args.work, only=args.name))
 
 

@@ -55,9 +55,9 @@ def epochs_table(args: argparse.Namespace) -> dict[str, Any]:
             print(rows[-1], flush=True)
     by_name: dict[str, dict[str, Any]] = {row["name"]: row for row in rows}
     for parallel, many in by_name.items():
-        one = by_name.get("bf16" if "bf16" in parallel else "plain", {})
-        if parallel.startswith("D") and "images_per_s" in one and "images_per_s" in many:
-            many["scaling"] = many["images_per_s"] / one["images_per_s"]
+        single = by_name.get("bf16" if "bf16" in parallel else "plain", {})
+        if parallel.startswith("D") and "images_per_s" in single and "images_per_s" in many:
+            many["scaling"] = many["images_per_s"] / single["images_per_s"]
     return {"arch": args.arch, "batch": batch, "devices": gpus, "rows": rows}
 
 
@@ -86,5 +86,5 @@ def _measured(args: argparse.Namespace, command: list[str], batch: int) -> dict[
         "seconds": float(seconds),
         "images_per_s": float(rate),
         "waited_for_data": int(waited) / 100,
-        "memory_mib": [int(one) for one in memory.split()],
+        "memory_mib": [int(mib) for mib in memory.split()],
     }

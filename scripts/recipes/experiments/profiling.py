@@ -142,34 +142,34 @@ def _share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
 def _operators(profiler: Any, on_gpu: bool) -> list[Operator]:
     """All but annotations and what runs on the GPU itself, which is its operator's time already; longest first."""
     field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    found = [
-        Operator(one.key, one.count, getattr(one, field) / 1e3)
-        for one in profiler.key_averages()
-        if one.device_type == torch.autograd.DeviceType.CPU and not one.is_user_annotation
+    operators = [
+        Operator(operator.key, operator.count, getattr(operator, field) / 1e3)
+        for operator in profiler.key_averages()
+        if operator.device_type == torch.autograd.DeviceType.CPU and not operator.is_user_annotation
     ]
-    return sorted(found, key=lambda one: one.milliseconds, reverse=True)
+    return sorted(operators, key=lambda operator: operator.milliseconds, reverse=True)
 
 
-def described(found: Profile) -> list[str]:
+def described(profile: Profile) -> list[str]:
     """Lines to print; the last is the verdict."""
-    waited = found.waited / found.wall
+    steps, waited = profile.steps, profile.waited / profile.wall
     lines = [
-        f"{found.steps} steps, {1e3 * found.wall / found.steps:.1f} ms each, {found.images / found.wall:.1f} images/s",
-        f"waiting for data: {1e3 * found.waited / found.steps:.1f} ms a step, {waited:.1%} of the time; "
-        f"{found.stall_share:.1%} by the loader's own count",
+        f"{steps} steps, {1e3 * profile.wall / steps:.1f} ms each, {profile.images / profile.wall:.1f} images/s",
+        f"waiting for data: {1e3 * profile.waited / steps:.1f} ms a step, {waited:.1%} of the time; "
+        f"{profile.stall_share:.1%} by the loader's own count",
     ]
-    where = "GPU" if found.gpu is not None else "CPU"
-    if found.gpu is not None:
-        lines += _gpu_lines(found.gpu, found.steps)
-    total = sum(one.milliseconds for one in found.operators)
-    lines.append(f"operators by their own time on the {where}, {total / found.steps:.2f} ms a step in all:")
-    for one in found.operators[:OPERATORS]:
-        share = one.milliseconds / total if total else 0.0
-        each = f"{one.milliseconds / found.steps:9.3f} ms a step  {share:6.1%}  {one.calls / found.steps:7.1f} calls"
-        lines.append(f"  {each}  {one.name}")
-    if found.gpu is None:
+    where = "GPU" if profile.gpu is not None else "CPU"
+    if profile.gpu is not None:
+        lines += _gpu_lines(profile.gpu, steps)
+    total = sum(operator.milliseconds for operator in profile.operators)
+    lines.append(f"operators by their own time on the {where}, {total / steps:.2f} ms a step in all:")
+    for operator in profile.operators[:OPERATORS]:
+        share = operator.milliseconds / total if total else 0.0
+        each = f"{operator.milliseconds / steps:9.3f} ms a step  {share:6.1%}  {operator.calls / steps:7.1f} calls"
+        lines.append(f"  {each}  {operator.name}")
+    if profile.gpu is None:
         return [*lines, f"there is no GPU in this training: the CPU's loop waited for data {waited:.1%} of the time"]
-    return [*lines, f"the GPU waited for data {found.gpu.starved:.1%} of the time"]
+    return [*lines, f"the GPU waited for data {profile.gpu.starved:.1%} of the time"]
 
 
 def _gpu_lines(gpu: GpuUse, steps: int) -> list[str]:

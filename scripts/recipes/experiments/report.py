@@ -64,11 +64,11 @@ def _accuracy(figures: Figures) -> str:
         if "not_measured" in row:
             rows.append([row["name"], f"not measured: {row['not_measured']}", *[""] * 5])
             continue
-        found = [f"{row['accuracy']:.2%} ({row['low']:.2%} to {row['high']:.2%})"]
-        found += [f"{row['recall']:.2%}", f"{row['precision']:.2%}"]
+        cells = [f"{row['accuracy']:.2%} ({row['low']:.2%} to {row['high']:.2%})"]
+        cells += [f"{row['recall']:.2%}", f"{row['precision']:.2%}"]
         gap = row.get("difference")
-        found += ["", "", ""] if gap is None else _gap(row, gap)
-        rows.append([row["name"], *found])
+        cells += ["", "", ""] if gap is None else _gap(row, gap)
+        rows.append([row["name"], *cells])
     header = ["", "top-1 (95 % interval)", "recall", "precision", "difference (95 %)", "same class", "score differs by"]
     return _markdown(header, rows)
 
@@ -100,9 +100,11 @@ def _throughput(figures: Figures) -> str:
     rows = []
     for name in dict.fromkeys(row["name"] for row in figures["rows"]):
         for size in sizes:
-            found = {row["workers"]: row for row in figures["rows"] if (row["name"], row["batch_size"]) == (name, size)}
-            if found:
-                rows.append([f"{name}, batches of {size}", *(_rate(found.get(count)) for count in workers)])
+            by_workers = {
+                row["workers"]: row for row in figures["rows"] if (row["name"], row["batch_size"]) == (name, size)
+            }
+            if by_workers:
+                rows.append([f"{name}, batches of {size}", *(_rate(by_workers.get(count)) for count in workers)])
     return _markdown(["images/s", *(f"{count} workers" for count in workers)], rows)
 
 
@@ -147,14 +149,14 @@ def _epochs(figures: Figures) -> str:
             continue
         scaling = f"{row['scaling']:.2f}" if "scaling" in row else ""
         memory = " / ".join(map(str, row["memory_mib"]))
-        found = [
+        cells = [
             f"{row['seconds']:.2f}",
             f"{row['images_per_s']:.0f}",
             scaling,
             f"{row['waited_for_data']:.0%}",
             memory,
         ]
-        rows.append([row["name"], *found])
+        rows.append([row["name"], *cells])
     header = ["", "s per epoch", "images/s", "against one GPU", "waited for data", "MiB on each GPU"]
     return _markdown([f"{figures['arch']}, batches of {figures['batch']} a GPU", *header[1:]], rows)
 

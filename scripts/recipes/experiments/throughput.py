@@ -78,15 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in measured(args, device):
         rows.append(row)
         print(line_of(row), flush=True)
-    found = list(ratios(rows))
-    for text, _ in found:
+    comparisons = list(ratios(rows))
+    for text, _ in comparisons:
         print(f"  {text}")
     if args.json:
         content = {
             "machine": {**machine(), "device": where},
             "command": sys.argv,
             "rows": [asdict(row) for row in rows],
-            "ratios": dict(value for _, value in found if value),
+            "ratios": dict(value for _, value in comparisons if value),
         }
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0 if any(row.images_per_s is not None for row in rows) else 1
@@ -97,13 +97,13 @@ def measured(args: argparse.Namespace, device: Any) -> Iterator[Row]:
     for name, batch_size, workers in product(args.only, args.batch_sizes, args.workers):
         setting = Setting(args.data / "train", batch_size, workers, device)
         rounds = [measure(name, setting, args.seconds) for _ in range(args.rounds)]
-        failed = next((one for one in rounds if one.problem), None)
+        failed = next((row for row in rounds if row.problem), None)
         if failed is not None:
             yield failed
             continue
-        rate = statistics.median(one.images_per_s or 0.0 for one in rounds)
+        rate = statistics.median(row.images_per_s or 0.0 for row in rounds)
         allocated, used = (
-            min((value for one in rounds if (value := getattr(one, field)) is not None), default=None)
+            min((value for row in rounds if (value := getattr(row, field)) is not None), default=None)
             for field in ("allocated", "used")
         )
         yield Row(name, batch_size, workers, rate, allocated, used)
@@ -156,20 +156,22 @@ def ratios(rows: Iterable[Row]) -> Iterator[tuple[str, tuple[str, float] | None]
         if not {above, below} <= names:
             continue
         text = f"{above} / {below}{f' with {workers} workers' if workers else ''}"
-        one, other = best(rows, above, None), best(rows, below, workers)
-        if one is None or other is None:
+        first, second = best(rows, above, None), best(rows, below, workers)
+        if first is None or second is None:
             yield f"{text}: not measured", None
             continue
-        value = (one.images_per_s or 0.0) / (other.images_per_s or 1.0)
-        against = f"batch {one.batch_size}, {one.workers} workers against batch {other.batch_size}, {other.workers}"
+        value = (first.images_per_s or 0.0) / (second.images_per_s or 1.0)
+        against = (
+            f"batch {first.batch_size}, {first.workers} workers against batch {second.batch_size}, {second.workers}"
+        )
         yield f"{text}: {value:.2f} ({against})", (text, value)
 
 
 def best(rows: Iterable[Row], name: str, workers: int | None) -> Row | None:
-    found = [
+    rated = [
         row for row in rows if row.name == name and row.images_per_s is not None and workers in (None, row.workers)
     ]
-    return max(found, key=lambda row: row.images_per_s or 0.0, default=None)
+    return max(rated, key=lambda row: row.images_per_s or 0.0, default=None)
 
 
 def line_of(row: Row) -> str:
@@ -197,19 +199,19 @@ def used_memory(device: Any) -> int:
 
 def numbers(text: str) -> list[int]:
     """``1,2,4`` as numbers of at least 1."""
-    found = [int(one) for one in text.split(",")]
-    if min(found) < 1:
+    values = [int(value) for value in text.split(",")]
+    if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: numbers of at least 1")
-    return found
+    return values
 
 
 def names(text: str) -> list[str]:
     """``ours-gpu,dali-gpu`` as loaders that there are."""
-    found = text.split(",")
-    unknown = [one for one in found if one not in SUBJECTS]
+    chosen = text.split(",")
+    unknown = [name for name in chosen if name not in SUBJECTS]
     if unknown:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: none of {', '.join(SUBJECTS)}")
-    return found
+    return chosen
 
 
 def _synchronise(device: Any) -> None:

@@ -54,7 +54,8 @@ def gpu_use(events: Sequence[Event]) -> GpuUse | None:
     ours = _streams_of_the_step(events, kernels, steps)
     running = merged(_clipped(event, window) for event in kernels)
     sums = [
-        _total(_clipped(one, window) for one in kernels if (_stream(one) in ours) is mine) for mine in (True, False)
+        _total(_clipped(kernel, window) for kernel in kernels if (_stream(kernel) in ours) is mine)
+        for mine in (True, False)
     ]
     return GpuUse(
         busy=_total(running) / wall,
@@ -67,21 +68,21 @@ def gpu_use(events: Sequence[Event]) -> GpuUse | None:
 
 def merged(spans: Iterable[Span]) -> list[Span]:
     """The same time in spans that do not touch, in order."""
-    found: list[Span] = []
+    apart: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if apart and start <= apart[-1][1]:
+            apart[-1] = (apart[-1][0], max(end, apart[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            apart.append((start, end))
+    return apart
 
 
-def overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+def overlap(left: Sequence[Span], right: Sequence[Span]) -> float:
     """µs that lie in both; each is ``merged``."""
     total, first, second = 0.0, 0, 0
-    while first < len(one) and second < len(other):
-        total += max(0.0, min(one[first][1], other[second][1]) - max(one[first][0], other[second][0]))
-        if one[first][1] <= other[second][1]:
+    while first < len(left) and second < len(right):
+        total += max(0.0, min(left[first][1], right[second][1]) - max(left[first][0], right[second][0]))
+        if left[first][1] <= right[second][1]:
             first += 1
         else:
             second += 1
@@ -108,7 +109,7 @@ def _total(spans: Iterable[Span]) -> float:
 
 def _annotated(events: Iterable[Event], name: str) -> list[Span]:
     # NOTE: the profiler draws each annotation on the GPU as well, as "gpu_user_annotation"
-    return merged(_span(one) for one in events if one.get("cat") == "user_annotation" and one["name"] == name)
+    return merged(_span(event) for event in events if event.get("cat") == "user_annotation" and event["name"] == name)
 
 
 def _stream(event: Event) -> tuple[Any, Any]:
@@ -117,27 +118,27 @@ def _stream(event: Event) -> tuple[Any, Any]:
 
 def _streams_of_the_step(events: Sequence[Event], kernels: Sequence[Event], steps: Sequence[Span]) -> set[Any]:
     """Those with kernels that the thread of the step launched during one: what the pipe's threads launch is not."""
-    threads = {one["tid"] for one in events if one.get("cat") == "user_annotation" and one["name"] == STEP}
+    threads = {event["tid"] for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP}
     launched = {
-        one["args"].get("correlation")
-        for one in events
-        if str(one.get("cat", "")).startswith("cuda_")
-        and one["tid"] in threads
-        and any(start <= one["ts"] <= end for start, end in steps)
+        event["args"].get("correlation")
+        for event in events
+        if str(event.get("cat", "")).startswith("cuda_")
+        and event["tid"] in threads
+        and any(start <= event["ts"] <= end for start, end in steps)
     }
-    return {_stream(one) for one in kernels if one["args"].get("correlation") in launched}
+    return {_stream(kernel) for kernel in kernels if kernel["args"].get("correlation") in launched}
 
 
 def _copies(events: Iterable[Event], window: Span) -> dict[str, Copies]:
-    found: dict[str, list[Event]] = {}
+    by_kind: dict[str, list[Event]] = {}
     for event in events:
         if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"] and _inside(event, window):
-            found.setdefault("Pinned" if "Pinned" in event["name"] else "Pageable", []).append(event)
+            by_kind.setdefault("Pinned" if "Pinned" in event["name"] else "Pageable", []).append(event)
     return {
         kind: Copies(
             len(some),
-            sum(int(one["args"].get("bytes", 0)) for one in some),
+            sum(int(event["args"].get("bytes", 0)) for event in some),
             _total(map(_span, some)) / 1e3,
         )
-        for kind, some in sorted(found.items())
+        for kind, some in sorted(by_kind.items())
     }
