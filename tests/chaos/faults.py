@@ -138,23 +138,23 @@ def _outlive_the_supervisor() -> None:
 
 def _forget_deaths() -> None:
     """A dead worker's requests stay unanswered, its connections open."""
-    from torchpipe_server.supervisor.switchboard import Switchboard
+    from torchpipe_server.supervisor.connections import Connections
 
-    Switchboard._take_over = lambda self, slot: False  # type: ignore[method-assign]
+    Connections._take_over = lambda self, slot: False  # type: ignore[method-assign]
 
 
-def _leave_seats_empty() -> None:
+def _leave_workers_dead() -> None:
     """No worker is started in place of a dead one."""
     from torchpipe_server.supervisor.fleet import Fleet
 
-    Fleet._replace = lambda self, seat, child: None  # type: ignore[method-assign]
+    Fleet._replace = lambda self, worker, child: None  # type: ignore[method-assign]
 
 
 def _restart_without_end() -> None:
     """No pause between attempts."""
     from torchpipe_server.supervisor.fleet import Fleet
 
-    Fleet._pause = lambda self, seat, is_failure: self._start(seat)  # type: ignore[method-assign]
+    Fleet._pause = lambda self, worker, is_failure: self._start(worker)  # type: ignore[method-assign]
 
 
 def _reload_anything() -> None:
@@ -181,7 +181,7 @@ _IN_WORKER: dict[str, Callable[[], None]] = {
 }
 _IN_SUPERVISOR: dict[str, Callable[[], None]] = {
     "forget_deaths": _forget_deaths,
-    "leave_seats_empty": _leave_seats_empty,
+    "leave_workers_dead": _leave_workers_dead,
     "restart_without_end": _restart_without_end,
     "reload_anything": _reload_anything,
 }

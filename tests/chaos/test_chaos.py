@@ -45,7 +45,7 @@ CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
         "without an answer",
     ),
     "nobody in place of the dead": (
-        lambda: scenarios.worker_killed(1, kills=1, every=0.5, patience=1.5, fault="leave_seats_empty"),
+        lambda: scenarios.worker_killed(1, kills=1, every=0.5, patience=1.5, fault="leave_workers_dead"),
         "no request was served",
     ),
     "connections kept": (

@@ -51,7 +51,7 @@ def fork_worker(index: int, options: Options, tables: Any, journal: Journal) -> 
 class Child:
     """A worker that was forked. ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
 
-    ``slots`` are those of its connections. ``failure`` is why it could not start, if it has said so.
+    ``connections`` are the slots of those that it serves. ``failure`` is why it could not start, if it has said so.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Child:
     ) -> None:
         self.index = index
         self.state: State = "starting"
-        self.slots: set[int] = set()
+        self.connections: set[int] = set()
         self.failure = ""
         self.answered: bool | None = None  # whether it ended with every request answered, once it has
         self.stats: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class Child:
 
     def give(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
         """Let it serve the connection."""
-        self.slots.add(slot)
+        self.connections.add(slot)
         self._channel.send({"type": "connection", "slot": slot, "refused": is_refused}, sock.fileno())
 
     def ask_stats(self) -> None:

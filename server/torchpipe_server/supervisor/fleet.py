@@ -15,7 +15,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.child import Child, Forked, fork_worker
-from torchpipe_server.supervisor.snapshot import Figures, add_past
+from torchpipe_server.supervisor.figures import Figures, add_past
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
@@ -28,8 +28,8 @@ CLOSE_SECONDS = 5.0  # for a fork under way
 
 
 @dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
-class Seat:
-    """The place of one worker of a generation, with its configuration.
+class WorkerSlot:
+    """One worker of a generation, whichever process it is now, and its configuration.
 
     ``child`` is none while it is being forked, and during the pause before the next attempt, at ``start_at``.
     """
@@ -67,7 +67,7 @@ class Watcher(Protocol):
 
 
 class Fleet:
-    """``options.workers`` seats. ``tables`` is the configuration, ``load`` gives that of a reload, or ConfigError."""
+    """``options.workers`` workers. ``tables`` is the configuration, ``load`` gives that of a reload, or ConfigError."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Fleet:
         load: Callable[[], Any],
         watcher: Watcher,
     ) -> None:
-        self.seats = [Seat(index, tables) for index in range(options.workers)]
+        self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
         self.past: Figures = {}  # of workers that have ended
         self._loop, self._options, self._journal, self._load, self._watcher = loop, options, journal, load, watcher
-        self._successors: list[Seat] = []  # while a reload is under way
+        self._successors: list[WorkerSlot] = []  # while a reload is under way
         self._leaving: set[Child] = set()
         self._has_begun = self._is_ending = self._wants_reload = False
         self._next_beat = 0.0
@@ -93,21 +93,21 @@ class Fleet:
     @property
     def ready(self) -> list[Child]:
         """Those that take connections."""
-        children = [seat.child for seat in self.seats]
+        children = [worker.child for worker in self.workers]
         return [child for child in children if child is not None and child.is_ready]
 
     @property
     def children(self) -> list[Child]:
         """All whose process is there, or was until a moment ago."""
-        seated = [seat.child for seat in [*self.seats, *self._successors] if seat.child is not None]
-        return [*seated, *self._leaving]
+        current = [worker.child for worker in [*self.workers, *self._successors] if worker.child is not None]
+        return [*current, *self._leaving]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start them all."""
-        for seat in self.seats:
-            self._start(seat)
+        for worker in self.workers:
+            self._start(worker)
 
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
@@ -132,39 +132,39 @@ class Fleet:
         for child in self.children:
             child.close()
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, worker: WorkerSlot) -> None:
         # NOTE: on a thread. The process that workers are forked from may have to import everything first, which takes
         # seconds in which the loop has to answer.
-        seat.start_at = 0.0
-        threading.Thread(target=self._fork, args=(seat,), name="torchpipe-fork", daemon=True).start()
+        worker.start_at = 0.0
+        threading.Thread(target=self._fork, args=(worker,), name="torchpipe-fork", daemon=True).start()
 
-    def _fork(self, seat: Seat) -> None:
+    def _fork(self, worker: WorkerSlot) -> None:
         try:
             with self._forking:
                 if self._is_closed:
                     return
-                forked = fork_worker(seat.index, self._options, seat.tables, self._journal)
+                forked = fork_worker(worker.index, self._options, worker.tables, self._journal)
                 self._unclaimed.append(forked)
         except Exception as error:
-            self._loop.call(partial(self._not_forked, seat, error))
+            self._loop.call(partial(self._not_forked, worker, error))
         else:
-            self._loop.call(partial(self._forked, seat, forked))
+            self._loop.call(partial(self._forked, worker, forked))
 
-    def _forked(self, seat: Seat, forked: Forked) -> None:
+    def _forked(self, worker: WorkerSlot, forked: Forked) -> None:
         self._unclaimed.remove(forked)
-        child = Child(self._loop, seat.index, forked, self._hear, self._ended)
-        if not self._is_ending and (seat in self.seats or seat in self._successors):
-            seat.child = child
+        child = Child(self._loop, worker.index, forked, self._hear, self._ended)
+        if not self._is_ending and (worker in self.workers or worker in self._successors):
+            worker.child = child
         else:
             self._leaving.add(child)  # of a reload that was given up meanwhile, or too late
             child.dismiss()
 
-    def _not_forked(self, seat: Seat, error: Exception) -> None:
-        logger.error("worker %d cannot be started: %s", seat.index, error or type(error).__name__)
-        if seat in self._successors:
+    def _not_forked(self, worker: WorkerSlot, error: Exception) -> None:
+        logger.error("worker %d cannot be started: %s", worker.index, error or type(error).__name__)
+        if worker in self._successors:
             self._give_up_reload("a worker cannot be started")
-        elif seat in self.seats and not self._is_ending:
-            self._pause(seat, is_failure=True)
+        elif worker in self.workers and not self._is_ending:
+            self._pause(worker, is_failure=True)
 
     def _step(self) -> float:
         now = monotonic()
@@ -172,11 +172,11 @@ class Fleet:
             self._next_beat = now + HEARTBEAT_SECONDS
             self._beat()
         waits = [LONGEST_WAIT]
-        for seat in self.seats:
-            if seat.start_at and not self._is_ending:
-                waits.append(seat.start_at - now)
+        for worker in self.workers:
+            if worker.start_at and not self._is_ending:
+                waits.append(worker.start_at - now)
                 if waits[-1] <= 0:
-                    self._start(seat)
+                    self._start(worker)
         return min(waits)
 
     def _beat(self) -> None:
@@ -202,10 +202,10 @@ class Fleet:
     def _became_ready(self, child: Child) -> None:
         if self._is_ending:
             child.drain()
-        elif child in [seat.child for seat in self._successors]:
-            if all(seat.is_ready for seat in self._successors):
+        elif child in [worker.child for worker in self._successors]:
+            if all(worker.is_ready for worker in self._successors):
                 self._swap(child)
-        elif child in [seat.child for seat in self.seats]:
+        elif child in [worker.child for worker in self.workers]:
             if self._has_begun:
                 logger.info("worker %d is back (pid %d)", child.index, child.pid)
                 self._watcher.became_ready(child)
@@ -214,7 +214,7 @@ class Fleet:
 
     def _begin_if_complete(self) -> None:
         """The first generation is there, but for what was given up."""
-        if not self._has_begun and self.ready and all(seat.is_ready or seat.is_given_up for seat in self.seats):
+        if not self._has_begun and self.ready and all(worker.is_ready or worker.is_given_up for worker in self.workers):
             self._has_begun = True
             self._watcher.became_ready(self.ready[0])
             if self._wants_reload:
@@ -224,48 +224,48 @@ class Fleet:
         if child.stats:
             self.past = add_past(self.past, child.stats)
         self._leaving.discard(child)
-        seat = next((one for one in [*self.seats, *self._successors] if one.child is child), None)
-        if seat is not None:
-            seat.child = None
+        worker = next((worker for worker in [*self.workers, *self._successors] if worker.child is child), None)
+        if worker is not None:
+            worker.child = None
         self._watcher.died(child)
         if self._is_ending:
             self._drain_rest()
-        elif seat is not None:
-            self._replace(seat, child)
+        elif worker is not None:
+            self._replace(worker, child)
 
-    def _replace(self, seat: Seat, child: Child) -> None:
+    def _replace(self, worker: WorkerSlot, child: Child) -> None:
         if child.ready_at:
-            seat.failures = 0
-        if seat in self._successors:
+            worker.failures = 0
+        if worker in self._successors:
             self._give_up_reload(child.failure or "a worker of the new configuration died while it started")
         elif child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS:
-            seat.restarts, seat.pauses = seat.restarts + 1, 0
-            self._start(seat)
+            worker.restarts, worker.pauses = worker.restarts + 1, 0
+            self._start(worker)
         elif child.failure and not self._has_begun:
             self._watcher.failed(child.failure)  # what a configuration lacks, it lacks at the next attempt too
         elif child.ready_at:
             # NOTE: it did start. A request that kills whoever takes it must not end the service.
-            logger.error("worker %d ended as soon as it was ready", seat.index)
-            self._pause(seat, is_failure=False)
+            logger.error("worker %d ended as soon as it was ready", worker.index)
+            self._pause(worker, is_failure=False)
         else:
-            logger.error("worker %d ended while it started: %s", seat.index, child.failure or "killed, or crashed")
-            self._pause(seat, is_failure=True)
+            logger.error("worker %d ended while it started: %s", worker.index, child.failure or "killed, or crashed")
+            self._pause(worker, is_failure=True)
 
-    def _pause(self, seat: Seat, is_failure: bool) -> None:
+    def _pause(self, worker: WorkerSlot, is_failure: bool) -> None:
         """Another attempt, later each time, unless enough starts in a row have failed."""
-        seat.restarts += 1
-        seat.pauses += 1
-        seat.failures += is_failure
-        if seat.failures < START_ATTEMPTS:
-            seat.start_at = monotonic() + min(LONGEST_DELAY, FIRST_DELAY * 2 ** (seat.pauses - 1))
+        worker.restarts += 1
+        worker.pauses += 1
+        worker.failures += is_failure
+        if worker.failures < START_ATTEMPTS:
+            worker.start_at = monotonic() + min(LONGEST_DELAY, FIRST_DELAY * 2 ** (worker.pauses - 1))
             return
-        seat.is_given_up = True
-        logger.critical("worker %d is given up after %d attempts to start it", seat.index, seat.failures)
+        worker.is_given_up = True
+        logger.critical("worker %d is given up after %d attempts to start it", worker.index, worker.failures)
         self._end_if_hopeless()
         self._begin_if_complete()
 
     def _end_if_hopeless(self) -> None:
-        if not self._successors and all(seat.is_given_up for seat in self.seats):
+        if not self._successors and all(worker.is_given_up for worker in self.workers):
             self._watcher.failed(f"no worker can be started, after {START_ATTEMPTS} attempts each")
 
     # -- reload -------------------------------------------------------------------------------------------------
@@ -285,14 +285,14 @@ class Fleet:
         except TorchpipeError as error:
             logger.error("not reloaded, everything stays as it is: %s", error)
             return
-        self._successors = [Seat(index, tables) for index in range(self._options.workers)]
-        for seat in self._successors:
-            self._start(seat)
+        self._successors = [WorkerSlot(index, tables) for index in range(self._options.workers)]
+        for worker in self._successors:
+            self._start(worker)
 
     def _swap(self, last: Child) -> None:
         """The successors serve from now on; those before them hand over their connections and end."""
-        before, self.seats, self._successors = self.seats, self._successors, []
-        for old, new in zip(before, self.seats, strict=True):
+        before, self.workers, self._successors = self.workers, self._successors, []
+        for old, new in zip(before, self.workers, strict=True):
             new.restarts = old.restarts
             if old.child is not None:
                 self._leaving.add(old.child)
@@ -309,8 +309,8 @@ class Fleet:
         self._end_if_hopeless()
 
     def _dismiss_successors(self) -> None:
-        for seat in self._successors:
-            if seat.child is not None:
-                self._leaving.add(seat.child)
-                seat.child.dismiss()
+        for worker in self._successors:
+            if worker.child is not None:
+                self._leaving.add(worker.child)
+                worker.child.dismiss()
         self._successors = []

@@ -85,22 +85,22 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
 def _nodes(nodes: dict[str, Any], bounds_ms: list[float]) -> Iterator[Metric]:
     for key, name, text in _NODE_COUNTERS:
         counter = CounterMetricFamily(name, text, labels=("node",))
-        for node, found in nodes.items():
-            counter.add_metric((node,), found[key])
+        for node, figures in nodes.items():
+            counter.add_metric((node,), figures[key])
         yield counter
     for key, name, text in _NODE_GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=("node",))
-        for node, found in nodes.items():
-            gauge.add_metric((node,), found[key])
+        for node, figures in nodes.items():
+            gauge.add_metric((node,), figures[key])
         yield gauge
     for key, name, text in _NODE_TIMES:
         times = HistogramMetricFamily(name, text, labels=("node",))
-        for node, found in nodes.items():
-            times.add_metric((node,), *_histogram(found["histograms"][key], found[f"{key}_ms"], bounds_ms))
+        for node, figures in nodes.items():
+            times.add_metric((node,), *_histogram(figures["histograms"][key], figures[f"{key}_ms"], bounds_ms))
         yield times
     sizes = HistogramMetricFamily("torchpipe_node_batch_size", "Requests in a batch", labels=("node",))
-    for node, found in nodes.items():
-        sizes.add_metric((node,), *_sizes(found["batch_sizes"], found["max"]))
+    for node, figures in nodes.items():
+        sizes.add_metric((node,), *_sizes(figures["batch_sizes"], figures["max"]))
     yield sizes
 
 
@@ -132,9 +132,9 @@ def _sizes(batch_sizes: dict[str, int], most: int) -> tuple[list[tuple[str, floa
 
 
 def _cumulated(bounds: Iterable[float], counts: list[int]) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    buckets: list[tuple[str, float]] = []
     running = 0
     for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
         running += count
-        found.append(("+Inf" if bound == float("inf") else repr(bound), running))
-    return found
+        buckets.append(("+Inf" if bound == float("inf") else repr(bound), running))
+    return buckets

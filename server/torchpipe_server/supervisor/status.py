@@ -6,6 +6,8 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -55,7 +57,7 @@ class StatusServer:
             "/live": self._live,
             "/ready": self._ready,
             "/stats": self._stats,
-            "/metrics": lambda: self._told(lambda figures: Answer(200, CONTENT_TYPE, render(figures))),
+            "/metrics": lambda: self._with_figures(lambda figures: Answer(200, CONTENT_TYPE, render(figures))),
         }
         self._server = _HttpServer((host, port), self.answer)
         self.port: int = self._server.server_address[1]
@@ -93,20 +95,15 @@ class StatusServer:
         return Answer(200, "image/svg+xml", drawing.encode()) if drawing else _text(503, "no worker has drawn it yet")
 
     def _stats(self) -> Answer:
-        return self._told(lambda figures: Answer(200, "application/json", json.dumps(figures).encode()))
+        return self._with_figures(lambda figures: Answer(200, "application/json", json.dumps(figures).encode()))
 
-    def _told(self, respond: Callable[[dict[str, Any]], Answer]) -> Answer:
-        told: list[dict[str, Any]] = []
-        is_told = threading.Event()
-
-        def hear(figures: dict[str, Any]) -> None:
-            told.append(figures)
-            is_told.set()
-
-        self._service.ask(hear)
-        if not is_told.wait(ANSWER_SECONDS):
+    def _with_figures(self, respond: Callable[[dict[str, Any]], Answer]) -> Answer:
+        answered: Future[dict[str, Any]] = Future()
+        self._service.ask(answered.set_result)
+        try:
+            return respond(answered.result(ANSWER_SECONDS))
+        except FutureTimeout:
             return _SILENT
-        return respond(told[0])
 
 
 class _HttpServer(ThreadingHTTPServer):

@@ -21,9 +21,9 @@ from torchpipe_py.runtime.histogram import BOUNDS_MS
 from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.child import Child
-from torchpipe_server.supervisor.fleet import Fleet, Seat
-from torchpipe_server.supervisor.snapshot import Figures, add_requests, service_figures
-from torchpipe_server.supervisor.switchboard import Switchboard
+from torchpipe_server.supervisor.connections import Connections
+from torchpipe_server.supervisor.figures import Figures, add_requests, service_figures
+from torchpipe_server.supervisor.fleet import Fleet, WorkerSlot
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
@@ -52,8 +52,8 @@ class Supervisor:
         tables = load()
         self._options = options
         self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
-        self._board = Switchboard(self._loop, listener, options, idl, lambda: self._fleet.ready)
-        self._fleet = Fleet(self._loop, options, self._board.journal, tables, load, self)
+        self._connections = Connections(self._loop, listener, options, idl, lambda: self._fleet.ready)
+        self._fleet = Fleet(self._loop, options, self._connections.journal, tables, load, self)
         self._asks: list[Ask] = []
         self._problem = ""
         self._has_lost = self._is_accepting = False
@@ -88,8 +88,7 @@ class Supervisor:
     @property
     def graph(self) -> str:
         """The pipeline as SVG; empty as long as no worker is ready."""
-        children = [seat.child for seat in self._fleet.seats]
-        return next((child.graph for child in children if child is not None and child.graph), "")
+        return next((worker.child.graph for worker in self._fleet.workers if worker.child and worker.child.graph), "")
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class Supervisor:
             self._loop.run()
         finally:
             self._fleet.close()
-            self._board.close()
+            self._connections.close()
             self._loop.close()
         if self._problem:
             raise ConfigError(self._problem)
@@ -114,7 +113,7 @@ class Supervisor:
         if self._stopping_until is None:
             logger.info("stopping: answering what was accepted")
             self._stopping_until = monotonic() + self._options.drain_seconds + EXIT_SECONDS
-            self._board.drain()
+            self._connections.drain()
             self._fleet.drain()
 
     def _step(self) -> float:
@@ -132,24 +131,24 @@ class Supervisor:
             logger.error("%d workers have not ended: killing them", len(children))
             self._has_lost = True
             return True
-        return not children and self._board.is_drained
+        return not children and self._connections.is_drained
 
     # -- what the fleet tells -----------------------------------------------------------------------------------
 
     def became_ready(self, child: Child) -> None:
         """The first time the port is opened; later, connections go to the newcomer."""
         if self._is_accepting:
-            self._board.came(child)
+            self._connections.became_ready(child)
             return
         self._is_accepting = True
-        self._board.open()
+        self._connections.open()
         self._loop.call(self._on_ready)
 
     def died(self, child: Child) -> None:
         """What it had goes on elsewhere."""
         for ask in self._asks:
             ask.waiting.discard(child)
-        lost = self._board.died(child)
+        lost = self._connections.died(child)
         if child.answered is not True and child.ready_at and not child.is_dismissed:
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
             logger.error("worker %d (pid %d) died%s; requests lost: %d", child.index, child.pid, how, lost)
@@ -159,9 +158,9 @@ class Supervisor:
         """Of its connections, or of its figures."""
         kind = message["type"]
         if kind == "closed":
-            self._board.closed(child, message["slot"])
+            self._connections.closed(child, message["slot"])
         elif kind == "released":
-            self._board.released(child, message["slot"])
+            self._connections.released(child, message["slot"])
         elif kind == "stats":
             for ask in self._asks:
                 ask.waiting.discard(child)
@@ -187,9 +186,9 @@ class Supervisor:
             logger.exception("the figures cannot be told")
 
     def _figures(self, silent: set[Child]) -> Figures:
-        told = service_figures([child.stats for child in self._fleet.children if child.stats], self._fleet.past)
-        connections, answered = self._board.figures()
-        told["requests"] |= add_requests(answered, told["requests"])
+        service = service_figures([child.stats for child in self._fleet.children if child.stats], self._fleet.past)
+        connections, answered = self._connections.figures()
+        service["requests"] |= add_requests(answered, service["requests"])
         return {
             "state": "stopping" if self._stopping_until is not None else "ready" if self.is_ready else "starting",
             "ready": self.is_ready,
@@ -200,24 +199,34 @@ class Supervisor:
             "time": time(),
             "graph_id": sha256(self.graph.encode()).hexdigest()[:16],
             "connections": connections,
-            "restarts": sum(seat.restarts for seat in self._fleet.seats),
-            "workers": [_worker(seat, silent) for seat in self._fleet.seats],
+            "restarts": sum(worker.restarts for worker in self._fleet.workers),
+            "workers": [_worker_figures(worker, silent) for worker in self._fleet.workers],
             "bounds_ms": BOUNDS_MS,
-            **told,
+            **service,
         }
 
 
-def _worker(seat: Seat, silent: set[Child]) -> Figures:
-    child = seat.child
-    state = child.state if child is not None else "failed" if seat.is_given_up else "waiting"
-    return {
-        "index": seat.index,
-        "pid": child.pid if child is not None else 0,
-        "state": state,
-        "responding": child is not None and child not in silent,
-        "connections": len(child.slots) if child is not None else 0,
-        "inflight": child.stats.get("inflight", 0) if child is not None else 0,
-        "restarts": seat.restarts,
-        "uptime_s": monotonic() - child.started_at if child is not None else 0.0,
-        "rss_bytes": child.rss_bytes() if child is not None else 0,
+def _worker_figures(worker: WorkerSlot, silent: set[Child]) -> Figures:
+    child = worker.child
+    figures: Figures = {
+        "index": worker.index,
+        "pid": 0,
+        "state": "failed" if worker.is_given_up else "waiting",
+        "responding": False,
+        "connections": 0,
+        "inflight": 0,
+        "restarts": worker.restarts,
+        "uptime_s": 0.0,
+        "rss_bytes": 0,
+    }
+    if child is None:
+        return figures
+    return figures | {
+        "pid": child.pid,
+        "state": child.state,
+        "responding": child not in silent,
+        "connections": len(child.connections),
+        "inflight": child.stats.get("inflight", 0),
+        "uptime_s": monotonic() - child.started_at,
+        "rss_bytes": child.rss_bytes(),
     }

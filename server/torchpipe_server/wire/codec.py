@@ -136,9 +136,9 @@ class Decoder:
         begin = self._container
 
         def read_list(view: memoryview, at: int) -> tuple[list[Any], int]:
-            size, _, found, at = begin(view, at, False)
-            if size and found != wire:
-                raise BadArgumentsError(f"a list of type {found}, not {wire}")
+            size, _, element, at = begin(view, at, False)
+            if size and element != wire:
+                raise BadArgumentsError(f"a list of type {element}, not {wire}")
             items = []
             for _ in range(size):
                 item, at = read(view, at)
@@ -151,9 +151,9 @@ class Decoder:
         begin = self._container
 
         def read_map(view: memoryview, at: int) -> tuple[dict[Any, Any], int]:
-            size, found_key, found_value, at = begin(view, at, True)
-            if size and (found_key, found_value) != (key_wire, value_wire):
-                raise BadArgumentsError(f"a map of types {found_key}, {found_value}, not {key_wire}, {value_wire}")
+            size, key_type, value_type, at = begin(view, at, True)
+            if size and (key_type, value_type) != (key_wire, value_wire):
+                raise BadArgumentsError(f"a map of types {key_type}, {value_type}, not {key_wire}, {value_wire}")
             items = {}
             for _ in range(size):
                 key, at = read_key(view, at)

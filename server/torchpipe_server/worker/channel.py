@@ -71,7 +71,7 @@ class Channel:
         self._is_closed = True
         self._loop.watch(self._sock, 0, self._ready)
         self._sock.close()
-        for descriptor in [*self._descriptors, *(one for _, one in self._unsent)]:
+        for descriptor in [*self._descriptors, *(descriptor for _, descriptor in self._unsent)]:
             if descriptor >= 0:
                 os.close(descriptor)
 

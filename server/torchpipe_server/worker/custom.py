@@ -138,13 +138,13 @@ class CustomHandler:
             raise ConfigError(f"--handler {name}: 'service' must be a service made by thriftpy2.load(...)")
         handler = cls(Run(run))
         self._seconds = deadline_ms / 1000
-        self.methods: Mapping[str, Method] = {one: self._method(handler, service, one, name) for one in names}
+        self.methods: Mapping[str, Method] = {method: self._method(handler, service, method, name) for method in names}
 
     def _method(self, handler: Any, service: Any, name: str, place: str) -> Method:
         args, result = getattr(service, f"{name}_args"), getattr(service, f"{name}_result")
         function = getattr(handler, name, None)
         if not callable(function):
-            own = [one for one in dir(handler) if not one.startswith("_") and one not in ("run", "service")]
+            own = [member for member in dir(handler) if not member.startswith("_") and member not in ("run", "service")]
             raise ConfigError(f"--handler {place}: no method {name!r} of its service; {nearest(name, own)}")
         order = [spec[1] for _, spec in sorted(args.thrift_spec.items())]
         try:
@@ -167,11 +167,11 @@ def load_handler(reference: str) -> type:
         module = import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"--handler {reference}: {error}") from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
+    cls = getattr(module, class_name, None)
+    if not isinstance(cls, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise ConfigError(f"--handler {reference}: no such class; {nearest(class_name, classes)}")
-    return found
+    return cls
 
 
 def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, describe_error, reason
-from torchpipe_server.worker.values import to_label_and_score, to_python, to_values
+from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -40,7 +40,7 @@ class InferenceHandler:
                 self._infer_many,
                 self._failer(service.infer_many_result),
                 _outcome_of_many,
-                lambda args: ",".join(one.uuid for one in _given(args.params, "params")),
+                lambda args: ",".join(item.uuid for item in _given(args.params, "params")),
             ),
             "infer": Method(
                 service.infer_args,
@@ -74,7 +74,7 @@ class InferenceHandler:
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
         params = _given(args.params, "params")
         many = _Many(self, len(params), self._seconds(args.deadline_ms), done)
-        many.start([{"data": one.data} for one in params])
+        many.start([{"data": item.data} for item in params])
         return many
 
     def _infer(self, args: Any, done: Done) -> Cancellable:
@@ -187,7 +187,7 @@ def _outcome_of_many(result: Any) -> str:
     """Of a list with some errors the first one's code."""
     if result.error is not None:
         return str(result.error.code)
-    return next((str(one.error.code) for one in result.success if one.error is not None), OK)
+    return next((str(item.error.code) for item in result.success if item.error is not None), OK)
 
 
 def _given(value: Any, name: str) -> Any:

@@ -203,11 +203,11 @@ def _gpus() -> list[dict[str, Any]]:
     if torch is None or not torch.cuda.is_initialized():
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         if torch.cuda.memory_reserved(index):  # asking costs a context on a device that is not in use
             free, total = torch.cuda.mem_get_info(index)
             number = int(visible[index]) if index < len(visible) and visible[index].isdigit() else index
             name = torch.cuda.get_device_name(index)
-            found.append({"index": number, "name": name, "used_bytes": total - free, "total_bytes": total})
-    return found
+            gpus.append({"index": number, "name": name, "used_bytes": total - free, "total_bytes": total})
+    return gpus

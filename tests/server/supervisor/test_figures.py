@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from torchpipe_server.supervisor.figures import add_lists, add_past, add_requests, service_figures
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
-from torchpipe_server.supervisor.snapshot import add_lists, add_past, add_requests, service_figures
 
 from torchpipe_py.runtime.histogram import BOUNDS_MS, COUNTS
 

@@ -15,8 +15,9 @@ import psutil
 import pytest
 from fakes import WAIT, in_threads
 from service import IDL, Client, Process, connect, eventually
+from thrift.Thrift import TApplicationException
 from torchpipe_server.serving.loop import Loop
-from torchpipe_server.supervisor.fleet import Seat
+from torchpipe_server.supervisor.fleet import WorkerSlot
 from torchpipe_server.worker.channel import Channel
 
 BACKENDS = '''
@@ -72,7 +73,7 @@ def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(fol
             client.receive(seqid)
         assert caught.value.code == "worker_died"
         os.kill(second, signal.SIGKILL)
-        client.ping()
+        eventually(lambda: is_pinged(client), "its connection is not served any more")
         client.ping()
 
 
@@ -126,7 +127,7 @@ def test_a_worker_whose_child_holds_its_descriptors_is_replaced(folder):
         kept, (worker,) = int((folder / "kept").read_text()), process.workers
         try:
             os.kill(worker, signal.SIGKILL)
-            client.ping()
+            eventually(lambda: is_pinged(client), "no worker comes back")
             assert process.workers != [worker]
         finally:
             os.kill(kept, signal.SIGKILL)
@@ -149,6 +150,17 @@ def is_served(client: Client) -> bool:
         if error.code != "unavailable":
             raise
         return False
+
+
+def is_pinged(client: Client) -> bool:
+    """While a worker starts, which may take long, requests are answered with an error on the same connection."""
+    try:
+        client.ping()
+    except TApplicationException as error:
+        if "Unavailable" not in error.message:
+            raise
+        return False
+    return True
 
 
 def test_the_last_words_are_heard_though_the_channel_was_full():
@@ -183,7 +195,7 @@ def test_reloads_one_upon_the_other_leave_no_worker_behind():
         assert process.wait() == 0
 
 
-def test_seats_that_look_alike_are_not_the_same():
+def test_workers_that_look_alike_are_not_the_same():
     """A worker forked for a reload that was given up would be taken for one of the next reload."""
-    assert Seat(0, None) != Seat(0, None)
-    assert Seat(0, None) not in [Seat(0, None)]
+    assert WorkerSlot(0, None) != WorkerSlot(0, None)
+    assert WorkerSlot(0, None) not in [WorkerSlot(0, None)]

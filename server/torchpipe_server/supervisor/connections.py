@@ -16,18 +16,18 @@ from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
-from torchpipe_server.supervisor.snapshot import Figures
+from torchpipe_server.supervisor.figures import Figures
 
 logger = logging.getLogger("torchpipe_server")
 
 HOLD_SECONDS = 0.4  # connections wait so long for a worker before their requests are answered with an error
 
 
-class Switchboard:
+class Connections:
     """Holds a socket of each connection for as long as the client does.
 
-    A connection is with a worker of ``ready()``, or it is held for a moment until there is one, or it is in the waiting
-    room, a server that answers every request with an error. It moves between two messages.
+    A worker of ``ready()`` serves it. Without a worker it is held for a moment, then the fallback serves it, a server
+    that answers every request with an error, until a worker is ready. It moves between two messages.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Switchboard:
         self._options, self._ready = options, ready
         self._acceptor = Acceptor(loop, listener, options.max_connections, self._take)
         self._fallback = Fallback(loop, idl)
-        self._waiting_room = Server(loop, self._fallback.methods, options, self._left_waiting_room)
+        self._fallback_server = Server(loop, self._fallback.methods, options, self._left_fallback)
         self._sockets: dict[int, socket.socket] = {}
         self._refused: set[int] = set()
         self._held: dict[int, float] = {}  # slots that wait for a worker, since when
@@ -51,21 +51,21 @@ class Switchboard:
         self._acceptor.start()
 
     def drain(self) -> None:
-        """Close the port, having taken what the system has accepted; nobody waits for a worker any more."""
+        """Close the port, having taken what the system has accepted; no connection is held for a worker any more."""
         self._acceptor.close()
         self._is_ending = True
         for slot in list(self._held):
-            self._show_waiting_room(slot)
-        self._waiting_room.drain()
+            self._give_to_fallback(slot)
+        self._fallback_server.drain()
 
     @property
     def is_drained(self) -> bool:
-        """Whether nobody is in the waiting room any more, or the time for that is over."""
-        return self._waiting_room.is_finished or not self._waiting_room.connections
+        """Whether the fallback serves no connection any more, or the time for that is over."""
+        return self._fallback_server.is_finished or not self._fallback_server.connections
 
     def close(self) -> None:
         """Close every connection there is."""
-        self._waiting_room.close()
+        self._fallback_server.close()
         for slot in list(self._sockets):
             self._close(slot)
         self.journal.close()
@@ -78,36 +78,36 @@ class Switchboard:
             "accepted": self._acceptor.accepted,
             "refused": self._acceptor.refused,
         }
-        return connections, self._waiting_room.counters.summary()
+        return connections, self._fallback_server.counters.summary()
 
     # -- what workers say and do ----------------------------------------------------------------------------------
 
     def closed(self, child: Child, slot: int) -> None:
         """The worker, or its client, has closed the connection."""
-        child.slots.discard(slot)
+        child.connections.discard(slot)
         self._close(slot)
 
     def released(self, child: Child, slot: int) -> None:
         """The worker has let go of the connection."""
-        child.slots.discard(slot)
+        child.connections.discard(slot)
         self._place(slot)
 
-    def came(self, child: Child) -> None:
-        """A worker is there, perhaps the first: it gets who waits, and its share of what the others have."""
+    def became_ready(self, child: Child) -> None:
+        """A worker is ready, perhaps the first: it gets what is held, and its share of what the others serve."""
         held, self._held = self._held, {}
         for slot in held:
             self._place(slot)
-        self._waiting_room.shed(self._waiting_room.connections)
+        self._fallback_server.shed(self._fallback_server.connections)
         ready = self._ready()
-        share = sum(len(one.slots) for one in ready) // len(ready)
-        for one in ready:
-            if one is not child and len(one.slots) > share + 1:
-                one.shed(len(one.slots) - share - 1)
+        share = sum(len(other.connections) for other in ready) // len(ready)
+        for other in ready:
+            if other is not child and len(other.connections) > share + 1:
+                other.shed(len(other.connections) - share - 1)
 
     def died(self, child: Child) -> int:
         """Go on with a dead worker's connections; how many requests or replies were lost with it."""
-        slots, child.slots = child.slots, set()
-        return sum([self._take_over(slot) for slot in sorted(slots)])
+        slots, child.connections = sorted(child.connections), set()
+        return sum([self._take_over(slot) for slot in slots])
 
     def _take_over(self, slot: int) -> bool:
         """Answer the request in work, and give the connection to another worker; whether anything was lost."""
@@ -115,7 +115,7 @@ class Switchboard:
         if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
             reply = self._fallback.service.reply(request, error)
-            self._waiting_room.counters.add(request.name, error.code, 0.0, "")
+            self._fallback_server.counters.add(request.name, error.code, 0.0, "")
             is_lost = not self._write(slot, reply.data) or is_lost
         if is_lost or self._is_ending:
             self._close(slot)
@@ -143,9 +143,9 @@ class Switchboard:
         if not children:
             self._held[slot] = monotonic()
             if self._is_ending:
-                self._show_waiting_room(slot)
+                self._give_to_fallback(slot)
             return
-        child = min(children, key=lambda one: (len(one.slots), one.stats.get("inflight", 0)))
+        child = min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0)))
         self.journal.entry(slot)  # wiped: the next owner may die before it has seen the connection
         try:
             child.give(self._sockets[slot], slot, slot in self._refused)
@@ -153,7 +153,7 @@ class Switchboard:
             logger.error("a connection cannot be handed over: %s", error)
             self.closed(child, slot)
 
-    def _show_waiting_room(self, slot: int) -> None:
+    def _give_to_fallback(self, slot: int) -> None:
         """Answer its requests with errors until there is a worker."""
         del self._held[slot]
         try:
@@ -162,9 +162,9 @@ class Switchboard:
             logger.error("a connection cannot be answered: %s", error)
             self._close(slot)
             return
-        self._waiting_room.adopt(sock, slot, self.journal.entry(slot))
+        self._fallback_server.adopt(sock, slot, self.journal.entry(slot))
 
-    def _left_waiting_room(self, slot: int, is_closed: bool) -> None:
+    def _left_fallback(self, slot: int, is_closed: bool) -> None:
         if is_closed:
             self._close(slot)
         else:
@@ -184,5 +184,5 @@ class Switchboard:
     def _step(self) -> float:
         now = monotonic()
         for slot in [slot for slot, since in self._held.items() if now - since >= HOLD_SECONDS]:
-            self._show_waiting_room(slot)
+            self._give_to_fallback(slot)
         return HOLD_SECONDS / 4 if self._held else LONGEST_WAIT

@@ -20,13 +20,13 @@ _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
 def to_python(value: Any) -> Any:
     """A ``Value`` as what a pipeline works on; exactly one field must be set, or ``InvalidRequest``."""
-    found = [name for name in _VALUE_FIELDS if getattr(value, name) is not None]
-    if len(found) != 1:
-        raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(found) or 'none'}")
-    held = getattr(value, found[0])
-    if found[0] == "tensor":
+    names = [name for name in _VALUE_FIELDS if getattr(value, name) is not None]
+    if len(names) != 1:
+        raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(names) or 'none'}")
+    held = getattr(value, names[0])
+    if names[0] == "tensor":
         return _to_tensor(held)
-    if found[0] == "tensors":
+    if names[0] == "tensors":
         return [_to_tensor(tensor) for tensor in held]
     return held
 
@@ -41,7 +41,7 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return {key: idl.Value(tensor=_from_array(idl, value))}
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, (torch.Tensor, np.ndarray)) for v in value):
-        return {key: idl.Value(tensors=[_from_array(idl, one) for one in value])}
+        return {key: idl.Value(tensors=[_from_array(idl, array) for array in value])}
     if isinstance(value, (bytes, bytearray)):
         return {key: idl.Value(bytes=bytes(value))}
     if isinstance(value, str):

@@ -15,11 +15,11 @@ _NOW = ("instances", "queued", "busy")
 
 def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
     """What the workers that are there have told last, with the totals of those that were (``add_past``)."""
-    found = list(alive)
-    gpus = {gpu["index"]: gpu for one in found for gpu in one.get("gpus", ())}
+    alive = list(alive)
+    gpus = {gpu["index"]: gpu for worker in alive for gpu in worker.get("gpus", ())}
     return {
-        "requests": {"inflight": sum(one["inflight"] for one in found), **_requests([*found, past])},
-        "nodes": _nodes(found, past),
+        "requests": {"inflight": sum(worker["inflight"] for worker in alive), **_requests([*alive, past])},
+        "nodes": _nodes(alive, past),
         "gpus": [gpus[index] for index in sorted(gpus)],
     }
 
@@ -28,7 +28,7 @@ def add_past(past: Figures, ended: Figures) -> Figures:
     """The totals of all workers that have ended, one more of them."""
     nodes = {}
     for name in {**past.get("nodes", {}), **ended.get("nodes", {})}:
-        parts = [one["nodes"][name] for one in (past, ended) if name in one.get("nodes", {})]
+        parts = [part["nodes"][name] for part in (past, ended) if name in part.get("nodes", {})]
         nodes[name] = _node_totals(parts)
     return {"requests": _requests([past, ended]), "nodes": nodes}
 
@@ -43,8 +43,8 @@ def add_requests(*parts: Figures) -> Figures:
                 counted[outcome] = counted.get(outcome, 0) + count
     latencies = [part["latency"] for part in parts]
     latency = {
-        "counts": add_lists([[0] * COUNTS, *(one["counts"] for one in latencies)]),
-        "sum_ms": sum(one["sum_ms"] for one in latencies),
+        "counts": add_lists([[0] * COUNTS, *(latency["counts"] for latency in latencies)]),
+        "sum_ms": sum(latency["sum_ms"] for latency in latencies),
     }
     return {"by_method": by_method, "latency": latency}
 
@@ -58,11 +58,11 @@ def _requests(parts: Iterable[Figures]) -> Figures:
     return add_requests(*(part["requests"] for part in parts if "requests" in part))
 
 
-def _nodes(found: list[Figures], past: Figures) -> Figures:
+def _nodes(workers: list[Figures], past: Figures) -> Figures:
     """Of the nodes that there are now: those of an earlier configuration are forgotten."""
     nodes = {}
-    for name in dict.fromkeys(name for one in found for name in one["nodes"]):
-        alive = [one["nodes"][name] for one in found if name in one["nodes"]]
+    for name in dict.fromkeys(name for worker in workers for name in worker["nodes"]):
+        alive = [worker["nodes"][name] for worker in workers if name in worker["nodes"]]
         before = past.get("nodes", {}).get(name)
         nodes[name] = {
             **{key: sum(node[key] for node in alive) for key in _NOW},
