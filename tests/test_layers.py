@@ -29,7 +29,7 @@ TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
-SERVER_MAY_IMPORT = {"", "errors", "idl", "runtime.histogram", "drawing.depict"}
+SERVER_MAY_IMPORT = {"", "errors", "idl", "runtime.statistics", "drawing.depict"}
 """Of ``torchpipe_py``, whose public names are those of ""."""
 
 

@@ -13,7 +13,7 @@ from torchpipe_py.runtime.request import Request
 
 
 def request(arrived: float, key: object = 0, deadline: float | None = None) -> Request:
-    made = Request({"data": key}, lambda: None, deadline)
+    made = Request({"data": key}, lambda data, error: None, deadline=deadline)
     made.arrived = arrived
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conftest import Register
 
 from torchpipe_py import ItemBackend, pipe
-from torchpipe_py.runtime.histogram import BOUNDS_MS, COUNTS, bucket
+from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS, bucket
 
 
 def test_a_bucket_is_bounded_by_powers_of_two_of_a_microsecond():

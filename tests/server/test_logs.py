@@ -23,7 +23,7 @@ from torchpipe_server.serving.counters import RequestCounters
 
 from torchpipe_py import Backend
 from torchpipe_py.errors import DecodeError
-from torchpipe_py.runtime.histogram import COUNTS
+from torchpipe_py.runtime.statistics import COUNTS
 
 # -- lines ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.drawing.svg import svg
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.plan.config import MapSource
-from torchpipe_py.plan.graph import Fold, Graph
+from torchpipe_py.plan.graph import Graph, Hidden
 
 
 def live_svg(config: str | os.PathLike[str] | Mapping[str, Any]) -> str:
@@ -53,10 +53,10 @@ def _arrows(name: str, graph: Graph, plan: NodePlan) -> Iterator[Arrow]:
             yield Arrow(one, name, "map", _pairs(source))
     for target, labels in plan.jumps().items():
         yield Arrow(name, target, "jump", "; ".join(dict.fromkeys(filter(None, labels))))
-    for fold in _folds(name, graph, plan.spec.filter or ""):
-        for way_out in fold.exits:
+    for hidden in _hidden(name, graph, plan.spec.filter or ""):
+        for way_out in hidden.exits:
             yield Arrow(name, way_out.node, "skip", (plan.spec.filter or "").lower())
-        if fold.is_end:
+        if hidden.is_end:
             yield Arrow(name, "", "skip", (plan.spec.filter or "").lower())
 
 
@@ -64,12 +64,11 @@ def _pairs(source: MapSource) -> str:
     return ", ".join(f"{key}:{new}" for key, new in source.pairs)
 
 
-def _folds(name: str, graph: Graph, filter_name: str) -> list[Fold]:
+def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
     """What the node's filter may skip; of a filter of the user's own both kinds, as far as they hide a node."""
     word = filter_name.lower().replace("_", "")
     if not word or word in ("swap", "or", "run", "continue", "skip", "break", "error"):
         return []
-    folds = [] if word == "subgraphskip" else [graph.serial_fold(name)]
-    folds += [] if word == "serialskip" else [graph.subgraph_fold(name)]
-    hiding = {fold.members: fold for fold in folds if len(fold.members) > 1}
-    return list(hiding.values())
+    kinds = [] if word == "subgraphskip" else [graph.serial_chain(name)]
+    kinds += [] if word == "serialskip" else [graph.subgraph(name)]
+    return list({hidden.members: hidden for hidden in kinds if len(hidden.members) > 1}.values())

@@ -24,8 +24,8 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Fold:
-    """A node, or a node with what a skip hides behind it: from outside it is one node, with that node's dict.
+class Hidden:
+    """A node with the nodes behind it that a skip hides, if any: from outside they are one node, with its dict.
 
     ``members`` begins with that node. ``is_end``: a way through the graph ends in it. ``is_read``: the map of a node
     outside reads a member. ``copies``: the dict has several uses, so that each successor needs its own.
@@ -68,29 +68,29 @@ class Graph:
         """Roots of the graphs that nodes of others run."""
         return frozenset(root for roots in self.jumps.values() for root in roots)
 
-    def fold(self, name: str) -> Fold:
+    def alone(self, name: str) -> Hidden:
         """A node alone."""
-        return self._fold((name,))
+        return self._hide((name,))
 
-    def serial_fold(self, name: str) -> Fold:
+    def serial_chain(self, name: str) -> Hidden:
         """The largest serial chain from a node on: each next one is the only successor and has no other predecessor."""
         members = [name]
         while True:
             after = self.successors[members[-1]]
             if len(after) != 1 or len(self.predecessors[after[0]]) != 1:
-                return self._fold(members)
+                return self._hide(members)
             members.append(after[0])
 
-    def subgraph_fold(self, name: str) -> Fold:
+    def subgraph(self, name: str) -> Hidden:
         """The largest subgraph from a node on all of whose other nodes have their predecessors in it."""
         members = {name: None}
         for other in self.order:
             before = self.predecessors[other]
             if before and other not in members and all(one in members for one in before):
                 members[other] = None
-        return self._fold(members)
+        return self._hide(members)
 
-    def _fold(self, members: Iterable[str]) -> Fold:
+    def _hide(self, members: Iterable[str]) -> Hidden:
         inside = dict.fromkeys(members)
         edges: dict[str, int] = {}
         for name in inside:
@@ -100,8 +100,9 @@ class Graph:
         exits = [Exit(to, count, len(self.predecessors[to]), to in self.mapped) for to, count in edges.items()]
         is_read = any(reader not in inside for name in inside for reader in self.readers[name])
         is_end = any(not self.successors[name] for name in inside)
-        copies = is_read or is_end + sum(not one.has_map for one in exits) > 1
-        return Fold(tuple(inside), tuple(exits), is_end, is_read, copies)
+        takers = is_end + sum(not way_out.has_map for way_out in exits)
+        copies = is_read or takers > 1
+        return Hidden(tuple(inside), tuple(exits), is_end, is_read, copies)
 
 
 def build_graph(spec: PipelineSpec) -> Graph:

@@ -18,10 +18,8 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
-from torchpipe_py.runtime.request import Countdown, Request, Ride, deadline_after
-from torchpipe_py.runtime.routes import Enter
-from torchpipe_py.runtime.runtime import Engine
-from torchpipe_py.runtime.statistics import describe, node_stats
+from torchpipe_py.runtime.request import CallerThread, Countdown, OnDone, Request, deadline_after
+from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
 
 Data = dict[str, Any]
@@ -47,35 +45,35 @@ class pipe:
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry = default_registry
     ) -> None:
-        self._engine = Engine(plan_pipeline(config, registry))
-        self._engine.start()
-        self._roots = {name: self._engine.entries[name] for name in self._engine.graph.roots}
-        entered = [name for name in self._roots if name not in self._engine.graph.jumped_to]
-        self._only_root = self._roots[entered[0]] if len(entered) == 1 else None
-        # The threads know the engine only: a pipe that is dropped, or alive at exit, is closed.
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._runtime = Runtime(plan_pipeline(config, registry))
+        self._runtime.start()
+        self._roots = self._runtime.graph.roots
+        entered = [name for name in self._roots if name not in self._runtime.graph.jumped_to]
+        self._only_root = entered[0] if len(entered) == 1 else None
+        # The threads know the runtime only: a pipe that is dropped, or alive at exit, is closed.
+        self._finalizer = weakref.finalize(self, self._runtime.close)
 
     def __call__(self, data: Data | Sequence[Data], timeout: float | None = None) -> None:
         """Run one request, or several, and wait until all are finished."""
         lock = allocate_lock()
         lock.acquire()
-        requests, entries = self._prepare(data, lock.release, timeout)
+        requests = self._requests(data, lambda data, error: lock.release(), timeout)
         if not requests:
             return
-        ride = requests[0].ride = Ride() if timeout is None and len(requests) == 1 else None
+        caller = requests[0].caller = CallerThread() if timeout is None and len(requests) == 1 else None
         try:
-            self._launch(requests, entries)
-            if ride is not None:
-                ride.go()
+            self._runtime.submit(requests)
+            if caller is not None:
+                caller.run()
             if timeout is None:
                 lock.acquire()
             elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
                 for request in requests:
-                    self._engine.complete(request, _too_late(timeout))
+                    self._runtime.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
                 lock.acquire()
         except BaseException as interrupt:
             for request in requests:
-                self._engine.complete(request, interrupt)
+                self._runtime.complete(request, interrupt)
             raise
         for request in requests:
             if request.error is not None:
@@ -84,9 +82,9 @@ class pipe:
     def submit(self, data: Data | Sequence[Data], timeout: float | None = None) -> Future[Any]:
         """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued."""
         future: Future[Any] = Future()
-        engine = self._engine  # not self: a future that is kept must not keep the pipe
+        runtime = self._runtime  # not self: a future that is kept must not keep the pipe
 
-        def settle() -> None:
+        def settle(*last: object) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             error = next((request.error for request in requests if request.error is not None), None)
@@ -98,10 +96,10 @@ class pipe:
         def drop_if_cancelled(done: Future[Any]) -> None:
             if done.cancelled():
                 for request in requests:
-                    engine.complete(request, CancelledError())
+                    runtime.complete(request, CancelledError())
 
-        requests, entries = self._prepare(data, settle, timeout)
-        self._launch(requests, entries)
+        requests = self._requests(data, settle, timeout)
+        runtime.submit(requests)
         if not requests:
             settle()
         future.add_done_callback(drop_if_cancelled)
@@ -122,34 +120,34 @@ class pipe:
         """
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
-        requests, entries = self._prepare(data, lambda: on_done(data, requests[0].error), timeout)
-        self._launch(requests, entries)
-        return Ticket(self._engine, requests[0])
+        request = self._request(data, on_done, deadline_after(timeout))
+        self._runtime.submit((request,))
+        return Ticket(self._runtime, request)
 
     def max(self) -> int:
         """The largest batch any node forms."""
-        return max(node.max for node in self._engine.nodes.values())
+        return max(node.max for node in self._runtime.nodes.values())
 
     def min(self) -> int:
         """The smallest batch any node forms."""
-        return min(node.min for node in self._engine.nodes.values())
+        return min(node.min for node in self._runtime.nodes.values())
 
     def expected_wait(self) -> float:
         """Seconds until the slowest node is through with what it holds now, by the compute times measured so far.
 
         For a server that refuses what cannot meet its deadline.
         """
-        return self._engine.expected_wait()
+        return self._runtime.expected_wait()
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
-        engine = self._engine
+        runtime = self._runtime
         return {
-            "inflight": engine.inflight,
-            "max_inflight": engine.max_inflight,
-            "admitted": engine.admitted,
-            "rejected": engine.rejected,
-            "nodes": {name: node_stats(engine.nodes[name]) for name in engine.nodes},
+            "inflight": runtime.inflight,
+            "max_inflight": runtime.max_inflight,
+            "admitted": runtime.admitted,
+            "rejected": runtime.rejected,
+            "nodes": {name: node.stats() for name, node in runtime.nodes.items()},
         }
 
     @contextmanager
@@ -158,24 +156,24 @@ class pipe:
 
         ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
         """
-        nodes = self._engine.nodes.values()
-        if any(node.trace is not None for node in nodes):
+        records = [instance.record for node in self._runtime.nodes.values() for instance in node.instances]
+        if any(record.trace is not None for record in records):
             raise RuntimeError("the pipe is being traced already")
         trace = Trace(limit)
-        for node in nodes:
-            node.trace = trace
+        for record in records:
+            record.trace = trace
         try:
             yield trace
         finally:
-            for node in nodes:
-                node.trace = None
+            for record in records:
+                record.trace = None
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
 
         ``False`` if a backend still runs after ``timeout`` seconds; its requests have failed nevertheless.
         """
-        return self._engine.close(timeout)
+        return self._runtime.close(timeout)
 
     def __enter__(self) -> pipe:
         return self
@@ -186,57 +184,45 @@ class pipe:
         self.close()
 
     def __repr__(self) -> str:
-        return describe(self._engine)
+        return self._runtime.describe()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def _prepare(
-        self, data: Data | Sequence[Data], on_done: Callable[[], object], timeout: float | None
-    ) -> tuple[Sequence[Request], Sequence[Enter]]:
-        """Requests and the roots they enter, all checked before any starts."""
+    def _requests(self, data: Data | Sequence[Data], on_done: OnDone, timeout: float | None) -> Sequence[Request]:
+        """Requests and the roots they enter, all checked before any starts; ``on_done`` is called after the last."""
         deadline = deadline_after(timeout)
         if isinstance(data, dict):
-            return (self._request(data, on_done, deadline),), (self._entry(data),)
+            return (self._request(data, on_done, deadline),)
         items = _checked_list(data)
         countdown = Countdown(len(items), on_done)
-        entries = [self._entry(item) for item in items]
-        return [self._request(item, countdown, deadline) for item in items], entries
+        return [self._request(item, countdown, deadline) for item in items]
 
-    def _request(self, data: Data, on_done: Callable[[], object], deadline: float | None) -> Request:
+    def _request(self, data: Data, on_done: OnDone, deadline: float | None) -> Request:
+        root = self._only_root
+        if root is None or TASK_NODE_NAME_KEY in data:
+            root = self._root(data.get(TASK_NODE_NAME_KEY))
         if TASK_DATA_KEY not in data:
-            found = ", ".join(map(repr, data)) or "none"
-            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {found}")
+            keys = ", ".join(map(repr, data)) or "none"
+            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}")
         data.pop(TASK_RESULT_KEY, None)
         data.pop(TASK_ERROR_KEY, None)
-        return Request(data, on_done, deadline)
+        return Request(data, on_done, root, deadline)
 
-    def _entry(self, data: Data) -> Enter:
-        if self._only_root is not None and TASK_NODE_NAME_KEY not in data:
-            return self._only_root
-        name = data.get(TASK_NODE_NAME_KEY)
+    def _root(self, name: object) -> str:
         if name is None:
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self._roots)}")
-        enter = self._roots.get(name) if isinstance(name, str) else None
-        if enter is None:
+        if not isinstance(name, str) or name not in self._roots:
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {name!r}; {nearest(str(name), self._roots)}")
-        return enter
-
-    def _launch(self, requests: Sequence[Request], entries: Sequence[Enter]) -> None:
-        self._engine.admit(requests)
-        for request, enter in zip(requests, entries):  # noqa: B905 - equal by construction, and hot
-            try:
-                enter(request)
-            except Exception as error:
-                self._engine.complete(request, error)
+        return name
 
 
 class Ticket:
     """A request started with ``pipe.dispatch``."""
 
-    __slots__ = ("_engine", "_request")
+    __slots__ = ("_request", "_runtime")
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._request = engine, request
+    def __init__(self, runtime: Runtime, request: Request) -> None:
+        self._runtime, self._request = runtime, request
 
     @property
     def deadline(self) -> float | None:
@@ -245,7 +231,7 @@ class Ticket:
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
-        return self._engine.complete(self._request, error or CancelledError())
+        return self._runtime.complete(self._request, error or CancelledError())
 
 
 def _checked_list(data: Any) -> list[Data]:
@@ -257,7 +243,3 @@ def _checked_list(data: Any) -> list[Data]:
     if len({id(item) for item in data}) < len(data):
         raise InvalidRequest("the same dict stands in the list twice; each request needs its own")
     return list(data)
-
-
-def _too_late(timeout: float | None) -> DeadlineExceeded:
-    return DeadlineExceeded(f"not finished within {timeout} s")

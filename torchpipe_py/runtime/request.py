@@ -1,61 +1,65 @@
-"""One call's state on its way through a pipe."""
+"""One call's state on its way through a pipe, and what ties it to others: branches, and the runs of other graphs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Protocol
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.graph import Hidden
+
+OnDone = Callable[[Data, BaseException | None], object]
+"""Called once, when a request is completed: with the dict it came with, and its error."""
 
 
 class Request:
-    """One dict that travels; a pipe completes it exactly once, from whichever thread finishes it.
+    """One dict that travels; a pipe completes it exactly once, on whichever thread finishes it.
 
     ``data`` is the dict that backends see. ``caller_data`` is set where that is a private copy, so that a request
     given up at its deadline cannot change the caller's dict later; ``merge`` hands the outcome over.
-    ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter`` seconds.
-    ``on_done`` is called once, without arguments, when ``error`` and the dict are final.
-
-    ``at`` is the logical node it is at where several share their instances, ``trip`` its way through a graph with
-    branches, ``inner`` the requests that it waits for (a jump's), ``is_inner`` whether it is one of those, and
-    ``origin`` whose. ``number`` is that of its trace.
-    ``ride`` is set while it is on the thread of its blocked caller.
+    ``node`` is the root it enters, then the logical node it is at. ``deadline`` and ``arrived`` (the entry into the
+    current node's queue) are ``time.perf_counter`` seconds. ``caller`` is set while it is on the thread of its
+    blocked caller. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps.
     """
 
     __slots__ = (
         "arrived",
-        "at",
+        "caller",
         "caller_data",
         "data",
         "deadline",
         "done",
         "error",
-        "inner",
-        "is_inner",
+        "links",
+        "node",
         "number",
         "on_done",
-        "origin",
-        "ride",
-        "trip",
     )
 
-    def __init__(self, data: dict[str, Any], on_done: Callable[[], object], deadline: float | None = None) -> None:
+    def __init__(self, data: Data, on_done: OnDone, node: str = "", deadline: float | None = None) -> None:
         self.data = data
         self.on_done = on_done
+        self.node = node
         self.deadline = deadline
-        self.caller_data: dict[str, Any] | None = None
+        self.caller_data: Data | None = None
         self.error: BaseException | None = None
         self.done = False
         self.arrived = 0.0
-        self.at = ""
-        self.trip: Any = None
-        self.inner: list[Request] | None = None
-        self.is_inner = False
-        self.origin: Request | None = None
+        self.caller: CallerThread | None = None
+        self.links: Links | None = None
         self.number = 0
-        self.ride: Ride | None = None
         if deadline is not None:
             self.caller_data, self.data = data, dict(data)
+
+    def linked(self) -> Links:
+        """Its links, made when first asked for."""
+        if self.links is None:
+            self.links = Links()
+        return self.links
 
     def merge(self) -> None:
         """Make the caller's dict equal to the private copy, where there is one."""
@@ -65,44 +69,184 @@ class Request:
             self.caller_data.update(self.data)
 
 
-class Ride:
-    """The thread of a blocked caller, which itself brings its request from node to node as far as backends allow.
+class Links:
+    """What ties requests to others; shared by all branches of one request.
 
-    ``stops`` holds the nodes that it has reached, with the request or the branch of it that is there; the node's
-    ``carry`` takes that on.
+    ``branches`` is what they have in common, once the request has forked. ``is_inner`` marks a request that a node of
+    another graph started: ``parent`` is the request that waits for it, if any, and has it among its ``children``.
     """
 
-    __slots__ = ("stops",)
+    __slots__ = ("branches", "children", "is_inner", "parent")
+
+    def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
+        self.parent, self.is_inner = parent, is_inner
+        self.branches: Branches | None = None
+        self.children: list[Request] = []
+
+
+def callers_request(request: Request) -> Request:
+    """The request of a caller, of which this is a branch, or for whose sake it runs."""
+    while request.links is not None and request.links.parent is not None:
+        request = request.links.parent
+    links = request.links
+    return request if links is None or links.branches is None else links.branches.request
+
+
+Step = tuple[str, Data]
+"""A node to be entered next, and the dict to enter it with."""
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The ``map`` of each node that has one: (node it reads, its (key, new key) pairs), in order.
+
+    ``rank`` is the place of a node in the file.
+    """
+
+    sources: Mapping[str, tuple[tuple[str, Pairs], ...]]
+    rank: Mapping[str, int]
+
+
+class Branches:
+    """The branches of one request: what its nodes put out, and what its joins still wait for.
+
+    ``request`` is the one that is completed. Each branch under way has a ``Request`` of its own in ``requests``;
+    they are dropped when it is completed. ``leave`` may be called by several threads at once.
+    """
+
+    def __init__(self, request: Request, maps: Maps) -> None:
+        self.request = request
+        self.requests: list[Request] = []
+        self._maps = maps
+        self._base = request.data
+        self._lock = threading.Lock()
+        self._under_way = 1
+        self._outputs: dict[str, Data] = {}
+        self._hidden_by: dict[str, str] = {}
+        self._missing: dict[str, int] = {}
+        self._ends: dict[str, Data] = {}
+
+    def add(self, data: Data, caller: CallerThread | None) -> Request:
+        """A further branch, on the same thread as the one it comes from."""
+        branch = Request(data, nobody_waits)
+        branch.deadline, branch.caller = self.request.deadline, caller
+        branch.links = self.request.links
+        self.requests.append(branch)
+        branch.done = self.request.done
+        return branch
+
+    def leave(self, hidden: Hidden, data: Data) -> tuple[list[Step], bool]:
+        """A branch leaves a node, with what a skip hides behind it, with ``data``.
+
+        The nodes that can be entered now, each by a branch of its own (none where the branch ends, or waits at a join
+        for another), and whether no branch is under way any more.
+        """
+        name, steps = hidden.members[0], []
+        with self._lock:
+            if hidden.is_read:
+                self._outputs[name] = data
+                for member in hidden.members:
+                    self._hidden_by[member] = name
+            if hidden.is_end:
+                self._ends[name] = data
+            for way_out in hidden.exits:
+                node = way_out.node
+                if way_out.ways > way_out.edges:
+                    missing = self._missing[node] = self._missing.get(node, way_out.ways) - way_out.edges
+                    if missing:
+                        continue
+                steps.append((node, self._input(node, data, hidden.copies)))
+            self._under_way += len(steps) - 1
+            return steps, not self._under_way
+
+    def _input(self, node: str, data: Data, copies: bool) -> Data:
+        """What the node is entered with: the dict, a copy of it, or what its map makes of the outputs it reads."""
+        sources = self._maps.sources.get(node)
+        if sources is None:
+            return dict(data) if copies else data
+        mapped: Data = {}
+        error = None
+        for source, pairs in sources:
+            output = self._outputs[self._hidden_by[source]]
+            if TASK_CONTEXT_KEY in output:
+                mapped[TASK_CONTEXT_KEY] = output[TASK_CONTEXT_KEY]
+            for key, new in pairs:
+                if key in output:
+                    mapped[new] = output[key]
+                elif new == TASK_DATA_KEY:
+                    error = output.get(TASK_ERROR_KEY, error)
+        if TASK_DATA_KEY not in mapped and error is not None:
+            mapped[TASK_ERROR_KEY] = error
+        return mapped
+
+    def settle(self, last: Data | None, is_failed: bool) -> None:
+        """Merge the outcome into the dict that the request came with, and drop the branches that are still under way.
+
+        The outcome is ``last``, or what the graph's ends gave; later ones in the file overwrite earlier ones.
+        """
+        for branch in self.requests:
+            branch.done = True
+        merged: Data = {}
+        if last is not None:
+            merged.update(last)
+        elif not is_failed:
+            for name in sorted(self._ends, key=self._maps.rank.__getitem__):
+                merged.update(self._ends[name])
+        self._base.pop(TASK_RESULT_KEY, None)
+        self._base.pop(TASK_ERROR_KEY, None)
+        self._base.update(merged)
+        self.request.data = self._base
+
+
+class RunsOnCaller(Protocol):
+    """A node's lane, as the thread of a blocked caller sees it."""
+
+    def run_on_caller(self, request: Request) -> None:
+        """Run the backend on the calling thread where an instance is idle, else queue the request."""
+
+    def forget(self, request: Request) -> None:
+        """The request will not be run after all."""
+
+
+class CallerThread:
+    """The thread of a blocked caller, which runs backends itself as far as they allow that.
+
+    ``reached`` holds the lanes that its request has come to, with the request or the branch of it that is there.
+    """
+
+    __slots__ = ("reached",)
 
     def __init__(self) -> None:
-        self.stops: list[tuple[Any, Request]] = []
+        self.reached: list[tuple[RunsOnCaller, Request]] = []
 
-    def go(self) -> None:
-        """On until other threads have taken over, or the request is through."""
+    def run(self) -> None:
+        """Go on until other threads have taken over, or the request is through."""
         try:
-            while self.stops:
-                node, request = self.stops.pop()
-                node.carry(request)
+            while self.reached:
+                lane, request = self.reached.pop()
+                lane.run_on_caller(request)
         finally:
-            for node, request in self.stops:  # after Ctrl-C
-                node.forget(request)
+            for lane, request in self.reached:  # after Ctrl-C
+                lane.forget(request)
 
 
 class Countdown:
-    """Calls ``on_done`` when it was called ``count`` times."""
+    """Calls ``on_done`` when it was called ``count`` times, as the completion of as many requests."""
 
-    def __init__(self, count: int, on_done: Callable[[], object]) -> None:
+    def __init__(self, count: int, on_done: OnDone) -> None:
         self._left, self._on_done, self._lock = count, on_done, threading.Lock()
 
-    def __call__(self) -> None:
+    def __call__(self, data: Data, error: BaseException | None) -> None:
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        self._on_done()
+        self._on_done(data, error)
 
 
-def nothing() -> None:
+def nobody_waits(data: Data, error: BaseException | None) -> None:
     """The callback of a request that nobody waits for, or not any more."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -13,35 +12,26 @@ from torchpipe_py.errors import BackendError, NoResult
 from torchpipe_py.filters import Filter, Status
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 from torchpipe_py.plan.build import NodePlan
-from torchpipe_py.plan.graph import Fold, Graph
-from torchpipe_py.runtime.branches import Maps, Trip
-from torchpipe_py.runtime.node import Node
-from torchpipe_py.runtime.request import Request
+from torchpipe_py.plan.graph import Graph, Hidden
+from torchpipe_py.runtime.lanes import Lane
+from torchpipe_py.runtime.request import Branches, Maps, Request
 
 Enter = Callable[[Request], None]
 
-_SKIPS: dict[Any, Callable[[Graph, str], Fold]] = {
-    Status.Skip: Graph.fold,
-    Status.SerialSkip: Graph.serial_fold,
-    Status.SubGraphSkip: Graph.subgraph_fold,
+_SKIPS: dict[Any, Callable[[Graph, str], Hidden]] = {
+    Status.Skip: Graph.alone,
+    Status.SerialSkip: Graph.serial_chain,
+    Status.SubGraphSkip: Graph.subgraph,
 }
 """What a node's skip hides."""
 
 
-@dataclass(frozen=True)
-class _Door:
-    """What stands at the entry of a node; ``is_shared`` where several logical nodes share its instances."""
-
-    filter: Filter
-    node: Node
-    is_shared: bool
-
-
 class Routes:
-    """``entries[name](request)`` brings a request to a node, from any thread; nodes deliver to the entry of the next.
+    """``entries[name](request)`` brings a request to a node, from any thread; lanes deliver to the entry of the next.
 
-    ``nodes`` are the physical ones, ``logical`` names those that run on each. ``complete(request, error, last)`` is the
-    end of a request's way: with an error, with ``last`` as the outcome, or with its own dict.
+    ``lanes`` are those of the physical nodes, ``logical`` names the nodes that run on each.
+    ``complete(request, error, last)`` ends a request: with an error, with ``last`` as the outcome, or with its own
+    dict.
     """
 
     def __init__(
@@ -49,33 +39,26 @@ class Routes:
         graph: Graph,
         plans: Mapping[str, NodePlan],
         logical: Mapping[str, Sequence[str]],
-        nodes: Mapping[str, Node],
+        lanes: Mapping[str, Lane],
         complete: Callable[[Request, BaseException | None, Data | None], object],
     ) -> None:
-        self.entries: dict[str, Enter] = {}
         self._graph = graph
         self._complete = complete
-        self._after: dict[str, Enter] = {}
         self._maps = Maps(
             {name: _sources(name, graph, plans) for name in graph.mapped},
             {name: index for index, name in enumerate(graph.predecessors)},
         )
-        self._doors = {
-            name: _Door(plan.filter, nodes[plan.spec.owner], len(logical[plan.spec.owner]) > 1)
-            for name, plan in plans.items()
-        }
-        self._folds: dict[tuple[str, Status], Fold] = {}
-        for name in reversed(graph.order):
-            self._after[name] = self._leaving(graph.fold(name))
-            self.entries[name] = self._entry(name)
+        self._filters: dict[str, Filter] = {name: plan.filter for name, plan in plans.items()}
+        self._put = {name: lanes[plan.spec.owner].put for name, plan in plans.items()}
+        self._hidden: dict[tuple[str, Status], Hidden] = {}
+        self.entries: dict[str, Enter] = {name: self._entry(name) for name in plans}
+        self._leave_node = {name: self._way_out(graph.alone(name)) for name in plans}
         for owner, names in logical.items():
-            nodes[owner].deliver = self._after[owner] if len(names) == 1 else self._deliver_logical
+            lanes[owner].deliver = self._leave_node[owner] if len(names) == 1 else self._leave_logical
 
     def _entry(self, name: str) -> Enter:
         """The way into a node: its filter decides on the thread that brings the request."""
-        door = self._doors[name]
-        filter_, put, is_shared = door.filter, door.node.put, door.is_shared
-        run = Status.Run
+        filter_, put, run = self._filters[name], self._put[name], Status.Run
 
         def enter(request: Request) -> None:
             try:
@@ -84,95 +67,90 @@ class Routes:
                 self._complete(request, _filter_error(name, error), None)
                 return
             if status is run:
-                if is_shared:
-                    request.at = name
-                request.arrived = perf_counter()
+                request.node, request.arrived = name, perf_counter()
                 put(request)
             else:
-                fold = self._turn(name, request, status)
-                if fold is not None:
-                    self._leave(fold, request)
+                hidden = self._decide(name, request, status)
+                if hidden is not None:
+                    self._leave(hidden, request)
 
         return enter
 
-    def _turn(self, name: str, request: Request, status: Any) -> Fold | None:
-        """What a filter says; past skipped nodes up to the next fork, join or end, which is still to be left."""
-        while isinstance(status, Status) and status in _SKIPS:
-            fold = self._fold(name, status)
-            if fold.next is None:
-                return fold
-            name = fold.next
-            status = self._ask(name, request)
+    def _way_out(self, hidden: Hidden) -> Enter:
+        return self.entries[hidden.next] if hidden.next is not None else partial(self._leave, hidden)
+
+    def _leave_logical(self, request: Request) -> None:
+        """Out of one of several nodes that share their instances."""
+        self._leave_node[request.node](request)
+
+    def _leave(self, hidden: Hidden, request: Request) -> None:
+        """Out of a node, or of what a skip hides, and on to where filters do not skip again."""
+        left = [(hidden, request)]
+        while left:
+            hidden, request = left.pop()
+            if hidden.next is not None:
+                steps = [(hidden.next, request)]
+            elif hidden.exits or (request.links is not None and request.links.branches is not None):
+                steps = self._branches(hidden, request)
+            else:
+                self._complete(request, None, None)
+                continue
+            for name, branch in steps:
+                skipped = self._step(name, branch)
+                if skipped is not None:
+                    left.append((skipped, branch))
+
+    def _branches(self, hidden: Hidden, request: Request) -> list[tuple[str, Request]]:
+        """The nodes that can be entered now, each with the branch that enters it."""
+        links = request.linked()
+        branches = links.branches
+        if branches is None:
+            # NOTE: what the caller waits for travels no further, so that `settle` has its dict for itself.
+            branches = links.branches = Branches(request, self._maps)
+            request = branches.add(request.data, request.caller)
+        steps, is_over = branches.leave(hidden, request.data)
+        if is_over:
+            self._complete(request, None, None)
+        if not steps:
+            return []
+        (first, request.data), *others = steps
+        return [(first, request), *[(name, branches.add(data, request.caller)) for name, data in others]]
+
+    def _step(self, name: str, request: Request) -> Hidden | None:
+        """Ask the node's filter, and do what it says."""
+        data = request.data
+        if TASK_DATA_KEY not in data and name in self._maps.sources:
+            self._end_without_data(name, request)
+            return None
+        try:
+            status = self._filters[name](data)
+        except Exception as error:
+            self._complete(request, _filter_error(name, error), None)
+            return None
+        return self._decide(name, request, status)
+
+    def _decide(self, name: str, request: Request, status: Any) -> Hidden | None:
+        """Run or end, or return what is skipped, which is still to be left."""
         if status is Status.Run:
-            request.at, request.arrived = name, perf_counter()
-            self._doors[name].node.put(request)
+            request.node, request.arrived = name, perf_counter()
+            self._put[name](request)
         elif status is Status.Break:
             self._complete(request, None, request.data)
         elif status is Status.Error:
             self._complete(request, BackendError(f"node {name!r}: its filter says Error"), None)
+        elif isinstance(status, Status):
+            return self._skip(name, status)
         else:
             wrong = f"node {name!r}: its filter gave {status!r}, which is no Status"
             self._complete(request, BackendError(wrong), None)
         return None
 
-    def _fold(self, name: str, status: Status) -> Fold:
+    def _skip(self, name: str, status: Status) -> Hidden:
         """The node with what it hides when it is skipped in this way."""
-        found = self._folds.get((name, status))
-        if found is None:
-            found = self._folds[name, status] = _SKIPS[status](self._graph, name)
-        return found
-
-    def _deliver_logical(self, request: Request) -> None:
-        self._after[request.at](request)
-
-    def _leaving(self, fold: Fold) -> Enter:
-        """The way out of a node."""
-        return self.entries[fold.next] if fold.next is not None else partial(self._leave, fold)
-
-    def _leave(self, fold: Fold, request: Request) -> None:
-        """Out of a node, or of what is folded into it, where there is more to do than to go on to the next."""
-        left = [(fold, request)]
-        while left:
-            fold, request = left.pop()
-            if not fold.exits and request.trip is None:
-                self._complete(request, None, None)
-                continue
-            for name, branch in self._branches(fold, request):
-                following = self._step(name, branch)
-                if following is not None:
-                    left.append((following, branch))
-
-    def _branches(self, fold: Fold, request: Request) -> list[tuple[str, Request]]:
-        """The nodes that can be entered now, each with the branch that enters it."""
-        if request.trip is None:
-            # NOTE: what the caller waits for travels no further, so that `settle` has its dict for itself.
-            request.trip = trip = Trip(request, self._maps)
-            request = trip.branch(request.data, request.ride)
-        trip = request.trip
-        steps, is_over = trip.leave(fold, request.data)
-        if is_over:
-            self._complete(request, None, None)
-        branches: list[tuple[str, Request]] = []
-        for name, data in steps:
-            if not branches:
-                request.data = data
-            branches.append((name, trip.branch(data, request.ride) if branches else request))
-        return branches
-
-    def _step(self, name: str, request: Request) -> Fold | None:
-        """Into a node, as far as ``_turn``."""
-        if TASK_DATA_KEY not in request.data:
-            self._end_without_data(name, request)
-            return None
-        return self._turn(name, request, self._ask(name, request))
-
-    def _ask(self, name: str, request: Request) -> Any:
-        """What the node's filter says; ``Error`` where it raised, and the request has failed of that."""
-        try:
-            return self._doors[name].filter(request.data)
-        except Exception as error:
-            self._complete(request, _filter_error(name, error), None)
-            return Status.Error
+        hidden = self._hidden.get((name, status))
+        if hidden is None:
+            hidden = self._hidden[name, status] = _SKIPS[status](self._graph, name)
+        return hidden
 
     def _end_without_data(self, name: str, request: Request) -> None:
         """What a map reads has no result: there is none."""
@@ -187,11 +165,11 @@ class Routes:
 
 def _sources(name: str, graph: Graph, plans: Mapping[str, NodePlan]) -> tuple[tuple[str, Any], ...]:
     """What a node's map reads, with every predecessor where it names none."""
-    found: list[tuple[str, Any]] = []
+    sources: list[tuple[str, Any]] = []
     for source in plans[name].spec.map:
         names = (source.node,) if source.node else graph.predecessors[name]
-        found.extend((one, source.pairs) for one in names)
-    return tuple(found)
+        sources.extend((node, source.pairs) for node in names)
+    return tuple(sources)
 
 
 def _filter_error(node: str, error: BaseException) -> BackendError:

@@ -1,4 +1,4 @@
-"""What runs behind a pipe: its nodes, the way from node to node, and every request in flight."""
+"""What runs a plan: its nodes, the way from node to node, and every request in flight."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 
 from torchpipe_py.backends.base import Data
@@ -16,30 +16,35 @@ from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, N
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.runtime.creation import creators
+from torchpipe_py.runtime.lanes import BatchingLane
 from torchpipe_py.runtime.node import Node
-from torchpipe_py.runtime.request import Countdown, Request, deadline_after, nothing
-from torchpipe_py.runtime.routes import Routes
+from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after, nobody_waits
+from torchpipe_py.runtime.routes import Enter, Routes
 
 logger = logging.getLogger("torchpipe_py")
 
 
-class Engine:
-    """Nodes and their threads. A request is in flight from ``admit`` to ``complete``, which happens exactly once.
+class Runtime:
+    """Nodes and their threads. A request is in flight from ``submit`` to ``complete``, which happens exactly once.
 
     The set of requests in flight is the one source of truth: whoever removes a request from it, completes it.
+    ``entries[name](request)`` brings a request to a node.
     """
+
+    entries: Mapping[str, Enter]
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.name = pipeline.spec.place.source
-        self.graph = graph = pipeline.graph
+        self.graph = pipeline.graph
         self.plans = plans = pipeline.plans
         self.max_inflight = pipeline.spec.max_inflight
         self.admitted = self.rejected = 0
+        self._logical = pipeline.spec.logical()
         self._inflight: set[Request] = set()
-        self._lock = threading.Lock()
         self._inner: set[Request] = set()
+        self._lock = threading.Lock()
         self._closed = ""
-        waiting: set[Node] = set()
+        waiting: set[BatchingLane] = set()
         self.nodes: dict[str, Node] = {
             name: Node(
                 name,
@@ -48,15 +53,10 @@ class Engine:
                 fail=self.complete,
                 waiting=waiting,
             )
-            for name in graph.order
+            for name in self.graph.order
             if plans[name].spec.owner == name
         }
-        logical = pipeline.spec.logical()
-        self.entries = Routes(graph, plans, logical, self.nodes, self.complete).entries
-        for owner, node in self.nodes.items():
-            above = {plans[other].spec.owner for name in logical[owner] for other in graph.upstream[name]}
-            node.upstream = tuple(self.nodes[other] for other in graph.order if other in above)
-        _engines.add(self)
+        _runtimes.add(self)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -74,8 +74,22 @@ class Engine:
         if error is not None:
             self.close()
             raise error
+        self._connect()
         for node in self.nodes.values():
             node.open()
+
+    def _connect(self) -> None:
+        """Settle where requests go from each lane, and from which lanes they come."""
+        lanes = {name: node.lane for name, node in self.nodes.items()}
+        self.entries = Routes(self.graph, self.plans, self._logical, lanes, self.complete).entries
+        for owner, lane in lanes.items():
+            if isinstance(lane, BatchingLane):
+                above = {
+                    self.plans[name].spec.owner
+                    for logical in self._logical[owner]
+                    for name in self.graph.upstream[logical]
+                }
+                lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
 
     def _setup_error(self, name: str) -> BaseException | None:
         error = self.nodes[name].wait_setup()
@@ -113,10 +127,6 @@ class Engine:
         self._inflight.clear()
         self._inner.clear()
 
-    @property
-    def is_closed(self) -> bool:
-        return bool(self._closed)
-
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
@@ -124,63 +134,72 @@ class Engine:
         """Requests admitted and not completed."""
         return len(self._inflight)
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Count the requests in, all or none; ``Overloaded`` beyond the bound, ``PipeClosed`` after ``close``."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Count the requests in, all or none, and bring each to its root.
+
+        ``Overloaded`` beyond the bound, ``PipeClosed`` after ``close``.
+        """
         with self._lock:
             if self._closed:
                 raise PipeClosed(self._closed)
-            if len(self._inflight) + len(requests) <= self.max_inflight:
+            is_admitted = len(self._inflight) + len(requests) <= self.max_inflight
+            if is_admitted:
                 self._inflight.update(requests)
                 self.admitted += len(requests)
-                return
-            self.rejected += len(requests)
-        raise Overloaded(
-            f"{self.inflight} requests in flight, {len(requests)} more would pass max_inflight = {self.max_inflight}",
-            retry_after_ms=self.retry_after_ms() if len(requests) <= self.max_inflight else None,
-        )
+            else:
+                self.rejected += len(requests)
+        if not is_admitted:
+            raise Overloaded(
+                f"{self.inflight} requests in flight, {len(requests)} more would pass "
+                f"max_inflight = {self.max_inflight}",
+                retry_after_ms=self.retry_after_ms() if len(requests) <= self.max_inflight else None,
+            )
+        for request in requests:
+            try:
+                self.entries[request.node](request)
+            except Exception as error:
+                self.complete(request, error)
 
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
         """Make the outcome final and tell whoever waits; ``False`` if it was final already.
 
         ``request`` may be a branch of the one that ends. ``last`` is the outcome where others are still under way.
         """
-        trip = request.trip
-        if trip is not None:
-            request = trip.request
+        links = request.links
+        branches = None if links is None else links.branches
+        if branches is not None:
+            request = branches.request
         try:
-            (self._inner if request.is_inner else self._inflight).remove(request)
+            (self._inner if links is not None and links.is_inner else self._inflight).remove(request)
         except KeyError:
             return False
         request.error = error
         request.done = True
-        if trip is not None:
-            trip.settle(last, error is not None)
-        if error is None:
-            data = request.data
-            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
-            if request.caller_data is not None:
+        if branches is not None:
+            branches.settle(last, error is not None)
+        data = request.data
+        if error is None and TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+            data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
+        if request.caller_data is not None:
+            if error is None:
                 request.merge()
+            data = request.caller_data
         # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
-        on_done, request.on_done = request.on_done, nothing
+        on_done, request.on_done = request.on_done, nobody_waits
         try:
-            on_done()
+            on_done(data, error)
         except BaseException:
             logger.exception("%s: the callback of a finished request failed", self.name)
-        if request.inner is not None or trip is not None:
-            self._drop_inner(request)
-        if trip is not None:
-            # Branches that are still under way know the trip; without this it would be a cycle that holds all dicts.
-            request.trip = None
-            trip.branches.clear()
+        if links is not None:
+            # Nobody waits any more for what the request's jumps have started.
+            for child in links.children:
+                self.complete(child, CancelledError())
+            links.children.clear()
+        if branches is not None:
+            # Branches that are still under way know the request; without this it would be a cycle that holds all dicts.
+            request.links = None
+            branches.requests.clear()
         return True
-
-    def _drop_inner(self, request: Request) -> None:
-        """Nobody waits any more for what a completed request's jumps have started."""
-        for one in [request] if request.trip is None else [request, *request.trip.branches]:
-            inner, one.inner = one.inner, None
-            for each in inner or ():
-                self.complete(each, CancelledError())
 
     # -- graphs that are run by a node of another -----------------------------------------------------------------
 
@@ -197,51 +216,40 @@ class Engine:
         their ``parent``, the request whose node runs them: at its deadline, or when it is given up.
         """
         requests: list[Request] = []
-        countdown = Countdown(len(items), lambda: on_done([request.error for request in requests]))
-        requests += [self._inner_request(item, countdown, parent) for item in items]
+        countdown = Countdown(len(items), lambda data, error: on_done([request.error for request in requests]))
+        for item in items:
+            request = Request(item, countdown, root)
+            request.links = Links(parent, is_inner=True)
+            if parent is not None:
+                request.deadline = parent.deadline
+                parent.linked().children.append(request)
+            requests.append(request)
+        self._inner.update(requests)
         for request in requests:
             if parent is not None and parent.done:
                 self.complete(request, CancelledError())
             else:
                 self.entries[root](request)
 
-    def _inner_request(self, data: Data, on_done: Callable[[], None], parent: Request | None) -> Request:
-        request = Request(data, on_done)
-        request.is_inner = True
-        self._inner.add(request)
-        if parent is not None:
-            request.origin, request.deadline = parent, parent.deadline
-            inner = parent.inner
-            if inner is None:
-                inner = parent.inner = []
-            inner.append(request)
-        return request
-
     def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
         """Run each item through the graph and wait for all; their errors, in order. For an instance's own thread."""
-        outcome: list[BaseException | None] = []
-        if items:
-            finished = threading.Event()
-
-            def finish(errors: list[BaseException | None]) -> None:
-                outcome.extend(errors)
-                finished.set()
-
-            self.run_graphs(root, items, finish)
-            with self._blocked_instance():
-                finished.wait()
-        return outcome
+        if not items:
+            return []
+        outcome: Future[list[BaseException | None]] = Future()
+        self.run_graphs(root, items, outcome.set_result)
+        with self._blocked_instance():
+            return outcome.result()
 
     @contextmanager
     def _blocked_instance(self) -> Iterator[None]:
         """Meanwhile this thread's instance sends nothing to the nodes behind it: nobody waits for company from it."""
-        found = next(((node, one) for node in self.nodes.values() if (one := node.current_instance())), None)
-        if found is None:
-            yield
-            return
-        node, instance = found
-        with node.paused(instance):
-            yield
+        for node in self.nodes.values():
+            instance = node.current_instance()
+            if instance is not None:
+                with node.lane.paused(instance):
+                    yield
+                return
+        yield
 
     def retry_after_ms(self) -> int:
         """``expected_wait`` in whole milliseconds, at least 1."""
@@ -251,20 +259,33 @@ class Engine:
         """How long the slowest node needs for what it holds, by its measured compute time, seconds."""
         seconds = 0.0
         for node in self.nodes.values():
-            done = sum(instance.requests + instance.singles for instance in node.instances)
-            spent = sum(instance.compute_time for instance in node.instances)
+            records = [instance.record for instance in node.instances]
+            done = sum(record.requests + record.singles for record in records)
+            spent = sum(record.compute_time for record in records)
             if done:
-                seconds = max(seconds, node.load() * spent / done / len(node.instances))
+                seconds = max(seconds, node.lane.load() * spent / done / len(records))
         return seconds
+
+    def describe(self) -> str:
+        """The graph, a line for each node."""
+        state = "closed" if self._closed else f"{self.inflight} in flight"
+        lines = [f"pipe({self.name}, {state})"]
+        for name in self.graph.order:
+            plan = self.plans[name]
+            node = self.nodes[plan.spec.owner]
+            after = self.graph.successors[name]
+            arrow = f" -> {', '.join(after)}" if after else ""
+            lines.append(f"  {name}: {plan.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
+        return "\n".join(lines)
 
 
 # Process-wide, since a fork is.
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for engine in list(_engines):
-        engine.after_fork()
+    for runtime in list(_runtimes):
+        runtime.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,65 +1,116 @@
-"""What a pipe tells of itself: counters as plain dicts, the graph as text."""
+"""What instances did, recorded where it happened, and the plain dicts that ``pipe.stats`` makes of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchpipe_py.runtime.node import Node
-from torchpipe_py.runtime.runtime import Engine
+from torchpipe_py.runtime.request import Request
+from torchpipe_py.runtime.tracing import Trace
+
+COUNTS = 28
+"""Counters of a histogram of times: up to 2**27 µs, two minutes; the last one counts everything beyond."""
+
+BOUNDS_MS = [2**power / 1000 for power in range(COUNTS - 1)]
+"""Upper bounds, exclusive, of the counters in milliseconds; the last counter has none."""
 
 
-def node_stats(node: Node) -> dict[str, Any]:
-    """One node since it started.
+def bucket(seconds: float) -> int:
+    """The place of a time in a list of ``COUNTS`` counters: 0 below 1 µs, ``n`` below 2**n µs."""
+    place = int(seconds * 1e6).bit_length()
+    return place if place < COUNTS else COUNTS - 1
+
+
+class Record:
+    """What one instance did: totals in seconds, and histograms by ``bucket``.
+
+    One thread at a time writes: the instance's own, or a caller's that stands in for it.
+    """
+
+    def __init__(self, node: str, instance: int) -> None:
+        self.trace: Trace | None = None
+        self._node, self._instance = node, instance
+        self.singles = 0  # requests that ran alone where no batch can form; what follows counts batches and theirs
+        self.requests = self.batches = self.failed = self.expired = 0
+        self.queue_time = self.batch_wait = self.compute_time = 0.0
+        self.batch_sizes: Counter[int] = Counter()
+        self.queue_counts, self.wait_counts, self.compute_counts = ([0] * COUNTS for _ in range(3))
+
+    def single(self, request: Request, start: float, end: float) -> None:
+        """A request ran alone from ``start`` to ``end``."""
+        queued, computed = start - request.arrived, end - start
+        self.singles += 1
+        self.queue_time += queued
+        self.compute_time += computed
+        self.queue_counts[bucket(queued)] += 1
+        self.compute_counts[bucket(computed)] += 1
+        if self.trace is not None:
+            self.trace.record(self._node, self._instance, (request,), start, start, end)
+
+    def batch(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
+        """A batch ran, of which a leader took the first request at ``collected``."""
+        self.requests += len(requests)
+        self.batches += 1
+        self.batch_sizes[len(requests)] += 1
+        for request in requests:
+            # NOTE: what comes while the leader collects has not queued.
+            taken = max(collected, request.arrived)
+            self.queue_time += taken - request.arrived
+            self.batch_wait += start - taken
+            self.queue_counts[bucket(taken - request.arrived)] += 1
+            self.wait_counts[bucket(start - taken)] += 1
+        self.computed(end - start)
+        self.traced(requests, collected, start, end)
+
+    def queued(self, request: Request, start: float) -> None:
+        """A request is begun whose backend computes elsewhere; ``computed`` and ``traced`` follow."""
+        self.singles += 1
+        self.queue_time += start - request.arrived
+        self.queue_counts[bucket(start - request.arrived)] += 1
+
+    def computed(self, seconds: float) -> None:
+        """The backend ran for so long."""
+        self.compute_time += seconds
+        self.compute_counts[bucket(seconds)] += 1
+
+    def traced(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
+        """Enter the batch into the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.record(self._node, self._instance, requests, collected, start, end)
+
+
+def summed(records: Sequence[Record]) -> dict[str, Any]:
+    """One node since it started, from the records of its instances.
 
     ``queue_ms``, ``batch_wait_ms`` and ``compute_ms`` are totals in milliseconds: over requests from their arrival
     until a leader took them, from then until their batch closed; over batches while the backend ran.
     ``batch_sizes`` counts batches by size, ``failed`` the requests whose backend raised, ``expired`` those whose
     deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` has the same times:
-    ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, counted as ``histogram`` says.
+    ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, counted by ``bucket``.
     """
-    instances = node.instances
     sizes: Counter[int] = Counter()
-    for instance in instances:
-        sizes.update(dict(instance.batch_sizes))
-        if instance.singles:
-            sizes[1] += instance.singles
+    for record in records:
+        sizes.update(dict(record.batch_sizes))
+        if record.singles:
+            sizes[1] += record.singles
     return {
-        "instances": len(instances),
-        "min": node.min,
-        "max": node.max,
-        "queued": node.queued(),
-        "busy": sum(1 for instance in instances if instance.busy),
-        "requests": sum(instance.requests + instance.singles for instance in instances),
-        "batches": sum(instance.batches + instance.singles for instance in instances),
-        "failed": sum(instance.failed for instance in instances),
-        "expired": sum(instance.expired for instance in instances),
+        "requests": sum(record.requests + record.singles for record in records),
+        "batches": sum(record.batches + record.singles for record in records),
+        "failed": sum(record.failed for record in records),
+        "expired": sum(record.expired for record in records),
         "batch_sizes": dict(sorted(sizes.items())),
-        "queue_ms": 1000 * sum(instance.queue_time for instance in instances),
-        "batch_wait_ms": 1000 * sum(instance.batch_wait for instance in instances),
-        "compute_ms": 1000 * sum(instance.compute_time for instance in instances),
-        "instance_compute_ms": [1000 * instance.compute_time for instance in instances],
+        "queue_ms": 1000 * sum(record.queue_time for record in records),
+        "batch_wait_ms": 1000 * sum(record.batch_wait for record in records),
+        "compute_ms": 1000 * sum(record.compute_time for record in records),
+        "instance_compute_ms": [1000 * record.compute_time for record in records],
         "histograms": {
-            "queue": _added(instance.queue_counts for instance in instances),
-            "batch_wait": _added(instance.wait_counts for instance in instances),
-            "compute": _added(instance.compute_counts for instance in instances),
+            "queue": _added(record.queue_counts for record in records),
+            "batch_wait": _added(record.wait_counts for record in records),
+            "compute": _added(record.compute_counts for record in records),
         },
     }
 
 
 def _added(histograms: Iterable[list[int]]) -> list[int]:
     return [sum(counts) for counts in zip(*histograms, strict=True)]
-
-
-def describe(engine: Engine) -> str:
-    """The graph, a line for each node."""
-    state = "closed" if engine.is_closed else f"{engine.inflight} in flight"
-    lines = [f"pipe({engine.name}, {state})"]
-    for name in engine.graph.order:
-        plan = engine.plans[name]
-        node = engine.nodes[plan.spec.owner]
-        after = engine.graph.successors[name]
-        arrow = f" -> {', '.join(after)}" if after else ""
-        lines.append(f"  {name}: {plan.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.runtime.request import Request
+from torchpipe_py.runtime.request import Request, callers_request
 
 DEFAULT_LIMIT = 1_000_000
 
@@ -81,12 +81,7 @@ class Trace:
             )
 
     def _number(self, request: Request) -> int:
-        while True:
-            if request.trip is not None:
-                request = request.trip.request
-            if request.origin is None:
-                break
-            request = request.origin
+        request = callers_request(request)
         with self._lock:
             if not request.number:
                 request.number = next(self._numbers)

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from time import time
 from typing import Any
 
-from torchpipe_py.runtime.histogram import COUNTS, bucket
+from torchpipe_py.runtime.statistics import COUNTS, bucket
 from torchpipe_server.serving.service import OK
 
 logger = logging.getLogger("torchpipe_server.requests")
@@ -46,7 +46,7 @@ class RequestCounters:
                 self._count(*self._noted.popleft())
 
     def summary(self) -> dict[str, Any]:
-        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.histogram``)."""
+        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.statistics``)."""
         self.settle()
         return {
             "by_method": {method: dict(outcomes) for method, outcomes in self._by_method.items()},

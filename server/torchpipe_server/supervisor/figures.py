@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchpipe_py.runtime.histogram import COUNTS
+from torchpipe_py.runtime.statistics import COUNTS
 
 Figures = dict[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py.errors import ConfigError
-from torchpipe_py.runtime.histogram import BOUNDS_MS
+from torchpipe_py.runtime.statistics import BOUNDS_MS
 from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.child import Child

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torchpipe_server.supervisor.figures import add_lists, add_past, add_requests, service_figures
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
 
-from torchpipe_py.runtime.histogram import BOUNDS_MS, COUNTS
+from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS
 
 
 def counts(**places: int) -> list[int]:

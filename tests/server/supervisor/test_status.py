@@ -31,7 +31,7 @@ from thrift.transport.TTransport import TTransportException
 from torchpipe_server.supervisor import status
 from torchpipe_server.supervisor.status import StatusServer
 
-from torchpipe_py.runtime.histogram import BOUNDS_MS
+from torchpipe_py.runtime.statistics import BOUNDS_MS
 
 JPEG = next((ROOT / "configs/demo/images").glob("*.jpg")).read_bytes()
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

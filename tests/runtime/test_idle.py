@@ -1,4 +1,4 @@
-"""Who sleeps and who is woken: the roster alone, with threads, and the two gaps in which a wake-up could be lost."""
+"""Which instances sleep and which is woken: with threads, and the two gaps in which a wake-up could be lost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import Register
 
-import torchpipe_py.runtime.node
+import torchpipe_py.runtime.lanes
 from torchpipe_py import ItemBackend, PipeClosed, pipe
-from torchpipe_py.runtime.roster import LeaderRoster, Roster, Sleeper
+from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
 
 WAIT = 30.0
 
@@ -39,93 +39,93 @@ def ended(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def wait_until(roster: Roster, count: int) -> None:
+def wait_until(idle: IdleStack, count: int) -> None:
     limit = perf_counter() + WAIT
-    while len(roster.resting) != count:
+    while len(idle.idle) != count:
         assert perf_counter() < limit
 
 
 def test_the_one_that_rested_last_is_woken_first() -> None:
-    roster, woken = Roster(deque()), deque[int]()
+    idle, woken = IdleStack(deque()), deque[int]()
 
     def rest(number: int) -> None:
-        roster.rest(Sleeper())
+        idle.sleep(Sleeper())
         woken.append(number)
 
     threads = []
     for number in range(3):
         threads.append(start(lambda number=number: rest(number)))
-        wait_until(roster, number + 1)
+        wait_until(idle, number + 1)
     for number in range(3):
-        roster.rouse()
+        idle.wake_one()
         assert ended(threads[2 - number])
     assert list(woken) == [2, 1, 0]
-    roster.rouse()  # nobody is left: nothing happens
+    idle.wake_one()  # nobody is left: nothing happens
 
 
 def test_nobody_rests_while_there_is_work_or_after_closing() -> None:
     queue = deque([1])
-    roster = Roster(queue)
-    assert roster.rest(Sleeper())
+    idle = IdleStack(queue)
+    assert idle.sleep(Sleeper())
     queue.clear()
-    thread = start(lambda: roster.rest(Sleeper()))
-    wait_until(roster, 1)
-    roster.close()
+    thread = start(lambda: idle.sleep(Sleeper()))
+    wait_until(idle, 1)
+    idle.close()
     assert ended(thread)
-    assert not roster.rest(Sleeper())
-    assert roster.resting == []
+    assert not idle.sleep(Sleeper())
+    assert idle.idle == []
 
 
 def test_one_leads_and_hands_on_only_what_is_left() -> None:
     queue: deque[int] = deque([1, 2])
-    roster, first, second = LeaderRoster(queue, ()), Sleeper(), Sleeper()
-    assert roster.lead(first)
+    idle, first, second = Leadership(queue, ()), Sleeper(), Sleeper()
+    assert idle.lead(first)
     leading = threading.Event()
-    thread = start(lambda: roster.lead(second) and leading.set())
-    wait_until(roster, 1)
-    roster.rouse()  # there is a leader, who is awake
+    thread = start(lambda: idle.lead(second) and leading.set())
+    wait_until(idle, 1)
+    idle.wake_one()  # there is a leader, who is awake
     assert not leading.wait(0.05)
     queue.popleft()
-    roster.hand_on()
+    idle.hand_over()
     assert leading.wait(WAIT)
     assert ended(thread)
 
 
 def test_a_leader_roused_before_its_nap_does_not_nap() -> None:
-    roster, leader = LeaderRoster(deque([1]), ()), Sleeper()
-    queue = roster._queue
-    assert roster.lead(leader)
+    idle, leader = Leadership(deque([1]), ()), Sleeper()
+    queue = idle._queue
+    assert idle.lead(leader)
     queue.clear()  # type: ignore[attr-defined]
-    roster.rouse_leader()  # between the last look and the nap
-    thread = start(lambda: roster.nap(leader, 1000.0))
+    idle.wake_leader()  # between the last look and the nap
+    thread = start(lambda: idle.wait(leader, 1000.0))
     assert ended(thread)
-    napping = start(lambda: roster.nap(leader, 1000.0))  # once only
-    wait_until(roster, 1)
-    roster.rouse_leader()
+    napping = start(lambda: idle.wait(leader, 1000.0))  # once only
+    wait_until(idle, 1)
+    idle.wake_leader()
     assert ended(napping)
 
 
 def test_a_nap_ends_by_the_clock_by_work_and_by_closing() -> None:
     queue: deque[int] = deque([1])
-    roster, leader = LeaderRoster(queue, (1,)), Sleeper()
-    assert roster.lead(leader)
-    roster.nap(leader, 1000.0)  # there is something in the queue
+    idle, leader = Leadership(queue, (1,)), Sleeper()
+    assert idle.lead(leader)
+    idle.wait(leader, 1000.0)  # there is something in the queue
     queue.clear()
-    roster.nap(leader, 0.01)
-    assert roster.resting == []
-    thread = start(lambda: roster.nap(leader, 1000.0))
-    wait_until(roster, 1)
-    roster.close()
+    idle.wait(leader, 0.01)
+    assert idle.idle == []
+    thread = start(lambda: idle.wait(leader, 1000.0))
+    wait_until(idle, 1)
+    idle.close()
     assert ended(thread)
-    roster.nap(leader, 1000.0)
-    assert not roster.lead(leader)
+    idle.wait(leader, 1000.0)
+    assert not idle.lead(leader)
 
 
 @pytest.mark.usefixtures("busy_switching")
 @pytest.mark.parametrize("leaders", [False, True])
 def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
     queue: deque[int] = deque()
-    roster = LeaderRoster(queue, ()) if leaders else Roster(queue)
+    idle = Leadership(queue, ()) if leaders else IdleStack(queue)
     total, taken = 20_000, deque[int]()
     done = threading.Event()
 
@@ -139,26 +139,26 @@ def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
 
     def work() -> None:
         sleeper = Sleeper()
-        if isinstance(roster, LeaderRoster):
-            while roster.lead(sleeper):
-                roster.nap(sleeper, 1e-4)
+        if isinstance(idle, Leadership):
+            while idle.lead(sleeper):
+                idle.wait(sleeper, 1e-4)
                 take()
-                roster.hand_on()
+                idle.hand_over()
         else:
-            while roster.rest(sleeper):
+            while idle.sleep(sleeper):
                 take()
 
     def add(numbers: range) -> None:
         for number in numbers:
             queue.append(number)
-            if roster.resting:
-                roster.rouse()
+            if idle.idle:
+                idle.wake_one()
 
     workers = [start(work) for _ in range(4)]
     adders = [start(lambda index=index: add(range(index, total, 3))) for index in range(3)]
     assert all(ended(thread) for thread in adders)
     assert done.wait(WAIT)
-    roster.close()
+    idle.close()
     assert all(ended(thread) for thread in workers)
     assert sorted(taken) == list(range(total))
 
@@ -189,7 +189,7 @@ class Emptied(deque):
 def test_a_leader_finds_the_queue_emptied(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may not end with an exception, which pytest would report."""
     monkeypatch.setattr(Emptied, "lies", 20)
-    monkeypatch.setattr(torchpipe_py.runtime.node, "deque", Emptied)
+    monkeypatch.setattr(torchpipe_py.runtime.lanes, "deque", Emptied)
     with pipe({"backend": register(Slow), "instance_num": 2}) as run:
         for number in range(5):
             item = {"data": number}

@@ -13,7 +13,7 @@ from conftest import Register
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 
 from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Registry, Status, pipe
-from torchpipe_py.runtime.roster import Roster, Sleeper
+from torchpipe_py.runtime.idle import IdleStack, Sleeper
 
 Data = dict[str, Any]
 
@@ -45,8 +45,8 @@ class AtHome(Where):
 
 def idle(p: pipe) -> pipe:
     """The pipe, once all its instances rest."""
-    for node in p._engine.nodes.values():
-        while len(node._roster.resting) < len(node.instances):
+    for node in p._runtime.nodes.values():
+        while len(node.lane.idle.idle) < len(node.instances):
             pass
     return p
 
@@ -60,7 +60,7 @@ def chain(*names: str) -> dict[str, Any]:
     }
 
 
-def test_a_blocked_caller_carries_its_request_as_far_as_backends_allow(register: Register) -> None:
+def test_a_blocked_caller_runs_backends_as_far_as_they_allow(register: Register) -> None:
     free, bound = register(Where), register(AtHome)
     with pipe(chain(free, f"S[{free},Identity]", bound, free)) as p:
         idle(p)(data := {"data": 1})
@@ -77,7 +77,7 @@ def test_one_bound_backend_binds_its_sequence(register: Register) -> None:
     assert [one.name for one in data["result"]] == ["torchpipe-node-0"] * 2
 
 
-def test_who_does_not_wait_for_one_answer_alone_carries_nothing(register: Register) -> None:
+def test_who_does_not_wait_for_one_answer_alone_runs_nothing(register: Register) -> None:
     with pipe({"backend": register(Where)}) as p:
         p(several := [{"data": 1}, {"data": 2}])
         p(timed := {"data": 1}, timeout=WAIT)
@@ -176,7 +176,7 @@ def test_close_waits_for_a_caller_that_stands_in(register: Register) -> None:
         queued = p.submit({"data": 2})
         assert p.close(timeout=0.01) is False
         assert isinstance(error_of(queued), PipeClosed)
-        assert len(p._engine._inflight) == 0
+        assert len(p._runtime._inflight) == 0
     caller.join(WAIT)
     assert len(errors) == 1
     assert p.close()
@@ -216,7 +216,7 @@ def test_a_defect_is_told_as_ever_and_the_instance_lives(register: Register) -> 
         assert p.stats()["nodes"]["only"]["failed"] == 3
 
 
-def test_a_leader_that_waits_for_a_carried_request_gets_it(register: Register) -> None:
+def test_a_leader_that_waits_for_a_request_on_its_callers_thread_gets_it(register: Register) -> None:
     class Four(Backend):
         """Result is the size of the batch."""
 
@@ -238,7 +238,7 @@ def test_a_leader_that_waits_for_a_carried_request_gets_it(register: Register) -
         caller.start()
         gate.wait_entered()
         quick = p.submit({"data": 1})
-        while not p._engine.nodes["b"]._waiting:
+        while not p._runtime.nodes["b"].lane._waiting:
             pass
         gate.open()
         assert outcome(quick)["result"] == 2
@@ -254,26 +254,26 @@ def test_a_long_chain_needs_no_deep_stack() -> None:
 
 def test_a_borrowed_sleeper_is_not_woken_before_it_is_back() -> None:
     queue: deque[int] = deque()
-    roster = Roster(queue)
+    resting = IdleStack(queue)
     sleeper = Sleeper()
     woken = threading.Event()
 
     def rest() -> None:
-        roster.rest(sleeper)
+        resting.sleep(sleeper)
         woken.set()
 
     thread = threading.Thread(target=rest, daemon=True)
     thread.start()
-    while not roster.resting:
+    while not resting.idle:
         pass
-    assert roster.borrow() is sleeper
-    assert roster.borrow() is None
+    assert resting.borrow() is sleeper
+    assert resting.borrow() is None
     queue.append(1)
-    roster.rouse()
+    resting.wake_one()
     assert not woken.wait(0.05)
-    roster.give_back(sleeper)
+    resting.give_back(sleeper)
     assert woken.wait(WAIT)
-    assert roster.borrow() is None, "what is queued comes first"
+    assert resting.borrow() is None, "what is queued comes first"
     thread.join(WAIT)
 
 
@@ -307,8 +307,8 @@ def test_a_request_with_branches_leaves_no_cycle() -> None:
             for call in (lambda data: p(data), lambda data: outcome(p.submit(data)) and None):
                 call({"data": payload})
             del payload, call
-            for node in p._engine.nodes.values():
-                while len(node._roster.resting) < len(node.instances):
+            for node in p._runtime.nodes.values():
+                while len(node.lane.idle.idle) < len(node.instances):
                     pass
             assert known() is None
         finally:

@@ -1,0 +1,107 @@
+"""One backend on a thread of its own: set up, run and closed there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from time import perf_counter
+
+from torchpipe_py.backends.base import Backend, BackendConfig, Data
+from torchpipe_py.runtime.idle import Sleeper
+from torchpipe_py.runtime.statistics import Record
+
+logger = logging.getLogger("torchpipe_py")
+
+Serve = Callable[["Instance"], None]
+
+
+class _NoBackend(Backend):
+    """In place of a backend before its set-up and after its end."""
+
+    def batch_key(self, item: Data) -> Hashable:
+        return None
+
+
+def _no_backend(index: int) -> Backend:
+    return _NoBackend(BackendConfig(instance=index))
+
+
+class Instance(Sleeper):
+    """One backend and its thread, which waits between ``setup`` and the first request for ``open``.
+
+    ``stand_in`` is the identity of a caller's thread that runs ``forward`` in place of it, ``busy`` counts the
+    requests that are taken and not yet delivered. One of the two threads at a time writes these and ``record``.
+    """
+
+    def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
+        super().__init__()
+        self.index = index
+        self.backend = _no_backend(index)
+        self.max = self.min = 1
+        self.setup_error: BaseException | None = None
+        self.busy = 0
+        self.stand_in = 0
+        self.last_compute = 0.0  # seconds
+        self.record = Record(node, index)
+        self._node, self._create = node, create
+        self._is_set_up, self._is_opened = threading.Event(), threading.Event()
+        self._serve: Serve | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, which sets the backend up."""
+        name = f"torchpipe-{self._node}-{self.index}"
+        thread = threading.Thread(target=self._main, name=name, daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def wait_setup(self) -> BaseException | None:
+        """Wait until the backend is set up; what that raised, if anything."""
+        self._is_set_up.wait()
+        return self.setup_error
+
+    def open(self, serve: Serve | None) -> None:
+        """Let the thread run ``serve(self)``, or end at once."""
+        self._serve = self._serve or serve
+        self._is_opened.set()
+
+    def join(self, until: float | None) -> bool:
+        """Wait for the thread to end, no longer than ``until``; whether it did."""
+        if self._thread is None:
+            return True
+        self._thread.join(None if until is None else max(0.0, until - perf_counter()))
+        return not self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its thread, or the caller's that stands in for it, is the one that asks."""
+        return self._thread is threading.current_thread() or self.stand_in == threading.get_ident()
+
+    def _main(self) -> None:
+        try:
+            self._set_up()
+        except BaseException as error:
+            self.setup_error = error
+        self._is_set_up.set()
+        self._is_opened.wait()
+        try:
+            if self._serve is not None:
+                self._serve(self)
+        finally:
+            self._tear_down()
+
+    def _set_up(self) -> None:
+        self.backend = self._create(self.index)
+        self.backend.setup()
+        self.max, self.min = self.backend.max(), self.backend.min()
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"range {self.min}..{self.max} of {self.backend.config.label} is empty")
+
+    def _tear_down(self) -> None:
+        try:
+            self.backend.close()
+        except BaseException:
+            logger.exception("node %r: close of instance %d failed", self._node, self.index)
+        # What the instances share, an engine say, goes with the last of them.
+        self.backend, self._create = _no_backend(self.index), _no_backend

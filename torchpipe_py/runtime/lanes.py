@@ -1,0 +1,421 @@
+"""How the requests of a node come to its instances, and what becomes of them there: one lane for each node.
+
+``SingleLane`` where each instance takes one request at a time, ``DeferredLane`` where the work goes on elsewhere
+meanwhile, ``BatchingLane`` where an instance takes batches. Which it is, is settled once, after set-up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.base import Data, DeferredBackend, run_padded
+from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied
+from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.runtime.batching import Batcher
+from torchpipe_py.runtime.idle import IdleStack, Leadership
+from torchpipe_py.runtime.instance import Instance
+from torchpipe_py.runtime.request import CallerThread, Request
+
+_HAND_OVER = 5e-5  # seconds from one thread to another that sleeps
+_DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
+
+Fail = Callable[[Request, BaseException], object]
+
+
+class Lane:
+    """The queue of a node, and the outcome of each request that its instances run.
+
+    ``put`` may be called from any thread. ``deliver(request)``, to be set before the first request, takes on what is
+    finished, on the thread that finished it; ``fail(request, error)`` completes what cannot go on. ``waiting``, shared
+    by the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes
+    the leaders for whom nothing is under way any more.
+    """
+
+    idle: IdleStack[Instance] | Leadership
+    deliver: Callable[[Request], object]
+
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane]) -> None:
+        self.name = name
+        self.label = instances[0].backend.config.label
+        self.instances = instances
+        self.fail = fail
+        self.is_closing = False
+        self._waiting = waiting
+        self._queue: deque[Request] = deque()
+        self._paused = 0
+        self._pausing = threading.Lock()
+
+    def put(self, request: Request) -> None:
+        """Queue a request, from any thread; that of a blocked caller may stay with its thread instead."""
+        if request.caller is not None and self._stays_with_caller(request, request.caller):
+            return
+        request.caller = None
+        self._queue.append(request)
+        if self.idle.idle:
+            self.idle.wake_one()
+        if self.is_closing:
+            self._fail_queued()
+
+    def _stays_with_caller(self, request: Request, caller: CallerThread) -> bool:
+        """Whether the caller's thread is to run the request here itself, when it comes to that."""
+        return False
+
+    def serve(self, instance: Instance) -> None:
+        """Run what comes until the lane is closed: the main loop of an instance's thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
+        self.is_closing = True
+        self._fail_queued()
+        self.idle.close()
+
+    @contextmanager
+    def paused(self, instance: Instance) -> Iterator[None]:
+        """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
+        busy, instance.busy = instance.busy, 0
+        with self._pausing:
+            self._paused += 1
+        self._wake_leaders()
+        try:
+            yield
+        finally:
+            with self._pausing:
+                self._paused -= 1
+            instance.busy = busy
+
+    def load(self) -> int:
+        """Requests here that are not delivered yet, and could be; a moment's estimate."""
+        if self._paused == len(self.instances):
+            return 0  # what is queued has to wait for the other nodes
+        return self.queued() + sum(instance.busy for instance in self.instances)
+
+    def queued(self) -> int:
+        """Requests that wait here; a moment's estimate."""
+        return 0 if self.is_closing else len(self._queue)
+
+    # -- outcomes -------------------------------------------------------------------------------------------------
+
+    def _starts(self, instance: Instance, request: Request, now: float) -> bool:
+        """Whether the request is to be run; where it is not, it is completed."""
+        if request.done:
+            return False
+        if self.is_closing:
+            self._fail_closed(request)
+            return False
+        if request.deadline is not None and now >= request.deadline:
+            instance.record.expired += 1
+            self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
+            return False
+        return True
+
+    def _go_on(self, instance: Instance, request: Request) -> None:
+        data = request.data
+        if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+            self._explain(data)
+        try:
+            self.deliver(request)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
+
+    def _explain(self, data: Data) -> None:
+        """Say why there is no result, where the backend did not."""
+        data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self.label} gave no result")
+
+    def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
+        instance.record.failed += 1
+        request.data.pop(TASK_RESULT_KEY, None)
+        self.fail(request, error if self._is_no_defect(request, error) else self._backend_error(error))
+
+    def _is_no_defect(self, request: Request, error: BaseException) -> bool:
+        """Whether the caller gets the error as it is."""
+        if isinstance(error, KeyboardInterrupt):
+            # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
+            return request.caller is not None
+        if isinstance(error, PipeClosed):
+            return self.is_closing  # a jump's own requests were closed, say
+        return isinstance(error, WorkerDied)
+
+    def _backend_error(self, error: BaseException) -> BackendError:
+        """What a caller gets for an exception in a backend."""
+        failure = BackendError(f"node {self.name!r}: {self.label}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def _fail_closed(self, request: Request) -> None:
+        self.fail(request, PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}"))
+
+    def _fail_queued(self) -> None:
+        try:
+            while True:
+                self._fail_closed(self._queue.popleft())
+        except IndexError:
+            return
+
+    def _wake_leaders(self) -> None:
+        for lane in list(self._waiting):
+            if not lane.is_awaiting():
+                lane.idle.wake_leader()
+
+
+class SingleLane(Lane):
+    """Where no batch can form, nobody leads: each instance takes a request for itself.
+
+    Where the backend runs on any thread, the blocked caller of a request stands in for an idle instance: waking one
+    and being woken again would cost more than most images.
+    """
+
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane]) -> None:
+        super().__init__(name, instances, fail, waiting)
+        self.idle: IdleStack[Instance] = IdleStack(self._queue)
+        self._any_thread = all(instance.backend.any_thread() for instance in instances)
+        self._reached: set[Request] = set()  # requests that callers are about to run here, for `load`
+
+    def _stays_with_caller(self, request: Request, caller: CallerThread) -> bool:
+        # One of several branches stays; more of them only where a hand-over would take longer than the backend.
+        if not self._any_thread or (caller.reached and not self._is_quick()):
+            return False
+        self._reached.add(request)
+        caller.reached.append((self, request))
+        return True
+
+    def _is_quick(self) -> bool:
+        record = self.instances[0].record
+        return record.compute_time <= _HAND_OVER * record.singles
+
+    def run_on_caller(self, request: Request) -> None:
+        """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
+        instance = self.idle.borrow()
+        if instance is None:
+            request.caller = None
+            self.put(request)
+            self._reached.discard(request)
+            return
+        try:
+            instance.busy, instance.stand_in = 1, threading.get_ident()
+            self._reached.discard(request)
+            self.run(instance, request)
+        finally:
+            instance.busy = instance.stand_in = 0
+            self.idle.give_back(instance)
+        if self._waiting:
+            self._wake_leaders()
+
+    def forget(self, request: Request) -> None:
+        """A request that has come here is not run after all."""
+        self._reached.discard(request)
+
+    def load(self) -> int:
+        load = super().load()
+        return load if self._paused == len(self.instances) else load + len(self._reached)
+
+    def serve(self, instance: Instance) -> None:
+        take, run, waiting = self._queue.popleft, self.run, self._waiting
+        while True:
+            try:
+                request = take()
+            except IndexError:
+                if self.idle.sleep(instance):
+                    continue
+                return
+            instance.busy = 1
+            run(instance, request)
+            del request  # an idle instance keeps nothing of its last one
+            # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
+            instance.busy = 0
+            if waiting:
+                self._wake_leaders()
+
+    def run(self, instance: Instance, request: Request) -> None:
+        """Run the backend and deliver or fail the request, which may be over already."""
+        start = perf_counter()
+        if (request.done or self.is_closing or request.deadline is not None) and not self._starts(
+            instance, request, start
+        ):
+            return
+        data = request.data
+        # A result or an error is what this backend says, never what an earlier one said.
+        data.pop(TASK_RESULT_KEY, None)
+        data.pop(TASK_ERROR_KEY, None)
+        try:
+            try:
+                instance.backend.forward([data])
+            finally:
+                instance.record.single(request, start, perf_counter())
+            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                self._explain(data)
+            self.deliver(request)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
+
+
+class DeferredLane(SingleLane):
+    """Where backends are deferred: a request goes on from whatever thread finishes it."""
+
+    def run(self, instance: Instance, request: Request) -> None:
+        start = perf_counter()
+        if not self._starts(instance, request, start):
+            return
+        request.data.pop(TASK_RESULT_KEY, None)
+        request.data.pop(TASK_ERROR_KEY, None)
+        record, backend = instance.record, instance.backend
+        record.queued(request, start)
+
+        def finish(error: BaseException | None) -> None:
+            record.traced((request,), start, start, perf_counter())
+            if error is None:
+                self._go_on(instance, request)
+            elif isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
+                self.fail(request, error)  # what ended the request's own requests ends it as well
+            else:
+                self._fail_defect(instance, request, error)
+
+        assert isinstance(backend, DeferredBackend)
+        try:
+            backend.start(request.data, finish, request)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
+        record.computed(perf_counter() - start)  # what it waits for, is other nodes' time
+
+
+class BatchingLane(Lane):
+    """One idle instance at a time leads: it collects the next batch, and hands leadership over before it computes.
+
+    ``upstream``, to be set before the first request, has the lanes from which a request can still reach this one,
+    perhaps itself.
+    """
+
+    upstream: Sequence[Lane]
+
+    def __init__(
+        self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane], timeout: float
+    ) -> None:
+        super().__init__(name, instances, fail, waiting)
+        self._timeout = timeout
+        self._batcher = Batcher(timeout, self._batch_key)
+        self.idle: Leadership = Leadership(self._queue, self._batcher)
+
+    def queued(self) -> int:
+        return 0 if self.is_closing else len(self._queue) + len(self._batcher)
+
+    def is_awaiting(self) -> bool:
+        """Whether some request in flight could still reach this node."""
+        for lane in self.upstream:
+            if lane is not self:
+                if lane.load():
+                    return True
+            elif any(instance.busy for instance in self.instances):
+                return True  # through a logical node, a request comes by a second time
+        return False
+
+    def serve(self, instance: Instance) -> None:
+        while self.idle.lead(instance):
+            try:
+                since = perf_counter()
+                batch = self._collect(instance)
+                instance.busy = len(batch)
+            finally:
+                self.idle.hand_over()
+            if not batch:
+                continue
+            self.run(instance, batch, since)
+            batch = []  # an idle instance keeps nothing of its last request
+            # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
+            instance.busy = 0
+            if self._waiting:
+                self._wake_leaders()
+        if self.idle.lead_last():
+            for request in self._batcher.clear():
+                self._fail_closed(request)
+
+    def _collect(self, instance: Instance) -> list[Request]:
+        """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
+        batcher, queue = self._batcher, self._queue
+        while True:
+            while queue:
+                try:
+                    request = queue.popleft()
+                except IndexError:  # close() empties the queue too
+                    break
+                try:
+                    batcher.add(request)
+                except Exception as error:
+                    self.fail(request, self._backend_error(error))
+            if self.is_closing:
+                return batcher.clear()
+            if not len(batcher):
+                return []
+            quiet = self._timeout <= 0 or not self.is_awaiting()
+            batch = batcher.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
+            if batch is not None:
+                return batch
+            self._wait(instance)
+
+    def _wait(self, leader: Instance) -> None:
+        """Sleep until a request comes, the next batch closes by the clock, or nothing is under way any more."""
+        self._waiting.add(self)
+        try:
+            # NOTE: looked at again after the entry in `waiting`, or the last wake-up could be missed.
+            if self.is_awaiting():
+                close = self._batcher.next_close(leader.max, self._lead_time(leader))
+                if close is not None:
+                    self.idle.wait(leader, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))
+        finally:
+            self._waiting.discard(self)
+
+    def _lead_time(self, instance: Instance) -> float:
+        """How long before a deadline a batch must close to meet it, seconds."""
+        return 1.5 * instance.last_compute + _DEADLINE_MARGIN
+
+    def _batch_key(self, data: Data) -> Any:
+        return self.instances[0].backend.batch_key(data)
+
+    def run(self, instance: Instance, batch: list[Request], collected: float) -> None:
+        """Run a batch of which some may be over already; deliver or fail each."""
+        start = perf_counter()
+        requests = [request for request in batch if self._starts(instance, request, start)]
+        if not requests:
+            return
+        for request in requests:
+            # A result or an error is what this backend says, never what an earlier one said.
+            request.data.pop(TASK_RESULT_KEY, None)
+            request.data.pop(TASK_ERROR_KEY, None)
+        errors = self._forward(instance, requests)
+        now = perf_counter()
+        instance.last_compute = now - start
+        instance.record.batch(requests, collected, start, now)
+        for request in requests:
+            if errors and request in errors:
+                self._fail_defect(instance, request, errors[request])
+            else:
+                self._go_on(instance, request)
+
+    def _forward(self, instance: Instance, requests: list[Request]) -> Mapping[Request, BaseException]:
+        """Run the backend; the errors of the requests that it failed for."""
+        items = [request.data for request in requests]
+        saved = [dict(item) for item in items] if len(items) > 1 else None
+        try:
+            if len(items) < instance.min:
+                run_padded(instance.backend, items)
+            else:
+                instance.backend.forward(items)
+            return {}
+        except BaseException as error:
+            if saved is None:
+                return {requests[0]: error}
+        # After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail.
+        errors = {}
+        for request, before in zip(requests, saved, strict=True):
+            request.data.clear()
+            request.data.update(before)
+            try:
+                run_padded(instance.backend, [request.data])
+            except BaseException as error:
+                errors[request] = error
+        return errors
