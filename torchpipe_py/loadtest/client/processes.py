@@ -9,10 +9,8 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +43,7 @@ class Gate:
 
     @property
     def is_stopping(self) -> bool:
-        """In a client: whether to end, being told to or orphaned."""
+        """In a client: whether to end, told to or orphaned."""
         return self._state[0] == STOPPING or self.is_orphaned
 
     @property
@@ -169,16 +167,12 @@ class ServiceClient:
         """Sends the next `count` images; one answer and one expected label for each."""
         payload, picks = self._payload, self._rotation.take(count)
         self._sequence += 1
-        buffers = self._template(count).fill(self._sequence, [payload.bodies[pick] for pick in picks])
-        result = self._connection.call(self._method, self._sequence, buffers)
-        return answers_of(result, count), [payload.labels[pick] for pick in picks]
-
-    def _template(self, count: int) -> CallTemplate:
-        template = self._templates.get(count)
-        if template is None:
+        if count not in self._templates:
             template = CallTemplate(self._idl, self._method, count, self._plan.index, self._endpoint.framed)
             self._templates[count] = template
-        return template
+        buffers = self._templates[count].fill(self._sequence, [payload.bodies[pick] for pick in picks])
+        result = self._connection.call(self._method, self._sequence, buffers)
+        return answers_of(result, count), [payload.labels[pick] for pick in picks]
 
     def _judge(self, answers: list[Any], labels: list[str | None]) -> tuple[int, int]:
         """How many images have a result, and how many the expected label; counts the errors."""
@@ -204,59 +198,61 @@ class ServiceClient:
         return True
 
 
-def client_main(
-    plan: Plan,
-    load: Load,
-    endpoint: Endpoint,
-    idl: ModuleType,
-    payload: Payload,
-    log: CallLog,
-    gate: Gate,
-    channel: Channel,
-) -> None:
-    """A client process: sends `READY`, or the reason why it is not; then, its work done, its errors."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and stops the clients by the gate
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gate.enter_client()
-    try:
-        client = ServiceClient(plan, endpoint, idl, payload, log, gate)
-        client.warm_up()
-    except OSError as error:
-        channel.send(f"client {plan.index} cannot connect to {endpoint}: {error.strerror or error}")
-        return
-    try:
-        channel.send(READY)
-    except BrokenPipeError:  # the parent is gone
-        return
-    if gate.wait():
-        wall, cpu = time.perf_counter_ns(), time.process_time_ns()
-        given_up = client.work(load.arrivals(plan.index, gate.start, lambda: gate.is_stopping))
-        log.close(time.process_time_ns() - cpu, time.perf_counter_ns() - wall)
-        if not gate.is_orphaned:
-            if unsent := load.unsent(given_up):
-                client.errors["unsent"] += unsent
-            channel.send(dict(client.errors))
+class ClientProcess:
+    """One client: `_main` runs in a process of its own, the rest is the parent's side of it."""
 
+    def __init__(
+        self, plan: Plan, load: Load, endpoint: Endpoint, idl: ModuleType, payload: Payload, gate: Gate
+    ) -> None:
+        """Forks."""
+        self.plan, self.log = plan, CallLog(plan.calls)
+        self._load, self._endpoint, self._idl, self._payload, self._gate = load, endpoint, idl, payload, gate
+        context = multiprocessing.get_context("fork")
+        self.channel, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=self._main, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # NOTE: before the next fork, or its death would not end the channel
 
-@dataclass
-class ClientRun:
-    """One client as the parent sees it. `errors` is None until its process has sent them."""
+    def receive(self) -> Any:
+        """The process's next word, None when it died: `READY` or why it is not; then its errors, in images by type."""
+        try:
+            return self.channel.recv()
+        except (EOFError, OSError):
+            return None
 
-    plan: Plan
-    log: CallLog
-    process: BaseProcess
-    channel: Channel
-    errors: dict[str, int] | None = None
-
-    def final_errors(self, interrupted: bool, load: Load) -> Counter[str]:
-        """Errors in images, by type. A process that ended without a word owes all that has no result."""
-        if self.errors is not None:
-            return Counter(self.errors)
+    def last_errors(self, interrupted: bool) -> Counter[str]:
+        """The errors that it sent in the end. A process that ended without a word owes all that has no result."""
+        errors = self.receive()
+        if errors is not None:
+            return Counter(errors)
+        owed = self.log.sent - self.log.images_ok
         if interrupted:
-            return Counter({"interrupted": self.log.sent - self.log.images_ok})
-        sent = self.log.sent
-        owed = sent - self.log.images_ok + load.unsent(self.plan.share - sent)
-        return Counter({"ClientProcessDied": max(1, owed)})
+            return Counter({"interrupted": owed})
+        return Counter({"ClientProcessDied": max(1, owed + self._load.unsent(self.plan.share - self.log.sent))})
+
+    def _main(self, channel: Channel) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and stops the clients by the gate
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gate, plan = self._gate, self.plan
+        gate.enter_client()
+        try:
+            client = ServiceClient(plan, self._endpoint, self._idl, self._payload, self.log, gate)
+            client.warm_up()
+        except OSError as error:
+            channel.send(f"client {plan.index} cannot connect to {self._endpoint}: {error.strerror or error}")
+            return
+        try:
+            channel.send(READY)
+        except BrokenPipeError:  # the parent is gone
+            return
+        if gate.wait():
+            wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+            given_up = client.work(self._load.arrivals(plan.index, gate.start, lambda: gate.is_stopping))
+            self.log.close(time.process_time_ns() - cpu, time.perf_counter_ns() - wall)
+            if not gate.is_orphaned:
+                if unsent := self._load.unsent(given_up):
+                    client.errors["unsent"] += unsent
+                channel.send(dict(client.errors))
 
 
 class ClientProcesses:
@@ -265,19 +261,8 @@ class ClientProcesses:
     def __init__(self, load: Load, endpoint: Endpoint, idl: ModuleType, payload: Payload) -> None:
         self._load = load
         self._gate = Gate()
-        self._arguments = (load, endpoint, idl, payload)
-        self._context = multiprocessing.get_context("fork")
         gc.freeze()  # what exists now stays shared: no collection in a client touches it
-        self._clients = [self._fork(plan) for plan in load.plans]
-
-    def _fork(self, plan: Plan) -> ClientRun:
-        log = CallLog(plan.calls)
-        ours, theirs = self._context.Pipe(duplex=False)
-        arguments = (plan, *self._arguments, log, self._gate, theirs)
-        process = self._context.Process(target=client_main, args=arguments, daemon=True)
-        process.start()
-        theirs.close()  # NOTE: before the next fork, or its death would not end the channel
-        return ClientRun(plan, log, process, ours)
+        self._clients = [ClientProcess(plan, load, endpoint, idl, payload, self._gate) for plan in load.plans]
 
     @property
     def pids(self) -> list[int]:
@@ -285,11 +270,11 @@ class ClientProcesses:
 
     def wait_ready(self) -> None:
         """Until every client is connected and warm; `CannotRunError` with the first reason why one is not."""
-        waiting: dict[Any, ClientRun] = {client.channel: client for client in self._clients}
+        waiting: dict[Any, ClientProcess] = {client.channel: client for client in self._clients}
         while waiting:
             for channel in wait(list(waiting)):
                 client = waiting.pop(channel)
-                word = _receive(client.channel)
+                word = client.receive()
                 if word != READY:
                     raise CannotRunError(word or f"client {client.plan.index} died before the start")
 
@@ -302,22 +287,17 @@ class ClientProcesses:
         outcome = Outcome(start, [client.log for client in self._clients])
         try:  # NOTE: before the gate opens, for an interrupt from then on must find someone to report the part done
             self._gate.open(start)
-            self._watch(progress)
+            waiting: list[Any] = [client.channel for client in self._clients]
+            while waiting:  # until every client has spoken its last word, or died
+                for channel in wait(waiting, _LOOK_S):
+                    waiting.remove(channel)
+                progress(sum(client.log.sent for client in self._clients))
         except KeyboardInterrupt:
             outcome.interrupted = True
             self.stop()
         for client in self._clients:
-            client.errors = _receive(client.channel)
-            outcome.errors += client.final_errors(outcome.interrupted, self._load)
+            outcome.errors += client.last_errors(outcome.interrupted)
         return outcome
-
-    def _watch(self, progress: Callable[[int], None]) -> None:
-        """Until every client has spoken its last word, or died."""
-        waiting: list[Any] = [client.channel for client in self._clients]
-        while waiting:
-            for channel in wait(waiting, _LOOK_S):
-                waiting.remove(channel)
-            progress(sum(client.log.sent for client in self._clients))
 
     def stop(self) -> None:
         """Ends every client, after a grace by force. May be called again, and at any time."""
@@ -330,11 +310,3 @@ class ClientProcesses:
         for client in self._clients:
             client.process.join()
         self._gate.close()
-
-
-def _receive(channel: Channel) -> Any:
-    """The next word of a client, None when it died."""
-    try:
-        return channel.recv()
-    except (EOFError, OSError):
-        return None

@@ -36,7 +36,7 @@ class PipeClient:
         for _ in range(self._plan.warmup):
             if stopping():
                 return
-            self._call(self._items(self._rotation.take(self._plan.batch)))
+            self._call(self._next_items(self._plan.batch)[1])
 
     def work(self, stopping: Callable[[], bool]) -> None:
         """The plan's share, or as much of it as comes before ``stopping`` says so."""
@@ -45,8 +45,7 @@ class PipeClient:
         while left and not stopping():
             count = min(self._plan.batch, left)
             left -= count
-            picks = self._rotation.take(count)
-            items = self._items(picks)
+            picks, items = self._next_items(count)
             started = time.perf_counter_ns()
             error = self._call(items)
             ended = time.perf_counter_ns()
@@ -55,9 +54,9 @@ class PipeClient:
             self.log.record(ended - started, ended, ok)
         self.log.close(time.thread_time_ns() - cpu, time.perf_counter_ns() - began)
 
-    def _items(self, picks: Sequence[int]) -> list[dict[str, Any]]:
-        bodies = self._payload.bodies
-        return [{TASK_DATA_KEY: bodies[pick]} for pick in picks]
+    def _next_items(self, count: int) -> tuple[list[int], list[dict[str, Any]]]:
+        picks = self._rotation.take(count)
+        return picks, [{TASK_DATA_KEY: self._payload.bodies[pick]} for pick in picks]
 
     def _call(self, items: list[dict[str, Any]]) -> Exception | None:
         try:
@@ -129,7 +128,10 @@ class ClientThreads:
         outcome = Outcome(time.perf_counter_ns(), [client.log for client in self._clients])
         try:
             self._gate.set()
-            self._watch(progress)
+            for thread in self._threads:
+                while thread.is_alive():
+                    thread.join(_LOOK_S)
+                    progress(sum(client.log.sent for client in self._clients))
         except KeyboardInterrupt:
             outcome.interrupted = True
             self.stop()
@@ -161,9 +163,3 @@ class ClientThreads:
 
     def _stopping(self) -> bool:
         return self._is_stopping
-
-    def _watch(self, progress: Callable[[int], None]) -> None:
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(_LOOK_S)
-                progress(sum(client.log.sent for client in self._clients))

@@ -36,17 +36,17 @@ def compare_main(arguments: Sequence[str], program: str) -> int:
     )
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")
-    worse = "percent by which B's QPS and goodput may be lower than A's, and its p99 higher"
-    parser.add_argument("--max-regression", type=_percent, metavar="PCT", help=worse)
+    allowed = "percent by which B's QPS and goodput may be lower than A's, and its p99 higher"
+    parser.add_argument("--max-regression", type=_percent, metavar="PCT", help=allowed)
     options = parser.parse_args(arguments)
     reports = read_report(options.a), read_report(options.b)
     print(comparison(*reports))
     if options.max_regression is None:
         return EXIT_OK
-    found = regressions(*reports, options.max_regression)
-    for line in found:
+    worse = regressions(*reports, options.max_regression)
+    for line in worse:
         print(f"REGRESSION: {line}")
-    return EXIT_FAILED if found else EXIT_OK
+    return EXIT_FAILED if worse else EXIT_OK
 
 
 def _percent(text: str) -> float:
@@ -76,15 +76,15 @@ def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [("", "A", "B", "B/A")]
     rows += [_row(title, a[name], b[name]) for title, name in _FIGURES.items()]
     for title, name in _LATENCIES.items():
-        rows.append(_row(f"{title} ms", *((one["latency_ms"] or {}).get(name) for one in (a, b))))
+        rows.append(_row(f"{title} ms", *((run["latency_ms"] or {}).get(name) for run in (a, b))))
     rows.append(("errors", str(a["images_failed"]), str(b["images_failed"]), ""))
     kinds = sorted({*a["errors"], *b["errors"]})
-    rows += [(f"  {kind}", *(str(one["errors"].get(kind, 0)) for one in (a, b)), "") for kind in kinds]
+    rows += [(f"  {kind}", *(str(run["errors"].get(kind, 0)) for run in (a, b)), "") for kind in kinds]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{row[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
     lines += ["", _interval_line(a, b), *differences(a, b)]
-    for name, one in (("A", a), ("B", b)):
-        lines += [f"{name}: {warning}" for warning in _doubts(one)]
+    for name, run in (("A", a), ("B", b)):
+        lines += [f"{name}: {warning}" for warning in _doubts(run)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -145,13 +145,13 @@ def _doubts(report: dict[str, Any]) -> list[str]:
 
 def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:
     """What is worse in B by more than `percent`: throughput lower, p99 higher, or gone altogether."""
-    found = []
+    lines = []
     for title in ("QPS", "goodput"):
         before, after = a[_FIGURES[title]], b[_FIGURES[title]]
         if after < before * (1 - percent / 100):
-            found.append(f"{title} {before:.2f} to {after:.2f}, {1 - after / before:.1%} lower")
-    before, after = ((one["latency_ms"] or {}).get("p99") for one in (a, b))
+            lines.append(f"{title} {before:.2f} to {after:.2f}, {1 - after / before:.1%} lower")
+    before, after = ((run["latency_ms"] or {}).get("p99") for run in (a, b))
     if before is not None and (after is None or after > before * (1 + percent / 100)):
         change = "no result" if after is None else f"{after:.2f} ms, {after / before - 1:.1%} higher"
-        found.append(f"p99 {before:.2f} ms to {change}")
-    return found
+        lines.append(f"p99 {before:.2f} ms to {change}")
+    return lines

@@ -72,10 +72,10 @@ def _several(report: dict[str, Any]) -> list[str]:
     parts.append(f"<h2>Runs ({len(runs)})</h2>")
     parts.append(table(HEADS, map(run_cells, runs), kind="runs"))
     parts.append(_plots(runs_plots(runs)))
-    for one in runs:
-        summary = f"{one['point']}: {verdict(one)}"
+    for run in runs:
+        summary = f"{run['point']}: {verdict(run)}"
         parts.append(f"<details><summary>{escape(summary)}</summary>")
-        parts += [*_run(one), "</details>"]
+        parts += [*_run(run), "</details>"]
     return parts + _circumstances(runs[-1])
 
 
@@ -129,8 +129,8 @@ def _latency_table(report: dict[str, Any]) -> str:
     columns = {title: report[key] for key, title in titles.items() if report.get(key)}
     if not columns:
         return "<div><h2>Latency</h2><p>No call has ended.</p></div>"
-    rows = [(shown, *(f"{one[name]:.2f}" for one in columns.values())) for name, shown in _LATENCY_NAMES.items()]
-    rows.append(("calls", *(str(one["count"]) for one in columns.values())))
+    rows = [(shown, *(f"{column[name]:.2f}" for column in columns.values())) for name, shown in _LATENCY_NAMES.items()]
+    rows.append(("calls", *(str(column["count"]) for column in columns.values())))
     return f"<div><h2>Latency in ms</h2>{table(('', *columns), rows)}</div>"
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol
 
 _COLORS = ("blue", "orange", "green", "purple", "red", "teal")
 _MOST_CURVES = len(_COLORS)
@@ -120,21 +121,20 @@ def runs_plots(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _latency_by_throughput(reports: Sequence[dict[str, Any]]) -> str | None:
-    marks: list[Mark] = []
-    paced = [one for one in reports if one.get("offered_rate") is not None]
+    paced = [run for run in reports if run.get("offered_rate") is not None]
     x_name = "offered_rate" if paced else "goodput"
-    chosen = sorted(paced or reports, key=lambda one: one[x_name] if paced else one["settings"]["request_client"])
+    chosen = sorted(paced or reports, key=lambda run: run[x_name] if paced else run["settings"]["request_client"])
     if len(chosen) < 2:
         return None
-    for name, color in (("p50", "blue"), ("p99", "orange")):
-        points = [(one[x_name], one["latency_ms"][name]) for one in chosen]
-        labelled = name == "p99" and not paced
-        labels = [str(one["settings"]["request_client"]) for one in chosen] if labelled else []
-        title = f"{name}, at so many clients" if labelled else name
-        marks.append(Line(title, points, color, dots=True, labels=labels))
-    marks += _slo(chosen[0])
+    p50, p99 = ([(run[x_name], run["latency_ms"][name]) for run in chosen] for name in ("p50", "p99"))
+    labels = [] if paced else [str(run["settings"]["request_client"]) for run in chosen]
+    marks: list[Mark] = [
+        Line("p50", p50, "blue", dots=True),
+        Line("p99" if paced else "p99, at so many clients", p99, "orange", dots=True, labels=labels),
+        *_slo(chosen[0]),
+    ]
     label = "images per second, offered" if paced else "images per second with a result"
-    x = linear_axis(label, [one[x_name] for one in chosen], from_zero=False)
+    x = linear_axis(label, [run[x_name] for run in chosen], from_zero=False)
     return chart("Latency by throughput", x, _ms_axis(marks), marks)
 
 
@@ -142,8 +142,8 @@ def _curves(reports: Sequence[dict[str, Any]]) -> str | None:
     """The percentiles of some runs, evenly chosen where there are many."""
     step = max(1, -(-len(reports) // _MOST_CURVES))
     chosen = reports[::step]
-    lines = [Line(one["point"], one["percentiles_ms"], color) for one, color in zip(chosen, _COLORS, strict=False)]
-    longest = max((one["percentiles_ms"] for one in chosen), key=lambda curve: curve[-1][0])
+    lines = [Line(run["point"], run["percentiles_ms"], color) for run, color in zip(chosen, _COLORS, strict=False)]
+    longest = max((run["percentiles_ms"] for run in chosen), key=lambda curve: curve[-1][0])
     return _percentile_chart("Latency by percentile", lines, longest)
 
 
@@ -152,7 +152,17 @@ def _curves(reports: Sequence[dict[str, Any]]) -> str | None:
 Point = tuple[float, float]
 
 
-@dataclass(frozen=True)
+class Mark(Protocol):
+    """What is drawn in a plot; ``name`` and ``color`` stand in its legend."""
+
+    name: str
+    color: str
+    dashed: bool
+
+    def draw(self, x: Axis, y: Axis) -> Iterator[str]: ...
+
+
+@dataclass
 class Line:
     """Points joined to a line, with a None where it is interrupted; `labels` are written beside the points."""
 
@@ -163,34 +173,67 @@ class Line:
     dots: bool = False
     labels: Sequence[str] = field(default_factory=tuple)
 
+    def draw(self, x: Axis, y: Axis) -> Iterator[str]:
+        dash = ' stroke-dasharray="6 4"' if self.dashed else ""
+        for interrupted, group in groupby(self.points, key=lambda point: point is None):
+            if interrupted:
+                continue
+            places = [(_x(x, point[0]), _y(y, point[1])) for point in group if point is not None]
+            path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
+            yield f'<polyline points="{path}" fill="none" stroke="var(--{self.color})"{dash}/>'
+            if self.dots or len(places) == 1:
+                for left, top in places:
+                    yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.2" fill="var(--{self.color})"/>'
+        for point, label in zip(self.points, self.labels, strict=False):
+            if point is not None:
+                yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end", "point")
 
-@dataclass(frozen=True)
+
+@dataclass
 class Bars:
     """Bars `(from, to, height)`, standing on the axis."""
 
     name: str
     bars: Sequence[tuple[float, float, float]]
     color: str
+    dashed: bool = False
+
+    def draw(self, x: Axis, y: Axis) -> Iterator[str]:
+        for start, end, height in self.bars:
+            if height <= 0:
+                continue
+            left, right, top = _x(x, start), _x(x, end), _y(y, height)
+            top = min(top, HEIGHT - _BOTTOM - 1.5)  # one call is still seen
+            size = f'width="{max(1.0, right - left - 1):.1f}" height="{HEIGHT - _BOTTOM - top:.1f}"'
+            yield f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="var(--{self.color})"/>'
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rule:
     """A horizontal line across the plot."""
 
     name: str
     at: float
     color: str
+    dashed: bool = True
 
-
-Mark = Line | Bars | Rule
+    def draw(self, x: Axis, y: Axis) -> Iterator[str]:
+        if y.place(self.at) <= 1:
+            at = _y(y, self.at)
+            place = f'x1="{_LEFT}" y1="{at:.1f}" x2="{WIDTH - _RIGHT}" y2="{at:.1f}"'
+            yield f'<line class="rule" {place} stroke="var(--{self.color})"/>'
 
 
 def chart(title: str, x: Axis, y: Axis, marks: Sequence[Mark]) -> str:
     """One plot with its title as a figure; nothing of it needs a script."""
-    parts = [*_grid(x, y), *(part for mark in marks for part in _draw(mark, x, y))]
-    text = "\n".join(parts)
+    text = "\n".join([*_grid(x, y), *(part for mark in marks for part in mark.draw(x, y))])
+    keys = ""  # outside the drawing, where the page breaks the line if there is no room
+    for mark in marks:
+        style = f"border-top: 3px {'dashed' if mark.dashed else 'solid'} var(--{mark.color})"
+        keys += f'<li><i style="{style}"></i>{escape(mark.name)}</li>'
+    head = f'<figcaption>{escape(title)}</figcaption><ul class="keys">{keys}</ul>'
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}"'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{_legend(marks)}\n<svg {size}>\n{text}\n</svg></figure>"
+    return f"<figure>{head}\n<svg {size}>\n{text}\n</svg></figure>"
 
 
 def _x(axis: Axis, value: float) -> float:
@@ -224,62 +267,6 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "number") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _draw(mark: Mark, x: Axis, y: Axis) -> Iterator[str]:
-    if isinstance(mark, Rule):
-        if y.place(mark.at) > 1:
-            return
-        at = _y(y, mark.at)
-        place = f'x1="{_LEFT}" y1="{at:.1f}" x2="{WIDTH - _RIGHT}" y2="{at:.1f}"'
-        yield f'<line class="rule" {place} stroke="var(--{mark.color})"/>'
-    elif isinstance(mark, Bars):
-        yield from _draw_bars(mark, x, y)
-    else:
-        yield from _draw_line(mark, x, y)
-
-
-def _draw_bars(mark: Bars, x: Axis, y: Axis) -> Iterator[str]:
-    for start, end, height in mark.bars:
-        if height <= 0:
-            continue
-        left, right, top = _x(x, start), _x(x, end), _y(y, height)
-        top = min(top, HEIGHT - _BOTTOM - 1.5)  # one call is still seen
-        size = f'width="{max(1.0, right - left - 1):.1f}" height="{HEIGHT - _BOTTOM - top:.1f}"'
-        yield f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="var(--{mark.color})"/>'
-
-
-def _draw_line(mark: Line, x: Axis, y: Axis) -> Iterator[str]:
-    dash = ' stroke-dasharray="6 4"' if mark.dashed else ""
-    for piece in _pieces(mark.points):
-        path = " ".join(f"{_x(x, a):.1f},{_y(y, b):.1f}" for a, b in piece)
-        yield f'<polyline points="{path}" fill="none" stroke="var(--{mark.color})"{dash}/>'
-        if mark.dots or len(piece) == 1:
-            for a, b in piece:
-                yield f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3.2" fill="var(--{mark.color})"/>'
-    for point, label in zip(mark.points, mark.labels, strict=False):
-        if point is not None:
-            yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end", "point")
-
-
-def _pieces(points: Sequence[Point | None]) -> Iterator[list[Point]]:
-    piece: list[Point] = []
-    for point in (*points, None):
-        if point is not None:
-            piece.append(point)
-        elif piece:
-            yield piece
-            piece = []
-
-
-def _legend(marks: Sequence[Mark]) -> str:
-    """Outside the drawing, where the page breaks the line if there is no room."""
-    keys = []
-    for mark in marks:
-        dashed = isinstance(mark, Rule) or (isinstance(mark, Line) and mark.dashed)
-        style = f"border-top: 3px {'dashed' if dashed else 'solid'} var(--{mark.color})"
-        keys.append(f'<li><i style="{style}"></i>{escape(mark.name)}</li>')
-    return f'<ul class="keys">{"".join(keys)}</ul>'
 
 
 # --- axes: where a value goes, and which values have a tick

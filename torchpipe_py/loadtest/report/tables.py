@@ -18,10 +18,31 @@ HEADS = ("run", "offered", "QPS", "goodput", "p50 ms", "p90 ms", "p99 ms", "p99.
 
 
 def run_table(report: dict[str, Any]) -> str:
-    """One run: names and values."""
-    settings = report["settings"]
+    """A run of ``torchpipe load``: names and values."""
+    settings, slo = report["settings"], report["slo"]
+    rows: Rows = []
+    if "stable" in report:
+        late = report["late_sends"]
+        blame = f"{late['share_by_waiting']:.1%} behind a reply, {late['share_by_tester']:.1%} the tester's own"
+        rows += [
+            ("rate", f"{report['achieved_rate']:.1f} of {report['offered_rate']:.1f} images/s offered"),
+            ("late sends", f"{late['share']:.1%} by more than {late['threshold_ms']:g} ms: {blame}"),
+            ("stability", "stable" if report["stable"] else "UNSTABLE: " + "; ".join(report["unstable_because"])),
+        ]
+    if slo is not None:
+        measured = "none" if slo["p99_ms"] is None else f"{slo['p99_ms']:.2f} ms"
+        met = "met" if slo["met"] else "MISSED"
+        rows.append(("SLO", f"{met}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms"))
+    cost = f"{format_cpu(report['tester_cpu_percent'])}, busiest client "
+    cost += format_cpu(report["tester_busiest_client_percent"])
+    if report["tester_cpu_us_per_call"] is not None:
+        cost += f", {report['tester_cpu_us_per_call']:.1f} µs per call"
+    rows += [("server CPU", format_cpu(report["server_cpu_percent"])), ("tester CPU", cost)]
+    if report["host_is_local"] and report["tester_share_of_cpu"] is not None:
+        share = f"{report['tester_share_of_cpu']:.0%} of the CPU time spent on this machine"
+        rows.append(("tester share", f"{share}, whose cores server and tester share"))
+    rows += [(f"GPU {gpu['index']}", _gpu_line(gpu)) for gpu in report["gpus"] or ()]
     server = f"{settings['host']}:{settings['port']} ({settings['transport']})"
-    rows = [*_open_rows(report), *_slo_rows(report), *cpu_rows(report), *gpu_rows(report["gpus"])]
     return format_table(report, [("server", server)], rows, describe_arrivals(settings))
 
 
@@ -36,52 +57,11 @@ def describe_arrivals(settings: dict[str, Any]) -> str:
     return f"{arrivals} arrivals{at}" + (f", seed {settings['seed']}" if arrivals == "poisson" else "")
 
 
-def _open_rows(report: dict[str, Any]) -> Rows:
-    if "stable" not in report:
-        return []
-    late, rates = report["late_sends"], (report["achieved_rate"], report["offered_rate"])
-    blame = f"{late['share_by_waiting']:.1%} behind a reply, {late['share_by_tester']:.1%} the tester's own"
-    stability = "stable" if report["stable"] else "UNSTABLE: " + "; ".join(report["unstable_because"])
-    return [
-        ("rate", f"{rates[0]:.1f} of {rates[1]:.1f} images/s offered"),
-        ("late sends", f"{late['share']:.1%} by more than {late['threshold_ms']:g} ms: {blame}"),
-        ("stability", stability),
-    ]
-
-
-def _slo_rows(report: dict[str, Any]) -> Rows:
-    slo = report["slo"]
-    if slo is None:
-        return []
-    measured = "none" if slo["p99_ms"] is None else f"{slo['p99_ms']:.2f} ms"
-    return [("SLO", f"{'met' if slo['met'] else 'MISSED'}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms")]
-
-
-def cpu_rows(report: dict[str, Any]) -> Rows:
-    """The table's part about CPU time."""
-    busiest = format_cpu(report["tester_busiest_client_percent"])
-    cost = f"{format_cpu(report['tester_cpu_percent'])}, busiest client {busiest}"
-    if report["tester_cpu_us_per_call"] is not None:
-        cost += f", {report['tester_cpu_us_per_call']:.1f} µs per call"
-    rows = [("server CPU", format_cpu(report["server_cpu_percent"])), ("tester CPU", cost)]
-    if report["host_is_local"] and report["tester_share_of_cpu"] is not None:
-        share = f"{report['tester_share_of_cpu']:.0%} of the CPU time spent on this machine"
-        rows.append(("tester share", f"{share}, whose cores server and tester share"))
-    return rows
-
-
-def gpu_rows(gpus: list[dict[str, Any]] | None) -> Rows:
-    """The table's part: a line for each GPU."""
-    return [(f"GPU {gpu['index']}", _gpu_line(gpu)) for gpu in gpus or ()]
-
-
 def _gpu_line(gpu: dict[str, Any]) -> str:
-    def show(name: str) -> str:
-        return "n/a" if gpu[name] is None else f"{gpu[name]:.0f}"
-
-    use = f"{show('utilization_mean')} % busy (most {show('utilization_max')} %)"
-    memory = f"{show('memory_used_max_mib')} of {show('memory_total_mib')} MiB"
-    return f"{gpu['name']}, {use}, {memory}, {gpu['samples']} samples; all processes together"
+    names = ("utilization_mean", "utilization_max", "memory_used_max_mib", "memory_total_mib")
+    busy, most, used, total = ("n/a" if gpu[name] is None else f"{gpu[name]:.0f}" for name in names)
+    figures = f"{busy} % busy (most {most} %), {used} of {total} MiB, {gpu['samples']} samples"
+    return f"{gpu['name']}, {figures}; all processes together"
 
 
 def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "closed loop") -> str:
@@ -89,26 +69,11 @@ def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "
 
     ``loop`` says when the clients call.
     """
-    rows = [*subject, *_load_rows(report, loop), *_latency_rows(report), *_error_rows(report), *cpu]
-    if report["other_cpu_percent"] is not None:
-        rows.append(("other processes", format_cpu(report["other_cpu_percent"])))
-    rows += [("per second", _series(report["images_ok_per_second"]))]
-    rows += [("WARNING", warning) for warning in report["warnings"]]
-    rows += [("run", _verdict(report))]
-    return align(rows)
-
-
-def align(rows: Rows) -> str:
-    """A line for each name and value."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _load_rows(report: dict[str, Any], loop: str) -> Rows:
-    settings, machine = report["settings"], report["machine"]
+    settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
     load = f"{settings['request_client']} clients, {loop}, {settings['request_batch']} image(s) per call"
     sent = f"{report['images_sent']} sent, {report['images_answered']} answered, {report['images_ok']} with a result"
     rows = [
+        *subject,
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
         ("load", load),
         ("images", sent),
@@ -118,13 +83,27 @@ def _load_rows(report: dict[str, Any], loop: str) -> Rows:
     ]
     if report["accuracy"] is not None:
         rows.append(("accuracy", f"{report['accuracy']:.4f}"))
-    return rows
-
-
-def _latency_rows(report: dict[str, Any]) -> Rows:
-    titles = {"latency_ms": "latency", "latency_actual_ms": "latency from send"}
-    titles["latency_failed_ms"] = "latency of failed calls"
-    return [(title, _latency(report[key])) for key, title in titles.items() if report.get(key) or key == "latency_ms"]
+    rows.append(("latency", _latency(report["latency_ms"])))
+    for key, title in (("actual", "latency from send"), ("failed", "latency of failed calls")):
+        if report.get(f"latency_{key}_ms"):
+            rows.append((title, _latency(report[f"latency_{key}_ms"])))
+    rows.append(("errors", f"{report['images_failed']} images"))
+    rows += [(f"  {kind}", str(count)) for kind, count in report["errors"].items()]
+    rows += cpu
+    if report["other_cpu_percent"] is not None:
+        rows.append(("other processes", format_cpu(report["other_cpu_percent"])))
+    cut = f" ... ({len(images)} seconds)" if len(images) > 60 else ""
+    rows.append(("per second", " ".join(map(str, images[:60])) + cut))
+    rows += [("WARNING", warning) for warning in report["warnings"]]
+    if report["interrupted"]:
+        rows.append(("run", "INTERRUPTED: the numbers are of a part of it"))
+    elif not report["valid"]:
+        rows.append(("run", "INVALID: it measures the tester itself"))
+    else:
+        failed = report["images_failed"]
+        rows.append(("run", f"valid as a measurement, but {failed} images failed" if failed else "valid"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def _latency(summary: dict[str, float] | None) -> str:
@@ -133,28 +112,9 @@ def _latency(summary: dict[str, float] | None) -> str:
     return "  ".join(f"{name.replace('_', '.')} {ms:.2f}" for name, ms in summary.items() if name != "count") + "  ms"
 
 
-def _error_rows(report: dict[str, Any]) -> Rows:
-    rows = [("errors", f"{report['images_failed']} images")]
-    return rows + [(f"  {kind}", str(images)) for kind, images in report["errors"].items()]
-
-
 def format_cpu(value: float | None) -> str:
     """CPU time in percent of a core."""
     return "n/a" if value is None else f"{value:.0f} % of a core"
-
-
-def _series(images: Sequence[int]) -> str:
-    shown = " ".join(map(str, images[:60]))
-    return shown + (f" ... ({len(images)} seconds)" if len(images) > 60 else "")
-
-
-def _verdict(report: dict[str, Any]) -> str:
-    if report["interrupted"]:
-        return "INTERRUPTED: the numbers are of a part of it"
-    failed = report["images_failed"]
-    if report["valid"] and failed:
-        return f"valid as a measurement, but {failed} images failed"
-    return "valid" if report["valid"] else "INVALID: it measures the tester itself"
 
 
 def print_report(report: dict[str, Any], table: str) -> None:
@@ -174,14 +134,13 @@ def runs_table(reports: Sequence[dict[str, Any]]) -> str:
     """Several runs: a line for each."""
     lines = [HEADS, *(run_cells(report) for report in reports)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(_pad(line, widths)).rstrip() for line in lines)
-
-
-def _pad(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Words to the left, numbers to the right."""
-    ends = (0, len(line) - 1)
-    cells = enumerate(zip(line, widths, strict=True))
-    return [text.ljust(width) if at in ends else text.rjust(width) for at, (text, width) in cells]
+    last = len(HEADS) - 1
+    shown = []
+    for line in lines:  # words to the left, numbers to the right
+        cells = enumerate(zip(line, widths, strict=True))
+        padded = [text.ljust(width) if at in (0, last) else text.rjust(width) for at, (text, width) in cells]
+        shown.append("  ".join(padded).rstrip())
+    return "\n".join(shown)
 
 
 def run_cells(report: dict[str, Any]) -> tuple[str, ...]:
@@ -201,7 +160,7 @@ def run_cells(report: dict[str, Any]) -> tuple[str, ...]:
 
 
 def search_line(report: dict[str, Any]) -> str:
-    """What a search found."""
+    """The result of a search."""
     search = report["search"]
     limit = f"p99 within {search['slo_p99_ms']:g} ms, {search['arrivals']} arrivals"
     if report["stopped"] is not None:
