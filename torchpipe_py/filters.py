@@ -43,18 +43,39 @@ def run(data: Data) -> Status:
     return Status.Run
 
 
-def _constant(status: Status) -> Filter:
-    def constant(data: Data) -> Status:
-        return status
+def skip(data: Data) -> Status:
+    """Always ``Skip``."""
+    return Status.Skip
 
-    constant.__doc__ = f"Always ``{status.name}``: {status.value}."
-    return constant
+
+def serial_skip(data: Data) -> Status:
+    """Always ``SerialSkip``."""
+    return Status.SerialSkip
+
+
+def subgraph_skip(data: Data) -> Status:
+    """Always ``SubGraphSkip``."""
+    return Status.SubGraphSkip
+
+
+def break_(data: Data) -> Status:
+    """Always ``Break``."""
+    return Status.Break
+
+
+def error(data: Data) -> Status:
+    """Always ``Error``."""
+    return Status.Error
 
 
 BUILT_IN: dict[str, Filter] = {
     "swap": swap,
     "or": or_,
     "run": run,
-    **{status.name.lower(): _constant(status) for status in Status if status is not Status.Run},
+    "skip": skip,
+    "serialskip": serial_skip,
+    "subgraphskip": subgraph_skip,
+    "break": break_,
+    "error": error,
 }
 ALIASES = {"continue": "run", "serial_skip": "serialskip", "subgraph_skip": "subgraphskip"}

@@ -70,7 +70,7 @@ def test_things_that_are_no_mat(backend: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", CONFIGS)
-def test_the_wish_for_a_color_is_passed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preferred_color_is_passed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = cv2.imencode(".png", noise(8, 10))[1].tobytes()
     config = {"color": "rgb", "DecodeMat::color": "bgr", **CONFIGS[backend]}
     item = whole(backend, noise(8, 10)) | {"data": encoded}

@@ -170,7 +170,7 @@ def test_decoding_in_the_wanted_color_changes_no_bit(jpeg: bytes, interpolation:
         ("S[DecodeMat,(skip)cvtColorMat]", "rgb"),
     ],
 )
-def test_the_wish_for_a_color_gives_what_the_steps_say(backend: str, colors: str) -> None:
+def test_the_preferred_color_gives_what_the_steps_say(backend: str, colors: str) -> None:
     """Twice the same size, so that nothing but the channels can change."""
     sizes = {"resize_h": 20, "resize_w": 30} if "ResizeMat" in backend else {}
     sizes |= {"max_h": 20, "max_w": 30} if "PadMat" in backend else {}

@@ -105,7 +105,7 @@ def test_results_are_those_of_the_backend_itself(form: str, jpeg: bytes) -> None
     assert bad == there_bad
 
 
-def test_a_wish_for_a_color_goes_through(jpeg: bytes) -> None:
+def test_the_preferred_color_goes_through(jpeg: bytes) -> None:
     results = []
     for decode in ("DecodeMat", "Process[DecodeMat]"):
         item: Data = {"data": jpeg}

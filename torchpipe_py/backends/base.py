@@ -79,6 +79,9 @@ class Shared:
         self._lock = threading.Lock()
         self._values: dict[Hashable, Any] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shared, ()  # instances share nothing with those of another process
+
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The value of ``key``, made by the first that asks while the others wait; a failure is not kept."""
         with self._lock:
@@ -189,8 +192,8 @@ class Backend:
         """
         return tensor_key(item[TASK_DATA_KEY])
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        """What comes next in a ``Sequential`` would rather have its Mats in color ``wish``; the own wish in turn.
+    def prefer_color(self, color: str | None) -> str | None:
+        """Told which ``color`` the next backend in a ``Sequential`` prefers for its Mats, say which this one prefers.
 
         Converting while decoding saves a pass over the image.
         """

@@ -26,6 +26,13 @@ class BackendPlan:
     children: tuple[BackendPlan, ...] = ()
     filters: tuple[Filter | None, ...] = ()
 
+    @classmethod
+    def of(cls, backend: Backend) -> BackendPlan:
+        """The plan that makes another ``backend``."""
+        config = backend.config
+        children = tuple(map(cls.of, config.children))
+        return cls(type(backend), config.label, dict(config.params), children, config.filters)
+
     def jumps(self) -> Iterator[tuple[str, str]]:
         """Roots of the graphs that it runs, each with what a drawing says of the jump."""
         yield from self.cls.jumps(self.params).items()

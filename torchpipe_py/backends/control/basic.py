@@ -26,8 +26,8 @@ logger = logging.getLogger("torchpipe_py")
 class Identity(StatelessBackend):
     """``result = data``."""
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        return wish
+    def prefer_color(self, color: str | None) -> str | None:
+        return color
 
     def forward_item(self, item: Data) -> None:
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
@@ -63,8 +63,8 @@ class Wrapper(Backend):
     def batch_key(self, item: Data) -> Hashable:
         return self.inner.batch_key(item)
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        return self.inner.prefer_color(wish)
+    def prefer_color(self, color: str | None) -> str | None:
+        return self.inner.prefer_color(color)
 
 
 class Sequential(Backend):
@@ -95,10 +95,10 @@ class Sequential(Backend):
         self._single_steps = [(filter_, child, _single(child, forward)) for filter_, child, forward, _ in self._steps]
 
     def _setup_children(self) -> None:
-        wish = None
+        color = None
         filters = self.config.filters or (None,) * len(self.config.children)
         for child, filter_ in zip(reversed(self.config.children), reversed(filters), strict=True):
-            wish = child.prefer_color(wish) if filter_ is None else None
+            color = child.prefer_color(color) if filter_ is None else None
         for child in self.config.children:
             child.setup()
 
@@ -218,5 +218,5 @@ class FirstAvailable(Wrapper):
         if hasattr(self, "_chosen"):
             self._chosen.close()
 
-    def prefer_color(self, wish: str | None) -> str | None:
+    def prefer_color(self, color: str | None) -> str | None:
         return None

@@ -24,8 +24,8 @@ MIN_SINE = 1e-3
 class _ColorBlind(StatelessBackend):
     """The channel order is nothing to it."""
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        return wish
+    def prefer_color(self, color: str | None) -> str | None:
+        return color
 
 
 class CropMat(_ColorBlind):

@@ -75,9 +75,9 @@ class DecodeMat(StatelessBackend):
 
     color = Param(to_color, "bgr", choices=COLORS, doc="channel order of the Mat")
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        if wish is not None:
-            self.color = wish
+    def prefer_color(self, color: str | None) -> str | None:
+        if color is not None:
+            self.color = color
         return None
 
     def setup(self) -> None:
@@ -106,7 +106,7 @@ class cvtColorMat(StatelessBackend):
 
     color = Param(to_color, choices=COLORS, doc="channel order wanted")
 
-    def prefer_color(self, wish: str | None) -> str | None:
+    def prefer_color(self, color: str | None) -> str | None:
         return str(self.color)
 
     def setup(self) -> None:
@@ -128,8 +128,8 @@ class Resizer(StatelessBackend):
 
     interpolation = interpolation()
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        return wish
+    def prefer_color(self, color: str | None) -> str | None:
+        return color
 
     def setup(self) -> None:
         import cv2

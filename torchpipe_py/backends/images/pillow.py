@@ -17,8 +17,8 @@ class PillowResizeMat(StatelessBackend):
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        return wish
+    def prefer_color(self, color: str | None) -> str | None:
+        return color
 
     def setup(self) -> None:
         from PIL import Image

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Hashable
+from dataclasses import replace
 from multiprocessing import connection, spawn
 from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, tensor_key
-from torchpipe_py.backends.process.recipe import Job, Recipe, is_loading_main, main_source
-from torchpipe_py.backends.process.transport import Block, Channel, check_travels
+from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
+from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
 from torchpipe_py.backends.process.worker import Outcome
 from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
 from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.plan.binding import BackendPlan
 
 _CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
 _STARTS = 3
@@ -48,13 +49,13 @@ class Process(Backend):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        self._wish: tuple[str | None, ...] = ()
-        self._worker: Worker | None = None
+        self._colors: tuple[str | None, ...] = ()
+        self._worker: WorkerProcess | None = None
         self._range = (1, 1)
 
-    def prefer_color(self, wish: str | None) -> str | None:
-        self._wish = (wish,)
-        return self.config.children[0].prefer_color(wish)
+    def prefer_color(self, color: str | None) -> str | None:
+        self._colors = (color,)
+        return self.config.children[0].prefer_color(color)
 
     def setup(self) -> None:
         if not hasattr(select, "poll") or os.name != "posix":
@@ -64,7 +65,7 @@ class Process(Backend):
                 f"{self.config.label}: a worker process imports the main script for a class that stands in it, and "
                 'the script starts a pipe when imported: put that under `if __name__ == "__main__":`'
             )
-        self._job = self._describe()
+        self._setup = self._describe()
         self._start()
 
     def forward(self, items: list[Data]) -> None:
@@ -107,35 +108,33 @@ class Process(Backend):
         except Exception:  # it needs what only setup gives it, and that was done elsewhere
             return tensor_key(item[TASK_DATA_KEY])
 
-    def _describe(self) -> Job:
-        recipe = Recipe.of(self.config.children[0])
+    def _describe(self) -> Setup:
         try:
-            pickled = pickle.dumps((recipe, recipe.postprocessors()))
+            pickled = pickle_plan(BackendPlan.of(self.config.children[0]))
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(f"{self.config.label}: cannot go to a worker process: {first_line(error)}") from error
-        return Job(
-            recipe=pickled,
-            device_id=self.config.device_id,
-            instance=self.config.instance,
-            instance_num=self.config.instance_num,
-            reaches_caller=self.config.reaches_caller,
-            wish=self._wish,
+        return Setup(
+            pickled,
+            config=replace(self.config, params={}, children=(), filters=(), graphs=None),
+            colors=self._colors,
             main=main_source(),
             argv=tuple(sys.argv),
             log_level=logging.getLogger("torchpipe_py").getEffectiveLevel(),
         )
 
-    def _start(self) -> Worker:
-        worker = Worker(self.config.label)
+    def _start(self) -> WorkerProcess:
+        worker = WorkerProcess(self.config.label)
         try:
-            self._range = worker.call(worker.pack("setup", self._job))
+            self._range = worker.call(worker.pack("setup", self._setup))
         except BaseException:
             worker.kill()
             raise
         self._worker = worker
         return worker
 
-    def _forward(self, worker: Worker, items: list[Data]) -> None:
+    def _forward(self, worker: WorkerProcess, items: list[Data]) -> None:
         visible = items
         try:
             packed = worker.pack("forward", items)
@@ -176,7 +175,7 @@ def _apply(item: Data, sent: Data, outcome: Outcome) -> None:
     item.update(outcome.changed)
 
 
-class Worker:
+class WorkerProcess:
     """A worker process and the only way to it; used from one thread."""
 
     def __init__(self, label: str) -> None:
@@ -184,7 +183,7 @@ class Worker:
         self.is_open = True
         ours, theirs = connection.Pipe()
         outgoing, incoming = Block.create(), Block.create()
-        self._channel = Channel(ours, outgoing, incoming)
+        self._channel = SharedMemoryChannel(ours, outgoing, incoming)
         self.has_taken = False
         try:
             paths = "\n".join(path for path in sys.path if isinstance(path, str))
@@ -309,5 +308,5 @@ def _ending(status: int | None) -> str:
         return "it closed its connection"
     if status >= 0:
         return f"exit status {status}"
-    names = {one.value: one.name for one in signal.Signals}
+    names = {number.value: number.name for number in signal.Signals}
     return f"killed by signal {-status} ({names.get(-status, 'unknown')})"

@@ -98,7 +98,7 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class Channel:
+class SharedMemoryChannel:
     """One end of the way between two processes; what comes out at the other end is a copy that owns its memory.
 
     One message at a time: the next may be packed only when the other end has unpacked the last.

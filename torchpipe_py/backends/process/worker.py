@@ -17,8 +17,8 @@ from typing import Any
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, Data
-from torchpipe_py.backends.process.recipe import Job, Recipe, load_main
-from torchpipe_py.backends.process.transport import Block, Channel, check_travels
+from torchpipe_py.backends.process.setup import Setup, load_main
+from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
 from torchpipe_py.errors import ConfigError, Failure, first_line
 
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
@@ -41,7 +41,7 @@ def main(connection: int, outgoing: int, incoming: int, parent: int) -> None:
     for fd in (connection, outgoing, incoming):
         os.set_inheritable(fd, False)
     _end_with(parent, connection)
-    _Server(Channel(Connection(connection), Block(outgoing), Block(incoming))).run()
+    _BackendServer(SharedMemoryChannel(Connection(connection), Block(outgoing), Block(incoming))).run()
 
 
 def _end_with(parent: int, connection: int) -> None:
@@ -61,10 +61,10 @@ def _end_with(parent: int, connection: int) -> None:
     threading.Thread(target=watch, name="torchpipe-parent", daemon=True).start()
 
 
-class _Server:
+class _BackendServer:
     """Answers each message with ("done", value) or ("failed", a ``Failure``)."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: SharedMemoryChannel) -> None:
         self._channel = channel
         self._backend: Backend | None = None
         self._calls: dict[str, Callable[[Any], Any]] = {"setup": self._set_up, "forward": self._forward}
@@ -97,13 +97,13 @@ class _Server:
             packed = self._channel.pack(("failed", Failure.of(_stuck(answer[1], error))))
         self._channel.post(packed)
 
-    def _set_up(self, job: Job) -> tuple[int, int]:
-        sys.argv[:] = job.argv
-        logging.getLogger("torchpipe_py").setLevel(job.log_level)
-        if job.main is not None:
-            self._channel.before_main = partial(load_main, job.main)
+    def _set_up(self, setup: Setup) -> tuple[int, int]:
+        sys.argv[:] = setup.argv
+        logging.getLogger("torchpipe_py").setLevel(setup.log_level)
+        if setup.main is not None:
+            self._channel.before_main = partial(load_main, setup.main)
         try:
-            recipe, postprocessors = self._channel.loads(job.recipe)
+            plan, postprocessors = self._channel.loads(setup.pickled)
         except Exception as error:
             raise ConfigError(
                 f"a worker process cannot import what it needs: {type(error).__name__}: {error}; "
@@ -111,7 +111,9 @@ class _Server:
             ) from error
         for name, cls in postprocessors.items():
             registry.register_postprocessor(cls, name)
-        backend = _made(recipe, job)
+        backend: Backend = plan.create(setup.config)
+        for color in setup.colors:
+            backend.prefer_color(color)
         try:
             backend.setup()
             limits = backend.min(), backend.max()
@@ -133,13 +135,6 @@ class _Server:
             self._backend.close()
 
 
-def _made(recipe: Recipe, job: Job) -> Backend:
-    backend = recipe.create(job.seat())
-    for wish in job.wish:
-        backend.prefer_color(wish)
-    return backend
-
-
 def _outcome(before: Data, after: Data) -> Outcome:
     """What the parent has already stays there: only values that nobody can have changed in place."""
     sources = {id(value): key for key, value in before.items() if type(value) in _IMMUTABLE}
@@ -150,9 +145,9 @@ def _outcome(before: Data, after: Data) -> Outcome:
 def _stuck(value: Any, error: Exception) -> Exception:
     """A ``TypeError`` that names the key whose value cannot be sent."""
     outcomes = value if isinstance(value, list) else []
-    for key, one in ((key, one) for outcome in outcomes for key, one in outcome.changed.items()):
+    for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
         try:
-            check_travels((key, one))
+            check_travels((key, changed))
         except Exception as reason:
             return TypeError(f"{key!r} cannot come back from a worker process: {first_line(reason)}")
     return error

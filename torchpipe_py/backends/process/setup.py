@@ -1,0 +1,124 @@
+"""What a worker process is told first: the plan of its backend, which instance it is, and the main module."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torchpipe_py import registry
+from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.backends.control.python import PythonClass
+from torchpipe_py.errors import ConfigError, first_line
+from torchpipe_py.plan.binding import BackendPlan
+
+_IS_LOADING = "__torchpipe_is_loading__"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a worker process; ``pickled`` is what ``pickle_plan`` gave.
+
+    ``config`` says which instance it is, ``colors`` what ``prefer_color`` was asked, or nothing, and ``log_level`` that
+    of this package's logger.
+    """
+
+    pickled: bytes
+    config: BackendConfig
+    colors: tuple[str | None, ...]
+    main: tuple[str, str] | None
+    argv: tuple[str, ...]
+    log_level: int
+
+
+def pickle_plan(plan: BackendPlan) -> bytes:
+    """The plan, and the registered postprocessors that its parameters name: a worker has a registry of its own.
+
+    ``ConfigError`` that names what another process could not make.
+    """
+    postprocessors = {}
+    for part in _parts(plan):
+        _check_importable(getattr(part.cls, "wrapped", part.cls), part.label)
+        values = {repr(name): value for name, value in part.params.items()}
+        for name, value in {**values, **{f"filter {filter_!r}": filter_ for filter_ in part.filters}}.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise ConfigError(f"{part.label}: {name} cannot go to a worker process: {first_line(error)}") from error
+            if isinstance(value, str) and value not in registry.BUILT_IN_POSTPROCESSORS:
+                postprocessors[value] = registry.default.find_postprocessor(value)
+    file = io.BytesIO()
+    _PlanPickler(file).dump((plan, {name: cls for name, cls in postprocessors.items() if cls is not None}))
+    return file.getvalue()
+
+
+class _PlanPickler(pickle.Pickler):
+    """Sends the class that a ``PythonClass`` was made of, to be wrapped again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type) and issubclass(value, PythonClass) and "wrapped" in vars(value):
+            return PythonClass.of, (value.wrapped,)
+        return NotImplemented
+
+
+def _parts(plan: BackendPlan) -> Iterator[BackendPlan]:
+    yield plan
+    for child in plan.children:
+        yield from _parts(child)
+
+
+def main_source() -> tuple[str, str] | None:
+    """What a worker can load as this process's ``__main__``: ("module", name) or ("file", path)."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    if isinstance(name, str) and name != "__main__":
+        return "module", name
+    path = getattr(main, "__file__", None)
+    return ("file", os.path.abspath(path)) if path and os.path.isfile(path) else None
+
+
+def load_main(source: tuple[str, str]) -> None:
+    """Run the parent's main module under the name ``__mp_main__``, as ``multiprocessing`` does; once."""
+    if hasattr(sys.modules["__main__"], _IS_LOADING):
+        return
+    kind, value = source
+    module = ModuleType("__mp_main__")
+    if kind == "module":
+        spec = importlib.util.find_spec(value)
+        code = spec.loader.get_code(value) if spec and spec.loader else None  # type: ignore[attr-defined]
+        module.__spec__, module.__package__ = spec, spec.parent if spec else None
+        module.__file__ = spec.origin if spec else None
+    else:
+        with open(value, "rb") as file:
+            code = compile(file.read(), value, "exec")
+        module.__file__ = value
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    setattr(module, _IS_LOADING, True)
+    try:
+        exec(code or "", vars(module))
+    finally:
+        setattr(module, _IS_LOADING, False)
+
+
+def is_loading_main() -> bool:
+    """Whether this is a worker in the middle of ``load_main``."""
+    return bool(getattr(sys.modules.get("__main__"), _IS_LOADING, False))
+
+
+def _check_importable(cls: type, label: str) -> None:
+    try:
+        pickle.dumps(cls)
+    except Exception as error:
+        raise ConfigError(f"{label}: {_advice(cls)}: {first_line(error)}") from error
+    if cls.__module__ == "__main__" and main_source() is None:
+        raise ConfigError(f"{label}: {_advice(cls)}: this program has no file that it could import")
+
+
+def _advice(cls: type) -> str:
+    return f"a worker process imports class {cls.__qualname__!r}, so it must stand at the top level of a module"
