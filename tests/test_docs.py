@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import pytest
 import tomli
+from test_layers import PACKAGE, SERVER
 from torchpipe_server import options
 
 from torchpipe_py.cli import markdown_table
@@ -290,6 +291,19 @@ def test_the_table_of_backends_is_the_generated_one() -> None:
 
 def test_the_flags_of_the_service_are_the_declared_ones() -> None:
     assert between("docs/service.md", "flags") == options.markdown_table()
+
+
+def test_the_layers_shown_are_the_tested_ones() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Processes")[0]
+    package, server = text.split("The service imports")
+    for layers, shown in ((PACKAGE, package), (SERVER, server)):
+        cells = [line.split("|")[1] for line in shown.splitlines() if line.startswith("|")]
+        rows = [
+            next(row for row, cell in enumerate(cells) if re.search(rf"\b{name.replace('.', '/')}(\.py)?`", cell))
+            for layer in layers
+            for name in layer.split()
+        ]
+        assert rows == sorted(rows), layers
 
 
 def test_the_demo_shown_is_the_demo_served() -> None:
