@@ -1403,7 +1403,7 @@ def test_close_with_more_than_a_batch_at_the_target_of_a_jump(register: Register
         closer = closing(p, sentinels[1])
         gate.open()
         last.open()
-        closer.join(5)
+        closer.join(WAIT)
         hangs = closer.is_alive()
         p.close(timeout=0.1)  # fails what is in flight, and so ends a wait
         closer.join(WAIT)

@@ -230,7 +230,7 @@ def test_an_idle_pipe_keeps_nothing_of_the_last_request(register: Register, most
         p({"data": image})
         gate.batches.clear()
         del image
-        assert freed.wait(5)
+        assert freed.wait(WAIT)
 
 
 FORK = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import encode, picture
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 from training_data import FORKS, same, taken, wrapped, write_images
 
 from torchpipe_py import ItemBackend, register_backend
@@ -86,23 +86,25 @@ def test_the_limit_of_shares_is_kept(tmp_path: Path) -> None:
 
 
 class DiesLater:
-    """The fifth batch of two takes its worker along, once those before it have been sent."""
+    """The fifth batch of two takes its worker along."""
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         if index == 8:
-            time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         return encode(picture(20, 20)), index
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_an_error_comes_after_the_batches_before_it(prefetch: int) -> None:
-    with wrapped(
-        DiesLater(), {"decode": DECODE}, batch_size=2, workers=1, prefetch=prefetch, transforms_gpu=None
-    ) as loader:
+def test_an_error_comes_after_the_batches_before_it(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch looks every five seconds whether its workers live.
+    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    # With a prefetch_factor of 1 the fifth batch is asked for once the fourth has come.
+    plain = DataLoader(DiesLater(), batch_size=2, num_workers=1, prefetch_factor=1)
+    toml = {"decode": DECODE}
+    with wrap_dataloader_torchpipe("single", plain, toml, prefetch=prefetch, transforms_gpu=None) as loader:
         assert [next(loader).labels.tolist() for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         with pytest.raises(RuntimeError, match=r"worker .*(exited|killed)"):
             next(loader)
