@@ -171,11 +171,14 @@ class Rule(NamedTuple):
 
     text: str
     config: Data
-    request: Data
     outcome: Data
+    request: Data = {"data": "x"}  # noqa: RUF012
     refused: Any = None
     message: str = ""
-    """Why the refusal does not work yet."""
+
+    def refuses(self, refused: Any, message: str) -> Rule:
+        """The rule with what it refuses, and how the error begins; that of a configuration, after ``config: ``."""
+        return self._replace(refused=refused, message=message)
 
 
 def mark(text: str, next: str = "", **keys: Any) -> Data:
@@ -211,309 +214,207 @@ CONFIGURATION = [
     Rule(
         "§3: top-level scalars are defaults for every node, a node's own keys win",
         {"mark": "1", "a": {"backend": "Mark", "next": "b"}, "b": mark("2")},
-        X,
         {"data": "x1", "result": "x12"},
-        {"marc": "1", "a": {"backend": "Mark"}},
-        "config: global: key 'marc': no node takes it; did you mean 'mark'?",
-    ),
+    ).refuses({"marc": "1", "a": {"backend": "Mark"}}, "global: key 'marc': no node takes it; did you mean 'mark'?"),
     Rule(
         "§3: 'global' holds the defaults of a dict of dicts",
         {"global": {"mark": "1"}, "a": {"backend": "Mark"}},
-        X,
         {"result": "x1"},
-        {"global": {"next": "a"}, "a": {}},
-        "config: global: key 'next': belongs into a node's table",
+    ).refuses({"global": {"next": "a"}, "a": {}}, "global: key 'next': belongs into a node's table"),
+    Rule("§3: a flat dict is one node", mark("1"), {"result": "x1"}).refuses({}, "no node in it"),
+    Rule("§3: 224 means the same as '224'", {"backend": "Typed", "number": 224}, {"result": (224,)}).refuses(
+        {"backend": "Typed", "number": 2.5}, "node 'node': key 'number': expected an integer, got 2.5"
     ),
-    Rule("§3: a flat dict is one node", mark("1"), X, {"result": "x1"}, {}, "config: no node in it"),
-    Rule(
-        "§3: 224 means the same as '224'",
-        {"backend": "Typed", "number": 224},
-        X,
-        {"result": (224,)},
-        {"backend": "Typed", "number": 2.5},
-        "config: node 'node': key 'number': expected an integer, got 2.5",
-    ),
-    Rule(
-        "§3: '224' means the same as 224",
-        {"backend": "Typed", "number": "224"},
-        X,
-        {"result": (224,)},
-        {"backend": "Typed", "number": "x"},
-        "config: node 'node': key 'number': expected an integer, got 'x'",
+    Rule("§3: '224' means the same as 224", {"backend": "Typed", "number": "224"}, {"result": (224,)}).refuses(
+        {"backend": "Typed", "number": "x"}, "node 'node': key 'number': expected an integer, got 'x'"
     ),
     Rule(
         "§3: lists where a list is meant",
         {"backend": "Typed", "numbers": [123.675, "116.28", 103]},
-        X,
         {"result": (1, 123.675, 116.28, 103)},
-        {"backend": "Typed", "number": [1]},
-        "config: node 'node': key 'number': expected an integer, got [1]",
-    ),
+    ).refuses({"backend": "Typed", "number": [1]}, "node 'node': key 'number': expected an integer, got [1]"),
     Rule(
         "§3: or the comma form",
         {"backend": "Typed", "numbers": "123.675, 116.28, 103"},
-        X,
         {"result": (1, 123.675, 116.28, 103)},
-        {"backend": "Typed", "numbers": "1, x"},
-        "config: node 'node': key 'numbers': expected a finite number, got 'x'",
-    ),
+    ).refuses({"backend": "Typed", "numbers": "1, x"}, "node 'node': key 'numbers': expected a finite number, got 'x'"),
     Rule(
         "§3 backend: an expression Name, Name[expr, …]; Identity is the default",
         {"a": {"next": "b"}, "b": {"backend": "SyncTensor[S[Identity, Mark]]"}},
-        X,
         {"result": "x+"},
+    ).refuses(
         {"backend": "SyncTensor[S[Identity, Marc]]"},
-        "config: node 'node': key 'backend': no backend 'Marc'; did you mean 'Mark'?",
+        "node 'node': key 'backend': no backend 'Marc'; did you mean 'Mark'?",
     ),
-    Rule(
-        "§3 backend: (filter)expr inside a list",
-        {"backend": "S[Mark,(run)Mark]"},
-        X,
-        {"result": "x+"},
+    Rule("§3 backend: (filter)expr inside a list", {"backend": "S[Mark,(run)Mark]"}, {"result": "x+"}).refuses(
         {"backend": "FirstAvailable[(or)Mark]"},
-        "config: node 'node': key 'backend': (or)Mark: filters stand only inside Sequential",
+        "node 'node': key 'backend': (or)Mark: filters stand only inside Sequential",
     ),
     Rule(
         "§3 next: successors, comma-separated",
         {"a": mark("a", "b, c"), "b": mark("b"), "c": mark("c")},
-        X,
         {"data": "xa", "result": "xac"},
-        {"a": mark("a", "b, cc"), "b": {}, "c": {}},
-        "config: node 'a': key 'next': no node 'cc'; did you mean 'c'?",
+    ).refuses({"a": mark("a", "b, cc"), "b": {}, "c": {}}, "node 'a': key 'next': no node 'cc'; did you mean 'c'?"),
+    Rule("§3 next: each once", {"a": mark("a", "b"), "b": mark("b")}, {"data": "xa", "result": "xab"}).refuses(
+        {"a": mark("a", "b,b"), "b": {}}, "node 'a': key 'next': names 'b' twice"
     ),
-    Rule(
-        "§3 next: each once",
-        {"a": mark("a", "b"), "b": mark("b")},
-        X,
-        {"data": "xa", "result": "xab"},
-        {"a": mark("a", "b,b"), "b": {}},
-        "config: node 'a': key 'next': names 'b' twice",
+    Rule("§3: cycles are refused", {"a": {"next": "b"}, "b": {}}, {"result": "x"}).refuses(
+        {"a": {"next": "b"}, "b": {"next": "a"}}, "node 'b': key 'next': a cycle: a -> b -> a"
     ),
-    Rule(
-        "§3: cycles are refused",
-        {"a": {"next": "b"}, "b": {}},
-        X,
-        {"result": "x"},
-        {"a": {"next": "b"}, "b": {"next": "a"}},
-        "config: node 'b': key 'next': a cycle: a -> b -> a",
-    ),
-    Rule(
-        "§3 filter: what to do on entry",
-        {"a": mark("a", filter="run")},
-        X,
-        {"result": "xa"},
+    Rule("§3 filter: what to do on entry", {"a": mark("a", filter="run")}, {"result": "xa"}).refuses(
         {"a": {"filter": "serialskop"}},
-        "config: node 'a': key 'filter': no filter 'serialskop'; did you mean 'serialskip'?",
+        "node 'a': key 'filter': no filter 'serialskop'; did you mean 'serialskip'?",
     ),
-    Rule(
-        "§3 instance_num: an integer, also as a string",
-        mark("1", instance_num="2"),
-        X,
-        {"result": "x1"},
-        mark("1", instance_num="two"),
-        "config: node 'node': key 'instance_num': expected an integer, got 'two'",
+    Rule("§3 instance_num: an integer, also as a string", mark("1", instance_num="2"), {"result": "x1"}).refuses(
+        mark("1", instance_num="two"), "node 'node': key 'instance_num': expected an integer, got 'two'"
     ),
-    Rule(
-        "§3 batching_timeout: milliseconds",
-        mark("1", batching_timeout="0.5"),
-        X,
-        {"result": "x1"},
+    Rule("§3 batching_timeout: milliseconds", mark("1", batching_timeout="0.5"), {"result": "x1"}).refuses(
         mark("1", batching_timeout=-1),
-        "config: node 'node': key 'batching_timeout': expected milliseconds, at least 0, got -1",
+        "node 'node': key 'batching_timeout': expected milliseconds, at least 0, got -1",
     ),
     Rule(
         "§3 max, min: where the backend lets the config set it",
         {"backend": "Most", "max": "4", "min": 2},
-        X,
         {"result": "x+"},
-        {"backend": "Mark", "max": 4},
-        "config: node 'node': key 'max': no backend of this node takes a batch range",
-    ),
-    Rule(
-        "§3 device_id: a number",
-        mark("1", device_id="0"),
-        X,
-        {"result": "x1"},
-        mark("1", device_id="cuda"),
-        "config: node 'node': key 'device_id': expected an integer, got 'cuda'",
+    ).refuses({"backend": "Mark", "max": 4}, "node 'node': key 'max': no backend of this node takes a batch range"),
+    Rule("§3 device_id: a number", mark("1", device_id="0"), {"result": "x1"}).refuses(
+        mark("1", device_id="cuda"), "node 'node': key 'device_id': expected an integer, got 'cuda'"
     ),
     Rule(
         "§3: anything else is a parameter, bare or scoped",
         {"backend": "S[Mark,Typed]", "mark": "1", "Typed::number": 2},
-        X,
         {"data": "x1", "result": (2,)},
+    ).refuses(
         {"backend": "S[Mark,Typed]", "Typed::nummer": 2},
-        "config: node 'node': key 'Typed::nummer': unknown key; did you mean 'Typed::number'?",
+        "node 'node': key 'Typed::nummer': unknown key; did you mean 'Typed::number'?",
     ),
-    Rule(
-        "§3: unknown node keys are refused",
-        mark("1"),
-        X,
-        {"result": "x1"},
-        {"a": {"bakend": "Mark"}},
-        "config: node 'a': key 'bakend': unknown key; did you mean 'backend'?",
+    Rule("§3: unknown node keys are refused", mark("1"), {"result": "x1"}).refuses(
+        {"a": {"bakend": "Mark"}}, "node 'a': key 'bakend': unknown key; did you mean 'backend'?"
     ),
     Rule(
         "§3: A[B] is backend = A, A::backend = B",
         {"backend": "SyncTensor", "SyncTensor::backend": "Mark", "mark": "1"},
-        X,
         {"result": "x1"},
+    ).refuses(
         {"backend": "SyncTensor", "SyncTensor::backend": "Marc"},
-        "config: node 'node': key 'backend': no backend 'Marc'; did you mean 'Mark'?",
+        "node 'node': key 'backend': no backend 'Marc'; did you mean 'Mark'?",
     ),
     Rule(
-        "§3: S is Sequential",
-        {"backend": "S", "Sequential::backend": "Mark,Mark"},
-        X,
-        {"data": "x+", "result": "x++"},
-        {"backend": "S"},
-        "config: node 'node': key 'backend': S needs a backend in brackets",
-    ),
+        "§3: S is Sequential", {"backend": "S", "Sequential::backend": "Mark,Mark"}, {"data": "x+", "result": "x++"}
+    ).refuses({"backend": "S"}, "node 'node': key 'backend': S needs a backend in brackets"),
     Rule(
         "§3: a parameter may carry one value per position, separated by |",
         {"backend": "S[Mark,Identity,Mark]", "mark": "1|2"},
-        X,
         {"data": "x1", "result": "x12"},
+    ).refuses(
         {"backend": "S[Mark,Mark,Mark]", "mark": "1|2"},
-        "config: node 'node': key 'mark': '1|2' has 2 values, Mark occurs 3 times",
+        "node 'node': key 'mark': '1|2' has 2 values, Mark occurs 3 times",
     ),
     Rule(
-        "§3: a&b composes several instances into one",
-        {"backend": "Most&Most", "max": "1&4"},
-        X,
-        {"result": "x+"},
-        {"backend": "Most&Most", "max": "1&4&8"},
-        "config: node 'node': key 'max': '1&4&8' has 3 parts, backend has 2",
-    ),
+        "§3: a&b composes several instances into one", {"backend": "Most&Most", "max": "1&4"}, {"result": "x+"}
+    ).refuses({"backend": "Most&Most", "max": "1&4&8"}, "node 'node': key 'max': '1&4&8' has 3 parts, backend has 2"),
     Rule(
         "§3: min, max and instance_num compose alone, too",
         {"backend": "Most", "max": "1&4", "instance_num": "2&1"},
-        X,
         {"result": "x+"},
-        {"backend": "Most", "min": "1&1&1", "max": "2&3"},
-        "config: node 'node': key 'm",
-    ),
+    ).refuses({"backend": "Most", "min": "1&1&1", "max": "2&3"}, "node 'node': key 'm"),
     Rule(
         "§3: instance_num composes with as many parts",
         {"backend": "Most&Most", "max": "1&4", "instance_num": "1&2"},
-        X,
         {"result": "x+"},
+    ).refuses(
         {"backend": "Most&Most", "max": "1&4", "instance_num": "1&1&2"},
-        "config: node 'node': key 'instance_num': '1&1&2' has 3 parts, backend has 2",
+        "node 'node': key 'instance_num': '1&1&2' has 3 parts, backend has 2",
     ),
-    Rule(
-        "§3: & stands at the top only",
-        {"backend": "Mark&Mark"},
-        X,
-        {"result": "x+"},
-        {"backend": "S[Mark&Mark]"},
-        "config: node 'node': key 'backend': expected ']', found '&'",
+    Rule("§3: & stands at the top only", {"backend": "Mark&Mark"}, {"result": "x+"}).refuses(
+        {"backend": "S[Mark&Mark]"}, "node 'node': key 'backend': expected ']', found '&'"
     ),
     Rule(
         "§3: name.alias is a logical node: its own next, filter and map, the instances of name",
         {"rec": mark("r", "mid"), "mid": mark("m", "rec.2"), "rec.2": {"map": "mid[result:data]"}},
-        X,
         {"data": "xrm", "result": "xrmr"},
+    ).refuses(
         {"rec": mark("r", "rec.2"), "rec.2": {"backend": "Typed"}},
-        "config: node 'rec.2': key 'backend': shares the instances of 'rec', but its backend is Typed, not Mark",
+        "node 'rec.2': key 'backend': shares the instances of 'rec', but its backend is Typed, not Mark",
     ),
     Rule(
         "§3: [rec.2] without quotes is the same",
         {"rec": {**mark("r", "rec.2"), "2": {"filter": "run"}}},
-        X,
         {"result": "xr"},
+    ).refuses(
         {"rec": {**mark("r"), "2": {"mark": "x"}}},
-        "config: node 'rec.2': key 'mark': shares the instances of 'rec', where this key belongs",
+        "node 'rec.2': key 'mark': shares the instances of 'rec', where this key belongs",
     ),
     Rule(
         "§3: a logical node needs its physical node",
         {"rec": mark("r", "rec.a"), "rec.a": {"backend": "Mark", "next": "rec.b"}, "rec.b": {}},
-        X,
         {"data": "xrr", "result": "xrrr"},
+    ).refuses(
         {"rac": mark("r"), "rec.2": {}},
-        "config: node 'rec.2': a logical node (name.alias) of 'rec', which is not there; did you mean 'rac'?",
+        "node 'rec.2': a logical node (name.alias) of 'rec', which is not there; did you mean 'rac'?",
     ),
     Rule(
         "§3: default scheduler names are accepted and ignored",
         {"Interpreter::backend": "PipelineV3", "PipelineV3::backend": "BaselineSchedule", "a": mark("1")},
-        X,
         {"result": "x1"},
+    ).refuses(
         {"PipelineV3::backend": "Mine", "a": mark("1")},
-        "config: global: key 'PipelineV3::backend': the scheduler is not exchangeable",
+        "global: key 'PipelineV3::backend': the scheduler is not exchangeable",
     ),
     Rule(
         "§3: custom backends declare their parameters, or take any",
         {"backend": "AnyKeys", "anything": [1, 2]},
-        X,
         {"result": [1, 2]},
-        {"backend": "Keys", "anything": [1, 2]},
-        "config: node 'node': key 'anything': unknown key",
-    ),
+    ).refuses({"backend": "Keys", "anything": [1, 2]}, "node 'node': key 'anything': unknown key"),
 ]
 
 DATA = [
     Rule(
-        "§4 data: data in, result out, other keys free",
-        mark("1"),
-        {"data": "x", "mine": 1},
-        {"result": "x1"},
-        Call({"dato": "x"}, InvalidRequest),
-        "a request needs the key 'data'; found 'dato'",
-    ),
+        "§4 data: data in, result out, other keys free", mark("1"), {"result": "x1"}, {"data": "x", "mine": 1}
+    ).refuses(Call({"dato": "x"}, InvalidRequest), "a request needs the key 'data'; found 'dato'"),
     Rule(
         "§4 data: node_name selects the root when there are several",
         {"one": mark("1"), "two": mark("2")},
-        {"data": "x", "node_name": "two"},
         {"result": "x2"},
-        Call({"data": "x", "node_name": "three"}, UnknownNode),
-        "'node_name': no root 'three'; valid: one, two",
-    ),
+        {"data": "x", "node_name": "two"},
+    ).refuses(Call({"data": "x", "node_name": "three"}, UnknownNode), "'node_name': no root 'three'; valid: one, two"),
     Rule(
         "§4 data: node_name missing with several roots is an IndexError",
         {"one": mark("1"), "two": mark("2")},
+        {"result": "x1"},
         {"data": "x", "node_name": "one"},
-        {"result": "x1"},
-        Call(X, IndexError),
-        "'node_name' must name one of the roots: one, two",
-    ),
-    Rule(
-        "§4 data: a list of dicts raises if any raised",
-        mark("1"),
-        X,
-        {"result": "x1"},
-        Call([{"data": "x"}, {"data": "x!"}], BackendError),
-        "node 'node': Mark: ValueError: bad item x!",
+    ).refuses(Call(X, IndexError), "'node_name' must name one of the roots: one, two"),
+    Rule("§4 data: a list of dicts raises if any raised", mark("1"), {"result": "x1"}).refuses(
+        Call([{"data": "x"}, {"data": "x!"}], BackendError), "node 'node': Mark: ValueError: bad item x!"
     ),
     Rule(
         "§4 data: no result means there is none, and error says why",
         {"a": mark("1", "b"), "b": mark("2")},
-        {"data": "x-"},
         {"error": "node 'a': Mark gave no result"},
-        Call({"data": "x!"}, RuntimeError),
-        "node 'a': Mark: ValueError: bad item x!",
-    ),
+        {"data": "x-"},
+    ).refuses(Call({"data": "x!"}, RuntimeError), "node 'a': Mark: ValueError: bad item x!"),
     Rule(
         "§4 data: results never leak from an earlier call",
         mark("1"),
-        {"data": "x-", "result": "stale", "error": "stale"},
         {"result": GONE, "error": "node 'node': Mark gave no result"},
+        {"data": "x-", "result": "stale", "error": "stale"},
     ),
     Rule(
         "§4 data: nor through a graph with branches",
         diamond("b[result:data],c[result:other]", filter="swap"),
-        {"data": "x", "result": "stale", "error": "stale"},
         {
             "data": "xrb",
             "other": "xrc",
             "result": GONE,
             "error": "a filter ended the request before any backend gave a result",
         },
+        {"data": "x", "result": "stale", "error": "stale"},
     ),
     Rule(
         "§4 data: nor past a root that is skipped",
         mark("1", filter="skip"),
-        {"data": "x", "result": "stale"},
         {"result": GONE, "error": "a filter ended the request before any backend gave a result"},
+        {"data": "x", "result": "stale"},
     ),
 ]
 
@@ -552,7 +453,7 @@ def _spellings(name: str) -> list[str]:
 
 FILTERS = [
     *(
-        Rule(f"§4 filters, at a node: {spelled}", chain(spelled), X, {"data": data, "result": result})
+        Rule(f"§4 filters, at a node: {spelled}", chain(spelled), {"data": data, "result": result})
         for name, data, result, _ in _FILTERS
         for spelled in _spellings(name)
     ),
@@ -560,82 +461,68 @@ FILTERS = [
         Rule(
             f"§4 filters, inside Sequential, where the skips end the sequence: {spelled}",
             sequence(spelled),
-            X,
             {"data": result[:-1], "result": result},
         )
         for name, _, _, result in _FILTERS
         for spelled in _spellings(name)
     ),
     *(
-        Rule(f"§4 filters, at a node: {name}", chain("run"), X, {"data": "x2", "result": "x23"}, refused, message)
+        Rule(f"§4 filters, at a node: {name}", chain("run"), {"data": "x2", "result": "x23"}).refuses(refused, message)
         for name, message, _ in _BAD_FILTERS
         for refused in [Call(X, BackendError, chain(name))]
     ),
     *(
-        Rule(
-            f"§4 filters, inside Sequential: {name}",
-            sequence("run"),
-            X,
-            {"data": "x23", "result": "x234"},
-            Call(X, BackendError, sequence(name)),
-            f"node 's': S[Mark,({name})Mark,Mark]: {message}",
+        Rule(f"§4 filters, inside Sequential: {name}", sequence("run"), {"data": "x23", "result": "x234"}).refuses(
+            Call(X, BackendError, sequence(name)), f"node 's': S[Mark,({name})Mark,Mark]: {message}"
         )
         for name, _, message in _BAD_FILTERS
     ),
     Rule(
         "§4 filters: custom ones are known by their registered names",
         chain("Python[upper]"),
-        X,
         {"data": "X12", "result": "X123"},
-        chain("Python[uper]"),
-        "config: node 'b': key 'filter': no filter 'Python[uper]'; valid: Second,",
-    ),
+    ).refuses(chain("Python[uper]"), "node 'b': key 'filter': no filter 'Python[uper]'; valid: Second,"),
     Rule(
         "§4 swap: no result is Break",
         {"a": mark("1", "b"), "b": mark("2", filter="swap")},
-        {"data": "x-"},
         {"error": "node 'a': Mark gave no result"},
+        {"data": "x-"},
     ),
     Rule(
         "§4 or: no result is Run, on the data as it is",
         {"a": {"backend": "Mark", "next": "b"}, "b": {"backend": "Typed", "filter": "or"}},
-        {"data": "x-"},
         {"result": (1,)},
+        {"data": "x-"},
     ),
     Rule(
         "§4 Break ends the whole request, whatever other branches do",
         diamond("b[result:data]") | {"b": mark("b", "j", filter="break")},
-        {"data": "x", "mine": 1},
         {"result": "xr"},
+        {"data": "x", "mine": 1},
     ),
     Rule(
         "§4 filters: by default Run at a root, or with a map",
         {"a": mark("1", "b"), "b": mark("2", map="a[data:data]")},
-        X,
         {"result": "x2"},
     ),
     Rule(
         "§4 filters: a map may give a swap its result",
         {"a": mark("1", "b"), "b": mark("2", map="a[data:data,result:result]", filter="swap")},
-        X,
         {"data": "x1", "result": "x12"},
     ),
     Rule(
         "§4 SerialSkip ends before a node that waits for several",
         diamond("b[result:data],c[result:other]") | {"b": mark("b", "j", filter="serialskip")},
-        X,
         {"data": "xr", "other": "xrc", "result": "xrj"},
     ),
     Rule(
         "§4 SerialSkip ends at a fork",
         {"r": mark("r", "b", filter="serialskip"), "b": mark("b", "c,d"), "c": mark("c"), "d": mark("d")},
-        X,
         {"error": "a filter ended the request before any backend gave a result"},
     ),
     Rule(
         "§4 Skip goes on, to each of several successors",
         {"r": mark("r", "a"), "a": mark("a", "b,c", filter="skip"), "b": mark("b"), "c": mark("c", filter="break")},
-        X,
         {"result": "xr"},
     ),
     Rule(
@@ -649,7 +536,6 @@ FILTERS = [
             "b_2": mark("e", "r_2"),
             "r_2": mark("2", map="a_2_1[result:data],a_2_2[data:other],b_2[result:third]"),
         },
-        X,
         {"data": "xr", "other": "x", "third": "xr", "result": "xr2"},
     ),
     Rule(
@@ -663,7 +549,6 @@ FILTERS = [
             "d": mark("d", map="b[data:data],c[result:res],other[result:o]"),
         }
         | {"r": mark("r", "a,other")},
-        X,
         {"res": "xr", "o": "xro", "result": "xd"},
     ),
 ]
@@ -672,117 +557,105 @@ GRAPH = [
     Rule(
         "§4 graph: what a graph ends in is merged into the caller's dict, in file order",
         {"r": mark("r", "c,b"), "b": {"backend": "Keys"}, "c": mark("c")},
-        X,
         {"data": "xr", "result": "xrc"},
     ),
     Rule(
         "§4 graph: with several predecessors the node waits for all, and needs a map",
         diamond("b[result:data],c[result:other]"),
-        X,
         {"data": "xrb", "other": "xrc", "result": "xrbj"},
+    ).refuses(
         {"r": mark("r", "b,c"), "b": mark("b", "j"), "c": mark("c", "j"), "j": mark("j")},
-        "config: node 'j': several predecessors (b, c) need a map",
+        "node 'j': several predecessors (b, c) need a map",
     ),
     Rule(
         "§3 map: without a source it reads every predecessor, in file order, later ones overwriting",
         diamond("[result:data]"),
-        X,
         {"data": "xrc", "result": "xrcj"},
-        diamond("[result]"),
-        "config: node 'j': key 'map': expected key:newkey, found 'result' in '[result]'",
-    ),
+    ).refuses(diamond("[result]"), "node 'j': key 'map': expected key:newkey, found 'result' in '[result]'"),
     Rule(
         "§3 map: several keys of one source",
         diamond("b[result:data,data:before]"),
-        X,
         {"data": "xrb", "before": "xr", "result": "xrbj"},
     ),
     Rule(
         "§3 map: the same key twice, under two names",
         diamond("b[result:data,result:again]"),
-        X,
         {"data": "xrb", "again": "xrb", "result": "xrbj"},
     ),
     Rule(
         "§3 map: the same new key twice, later ones overwriting",
         diamond("c[result:data],b[result:data]"),
-        X,
         {"data": "xrb", "result": "xrbj"},
     ),
     Rule(
         "§3 map: the same source twice",
         diamond("b[result:data],c[result:other],b[data:third]"),
-        X,
         {"data": "xrb", "other": "xrc", "third": "xr", "result": "xrbj"},
     ),
     Rule(
         "§3 map: from any ancestor",
         {"a": mark("a", "b"), "b": mark("b", "c"), "c": mark("c", map="b[result:data],a[result:first]")},
-        X,
         {"data": "xab", "first": "xa", "result": "xabc"},
+    ).refuses(
         {"a": mark("a", "b,c"), "b": {}, "c": {"map": "b[result:data]"}},
-        "config: node 'c': key 'map': 'b' is no node before it; valid: a",
+        "node 'c': key 'map': 'b' is no node before it; valid: a",
     ),
     Rule(
         "§3 map: an unknown source is refused",
         {"aa": mark("a", "b"), "b": mark("b", map=" aa [ result : data ] ")},
-        X,
         {"data": "xa", "result": "xab"},
+    ).refuses(
         {"aa": mark("a", "b"), "b": {"map": "ab[result:data]"}},
-        "config: node 'b': key 'map': 'ab' is no node before it; did you mean 'aa'?",
+        "node 'b': key 'map': 'ab' is no node before it; did you mean 'aa'?",
     ),
     Rule(
         "§3 map: a root has nothing to map from",
         {"a": mark("a", "b"), "b": mark("b", map="[result:data]")},
-        X,
         {"data": "xa", "result": "xab"},
-        {"a": {"next": "b", "map": "b[result:data]"}, "b": {}},
-        "config: node 'a': key 'map': the node is a root",
-    ),
+    ).refuses({"a": {"next": "b", "map": "b[result:data]"}, "b": {}}, "node 'a': key 'map': the node is a root"),
     Rule(
         "§4 graph: the mapped dict must hold data",
         {"a": mark("a", "b"), "b": mark("b", map="a[result:data]")},
-        X,
         {"data": "xa", "result": "xab"},
+    ).refuses(
         {"a": {"next": "b"}, "b": {"map": "a[result:x]"}},
-        "config: node 'b': key 'map': gives no 'data'; expected source[key:data]",
+        "node 'b': key 'map': gives no 'data'; expected source[key:data]",
     ),
     Rule(
         "§4 graph: a join of two roots is refused, no request could pass it",
         {"a": mark("a", "c"), "b": mark("b"), "c": mark("c")},
-        at_a("x"),
         {"data": "xa", "result": "xac"},
+        at_a("x"),
+    ).refuses(
         {"a": {"next": "c"}, "b": {"next": "c"}, "c": {"map": "a[result:data]"}},
-        "config: node 'c': waits for 'a', which a request that enters at 'b' never reaches",
+        "node 'c': waits for 'a', which a request that enters at 'b' never reaches",
     ),
     Rule(
         "§4 graph: context, if any, is carried along, and nothing else that is not mapped",
         {"a": mark("a", "b"), "b": {"backend": "Keys", "map": "a[data:data]"}},
-        {"data": "x", "context": "c", "other": 1},
         {"result": "context data"},
+        {"data": "x", "context": "c", "other": 1},
     ),
     Rule(
         "§4 graph: a mapped key that is missing is left out",
         {"a": mark("a", "b"), "b": {"backend": "Keys", "map": "a[data:data,nothing:there]"}},
-        X,
         {"result": "data"},
     ),
     Rule(
         "§4 graph: where data is missing the request ends without a result, for the reason its source had",
         {"a": mark("a", "b,c"), "b": mark("b", "d", filter="run"), "c": {"next": "d"}, "d": {"map": "b[result:data]"}},
-        {"data": "x-", "mine": 1},
         {"error": {"node 'a': Mark gave no result", "node 'b': Mark gave no result"}},
+        {"data": "x-", "mine": 1},
     ),
     Rule(
         "§4 graph: the reason goes through a map",
         {"a": mark("a", "b"), "b": {"map": "a[result:data]"}},
-        {"data": "x-", "mine": 1},
         {"error": "node 'a': Mark gave no result"},
+        {"data": "x-", "mine": 1},
     ),
     Rule(
         "§4 graph: or because nothing was there",
         {"a": mark("a", "b"), "b": {"map": "a[nothing:data]"}},
-        X,
         {"error": "node 'b': its map gives no 'data': 'a' has no 'nothing'"},
     ),
 ]
@@ -791,64 +664,62 @@ JUMPS = [
     Rule(
         "§4 Jump runs another root's graph",
         {"a": {"backend": "Jump", "jump": "r", "next": "b"}, "b": mark("b"), "r": mark("r", "s"), "s": mark("s")},
-        at_a("x"),
         {"data": "xrs", "result": "xrsb"},
-        jump("Jump") | {"a": {"backend": "Jump", "jump": "rr"}},
-        "config: node 'a': key 'jump': no node 'rr'; did you mean 'r'?",
-    ),
-    Rule(
-        "§4 Jump: jump must be named",
-        jump("Jump"),
         at_a("x"),
-        {"result": "xr"},
-        {"a": {"backend": "Jump"}, "r": {}},
-        "config: node 'a': key 'jump': Jump needs it",
+    ).refuses(
+        jump("Jump") | {"a": {"backend": "Jump", "jump": "rr"}},
+        "node 'a': key 'jump': no node 'rr'; did you mean 'r'?",
+    ),
+    Rule("§4 Jump: jump must be named", jump("Jump"), {"result": "xr"}, at_a("x")).refuses(
+        {"a": {"backend": "Jump"}, "r": {}}, "node 'a': key 'jump': Jump needs it"
     ),
     Rule(
         "§4 Jump: into a graph only at its root",
         jump("S[Mark,Jump]", mark="a"),
-        at_a("x"),
         {"data": "xa", "result": "xar"},
+        at_a("x"),
+    ).refuses(
         {"a": {"backend": "Jump", "jump": "s"}, "r": {"next": "s"}, "s": {}},
-        "config: node 'a': key 'jump': 's' is no root, a jump enters a graph at its root; valid: a, r",
+        "node 'a': key 'jump': 's' is no root, a jump enters a graph at its root; valid: a, r",
     ),
     Rule(
-        "§4 Jump: not into its own graph",
-        jump("S[Jump,Mark]", mark="a"),
-        at_a("x"),
-        {"data": "xr", "result": "xra"},
+        "§4 Jump: not into its own graph", jump("S[Jump,Mark]", mark="a"), {"data": "xr", "result": "xra"}, at_a("x")
+    ).refuses(
         {"a": {"next": "b"}, "b": {"backend": "S[Mark,Jump]", "jump": "a"}},
-        "config: node 'b': key 'jump': 'a' is the root of the graph of 'b' itself",
+        "node 'b': key 'jump': 'a' is the root of the graph of 'b' itself",
     ),
     Rule(
         "§4 Jump: not in a circle",
         {"a": {"backend": "Jump", "jump": "b"}, "b": {"backend": "Jump", "jump": "c"}, "c": mark("c")},
-        at_a("x"),
         {"result": "xc"},
+        at_a("x"),
+    ).refuses(
         {"a": {"backend": "Jump", "jump": "b"}, "b": {"backend": "S[Jump]", "jump": "a"}},
-        "config: node 'a': key 'jump': from 'b' jumps lead back to 'a': a cycle",
+        "node 'a': key 'jump': from 'b' jumps lead back to 'a': a cycle",
     ),
     Rule(
         "§4 Jump: a logical node of a node that jumps jumps as well",
         jump("Jump") | {"a.2": {}},
-        {"data": "x", "node_name": "a.2"},
         {"result": "xr"},
+        {"data": "x", "node_name": "a.2"},
+    ).refuses(
         {"a": {"backend": "S[Jump]", "jump": "r"}, "r": {"next": "a.2"}, "a.2": {}},
-        "config: node 'a': key 'jump': 'r' is the root of the graph of 'a.2' itself",
+        "node 'a': key 'jump': 'r' is the root of the graph of 'a.2' itself",
     ),
     Rule(
         "§4 Jump: what fails there fails here, naming both nodes",
         jump("Jump"),
-        at_a("x-"),
         {"error": "node 'r': Mark gave no result"},
-        Call(at_a("x!"), BackendError),
-        "node 'a': Jump: BackendError: 'r': node 'r': Mark: ValueError: bad item x!",
+        at_a("x-"),
+    ).refuses(
+        Call(at_a("x!"), BackendError), "node 'a': Jump: BackendError: 'r': node 'r': Mark: ValueError: bad item x!"
     ),
     Rule(
         "§4 Jump inside Sequential: what fails there fails here",
         jump("S[Identity,Jump]"),
-        at_a("x-"),
         {"error": "node 'r': Mark gave no result"},
+        at_a("x-"),
+    ).refuses(
         Call(at_a("x!"), BackendError),
         "node 'a': S[Identity,Jump]: BackendError: 'r': node 'r': Mark: ValueError: bad item x!",
     ),
@@ -860,92 +731,87 @@ JUMPS = [
             Rule(
                 f"§4 {backend} runs a graph once per element, and merges the results into a list in order",
                 jump(backend),
-                at_a(["x", "y", "z"]),
                 {"result": ["xr", "yr", "zr"]},
-                Call(at_a("xyz"), BackendError),
-                f"{before}ValueError: expected a list under 'data' to split, found str",
+                at_a(["x", "y", "z"]),
+            ).refuses(
+                Call(at_a("xyz"), BackendError), f"{before}ValueError: expected a list under 'data' to split, found str"
             ),
             Rule(
                 f"§4 {backend}: a tuple is a list; an element that fails is named, with its node",
                 jump(backend),
-                at_a(("x", "y")),
                 {"result": ["xr", "yr"]},
+                at_a(("x", "y")),
+            ).refuses(
                 Call(at_a(["x", "y!", "z"]), BackendError),
                 f"{before}BackendError: element 1 of 3: 'r': node 'r': Mark: ValueError: bad item y!",
             ),
             Rule(
                 f"§4 {backend}: an empty list gives empty lists; an element without a result fails the request",
                 jump(backend, merge="result,data"),
-                at_a([]),
                 {"result": []},
+                at_a([]),
+            ).refuses(
                 Call(at_a(["x", "-"]), BackendError),
                 f"{before}ValueError: element 1 of 2: 'r' gave no 'result': node 'r': Mark gave no result",
             ),
             Rule(
                 f"§4 {backend}: several split keys, in step",
                 {"a": {"backend": backend, "jump": "r", "split": "data,k"}, "r": {"backend": "Sum"}},
-                at_a([1, 2], k=[30, 40]),
                 {"result": [31, 42]},
+                at_a([1, 2], k=[30, 40]),
+            ).refuses(
                 Call(at_a([1, 2], k=[3]), BackendError),
                 f"{before}ValueError: the keys to split hold lists of different lengths: 'data' has 2, 'k' has 1",
             ),
             Rule(
                 f"§4 {backend}: other keys of the dict go along with every element",
                 {"a": {"backend": backend, "jump": "r", "split": ["data"]}, "r": {"backend": "Sum"}},
-                at_a([1, 2], k=30),
                 {"result": [31, 32]},
+                at_a([1, 2], k=30),
+            ).refuses(
                 Call(at_a([1, 2], k=3), BackendError, jump(backend, split="data,k")),
                 f"{before}ValueError: expected a list under 'k' to split, found int",
             ),
             Rule(
                 f"§4 {backend}: an empty split is one run on the dict as it is",
                 jump(backend, split="", merge="result"),
-                at_a("x"),
                 {"result": ["xr"]},
-                jump(backend, merge=""),
-                "config: node 'a': key 'merge': names no key",
-            ),
+                at_a("x"),
+            ).refuses(jump(backend, merge=""), "node 'a': key 'merge': names no key"),
         ]
     ),
     Rule(
         "§4 MapReduce: the merge keys are what is gathered",
         jump("MapReduce", merge="result, k"),
-        at_a(["x", "y"], k=5),
         {"result": ["xr", "yr"], "k": [5, 5]},
-        Call(at_a(["x"]), BackendError),
-        "node 'a': MapReduce: ValueError: element 0 of 1: 'r' gave no 'k'",
-    ),
+        at_a(["x", "y"], k=5),
+    ).refuses(Call(at_a(["x"]), BackendError), "node 'a': MapReduce: ValueError: element 0 of 1: 'r' gave no 'k'"),
     Rule(
         "§4 MapReduce: nested",
         {"a": {"backend": "MapReduce", "jump": "b"}, "b": {"backend": "MapReduce", "jump": "r"}, "r": mark("r")},
-        at_a([["x", "y"], [], ["z"]]),
         {"result": [["xr", "yr"], [], ["zr"]]},
+        at_a([["x", "y"], [], ["z"]]),
+    ).refuses(
         Call(at_a([["x"], ["y", "z!"]]), BackendError),
         "node 'a': MapReduce: BackendError: element 1 of 2: 'b': node 'b': MapReduce: BackendError: element 1 of 2: ",
     ),
-    Rule(
-        "§4: custom split and merge by subclassing",
-        jump("Words"),
-        at_a("x y- z"),
-        {"result": "xr ? zr"},
+    Rule("§4: custom split and merge by subclassing", jump("Words"), {"result": "xr ? zr"}, at_a("x y- z")).refuses(
         Call(at_a("x y! z"), BackendError),
         "node 'a': Words: BackendError: element 1 of 3: 'r': node 'r': Mark: ValueError: bad item y!",
     ),
     Rule(
         "§4 Range presents a backend of one range as another",
         {"backend": "Range[Most]", "min": 2, "max": 9, "range": "10,10"},
-        X,
         {"result": "x+"},
+    ).refuses(
         {"backend": "Range[Most]", "min": 8, "max": 8, "range": "10,10"},
-        "config: node 'node': Range[Most]: range: Most takes 8..8, into which a batch of 10 cannot be cut",
+        "node 'node': Range[Most]: range: Most takes 8..8, into which a batch of 10 cannot be cut",
     ),
     Rule(
-        "§4 Range: range is min,max",
-        {"backend": "Range[Most]", "max": 9, "range": [8, 19]},
-        X,
-        {"result": "x+"},
+        "§4 Range: range is min,max", {"backend": "Range[Most]", "max": 9, "range": [8, 19]}, {"result": "x+"}
+    ).refuses(
         {"backend": "Range[Most]", "range": "19,8"},
-        "config: node 'node': key 'range': expected \"min,max\" with 1 <= min <= max, got '19,8'",
+        "node 'node': key 'range': expected \"min,max\" with 1 <= min <= max, got '19,8'",
     ),
 ]
 
@@ -984,15 +850,12 @@ def test_rule(rule: Rule) -> None:
 REFUSED = [rule for rule in RULES if rule.refused is not None]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [pytest.param(rule, id=rule.text) for rule in REFUSED],
-)
+@pytest.mark.parametrize("rule", REFUSED, ids=[rule.text for rule in REFUSED])
 def test_refused(rule: Rule) -> None:
     if not isinstance(rule.refused, Call):
         with pytest.raises(ConfigError) as caught:
             pipe(rule.refused).close()
-        assert str(caught.value).startswith(rule.message)
+        assert str(caught.value).startswith(f"config: {rule.message}")
         return
     with pipe(rule.refused.config or rule.config) as p:
         for call in CALLS:

@@ -36,23 +36,17 @@ NODES = [
 ]
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["at a node", "inside Sequential"])
 @pytest.mark.parametrize(("filter_name", "data", "result", "after"), NODES)
-def test_at_a_node(register: Register, filter_name: str | None, data: str, result: str | None, after: str) -> None:
-    name, item = register(Mark), {"data": data}
-    second = {"backend": name} if filter_name is None else {"backend": name, "filter": filter_name}
-    with pipe({"a": {"backend": name, "next": "b"}, "b": second}) as p:
-        p(item)
-    assert (item.get("result"), item["data"]) == (result, after)
-    assert ("error" in item) == (result is None)
-
-
-@pytest.mark.parametrize(("filter_name", "data", "result", "after"), NODES)
-def test_inside_sequential(
-    register: Register, filter_name: str | None, data: str, result: str | None, after: str
+def test_of_the_second(
+    register: Register, filter_name: str | None, data: str, result: str | None, after: str, inside: bool
 ) -> None:
     name, item = register(Mark), {"data": data}
+    nodes = {"a": {"backend": name, "next": "b"}, "b": {"backend": name}}
+    if filter_name is not None:
+        nodes["b"]["filter"] = filter_name
     prefix = f"({filter_name})" if filter_name else ""
-    with pipe({"backend": f"S[{name},{prefix}{name}]"}) as p:
+    with pipe({"backend": f"S[{name},{prefix}{name}]"} if inside else nodes) as p:
         p(item)
     assert (item.get("result"), item["data"]) == (result, after)
     assert ("error" in item) == (result is None)
@@ -67,20 +61,6 @@ def test_error_fails_the_request_alone(register: Register, serial: bool) -> None
             p({"data": "a"})
         with pytest.raises(BackendError, match="Error"):
             p({"data": "a"})
-
-
-def test_break_ends_the_whole_request_and_skip_does_not(register: Register) -> None:
-    name = register(Mark)
-    for middle, result in (("break", "a+"), ("skip", "a++"), ("swap", "a+++")):
-        item = {"data": "a"}
-        config = {
-            "a": {"backend": name, "next": "b"},
-            "b": {"backend": name, "filter": middle, "next": "c"},
-            "c": {"backend": name},
-        }
-        with pipe(config) as p:
-            p(item)
-        assert item["result"] == result
 
 
 @pytest.mark.parametrize(("filter_name", "result"), [("skip", None), ("break", None), ("swap", None), ("run", "a+")])
