@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchpipe_py import Backend
+from torchpipe_py import Backend, pipe
 from torchpipe_py.backends import cuda
 from torchpipe_py.backends.models.cuda_model import CudaModel
 
@@ -58,6 +58,12 @@ class Gate:
         """Wait until ``count`` further calls block."""
         for _ in range(count):
             assert self._entered.acquire(timeout=WAIT)
+
+    def hold(self, p: pipe, data: dict[str, Any]) -> Future[Any]:
+        """Submit a request that blocks here, and wait until it does."""
+        future = p.submit(data)
+        self.wait_entered()
+        return future
 
     def open(self) -> None:
         self.opened.set()

@@ -1021,8 +1021,7 @@ def ranged(gate: Gate, low: int, high: int) -> type[Backend]:
 def runs(p: pipe, gate: Gate, count: int) -> list[list[Any]]:
     """The runs that a batch of ``count`` is cut into; it forms while a request blocks the only instance."""
     with gate:
-        first = p.submit({"data": "first"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first"})
         items: list[Data] = [{"data": index} for index in range(count)]
         others = [p.submit(item) for item in items]
         gate.open()
@@ -1126,8 +1125,7 @@ def test_logical_nodes_batch_together(register: Register) -> None:
     gate = Gate(most=4, blocks=lambda data: data == "first")
     config = {"rec": {"backend": register(gate.backend)}, "b": {"next": "rec.2"}, "rec.2": {}}
     with pipe(config) as p, gate:
-        first = p.submit({"data": "first", "node_name": "rec"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first", "node_name": "rec"})
         others = [p.submit({"data": root, "node_name": root}) for root in ("rec", "b", "rec")]
         until(lambda: p.stats()["nodes"]["rec"]["queued"] == 3)
         gate.open()
@@ -1140,8 +1138,7 @@ def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backe
     gate = Gate(most=8, blocks=lambda data: data == "first")
     config = {"a": {"backend": backend, "jump": "r", "instance_num": 2}, "r": {"backend": register(gate.backend)}}
     with pipe(config) as p, gate:
-        first = p.submit({"data": "first", "node_name": "r"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first", "node_name": "r"})
         jumps = [p.submit(at_a([thread, thread])) for thread in range(2)]
         other = p.submit({"data": "other", "node_name": "r"})
         until(lambda: p.stats()["nodes"]["r"]["queued"] == 5)
@@ -1170,8 +1167,7 @@ def test_a_request_that_fails_leaves_its_siblings_alone() -> None:
 def test_the_end_of_a_request_reaches_what_its_jump_started(register: Register, backend: str, end: str) -> None:
     gate = Gate(blocks=lambda data: data == "first")
     with pipe(jump(backend) | {"r": {"backend": register(gate.backend)}}) as p, gate:
-        first = p.submit({"data": "first", "node_name": "r"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first", "node_name": "r"})
         data = at_a(["dropped"] if backend == "MapReduce" else "dropped")
         answers: list[BaseException | None] = []
         if end == "timeout":
@@ -1200,8 +1196,7 @@ def test_the_deadline_of_a_request_is_that_of_what_its_jump_started(register: Re
     gate = Gate(blocks=lambda data: data == "first")
     answers: list[BaseException | None] = []
     with pipe(jump(backend) | {"r": {"backend": register(gate.backend)}}) as p, gate:
-        first = p.submit({"data": "first", "node_name": "r"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first", "node_name": "r"})
         ticket = p.dispatch(at_a(["dropped"]), lambda data, error: answers.append(error), timeout=0.2)
         until(lambda: ticket.deadline is not None and perf_counter() > ticket.deadline)
         gate.open()

@@ -130,8 +130,7 @@ class Turnstile:
 def test_a_caller_does_not_overtake_what_is_queued(register: Register) -> None:
     stile = Turnstile()
     with pipe({"backend": register(stile.backend)}) as p, stile.gate as gate:
-        first = p.submit({"data": "slow"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "slow"})
         second = p.submit({"data": 2})
         caller = threading.Thread(target=p, args=({"data": 3},))
         caller.start()

@@ -36,8 +36,7 @@ def test_missed_in_the_queue(register: Register) -> None:
     gate = Gate()
     data: Data = {"data": "late", "mine": 1}
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         with pytest.raises(DeadlineExceeded, match=f"not finished within {SOON} s") as caught:
             p(data, timeout=SOON)
         assert isinstance(caught.value, TimeoutError)
@@ -53,8 +52,7 @@ def test_missed_in_the_queue(register: Register) -> None:
 def test_missed_in_the_queue_without_a_waiting_thread(register: Register, most: int) -> None:
     gate = Gate(most)
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         late = p.submit({"data": "late"}, timeout=0.0)
         gate.open()
         assert "deadline passed while queued at node 'node'" in str(error_of(late))
@@ -108,8 +106,7 @@ def test_dispatch_looks_at_the_deadline_before_each_node(register: Register) -> 
     calls: list[tuple[Data, BaseException | None]] = []
     data: Data = {"data": "late"}
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         p.dispatch(data, lambda *call: calls.append(call), timeout=0.0)
         gate.open()
         outcome(running)
@@ -129,8 +126,7 @@ def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> Non
         "b": {"backend": register(batches.backend), "batching_timeout": 60_000},
     }
     with pipe(config) as p, slow_node:
-        slow = p.submit({"data": "slow"})
-        slow_node.wait_entered()
+        slow = slow_node.hold(p, {"data": "slow"})
         errors = [error_of(p.submit({"data": "hurried"}, timeout=0.1)) for _ in range(10)]
         assert not slow.done()
         slow_node.open()

@@ -50,8 +50,7 @@ def errors_of_one_batch(register: Register, config: dict[str, Any], items: list[
     gate = Gate(blocks=lambda data: data == "first")
     config = {**config, "backend": f"S[{register(gate.backend)},{config['backend']}]"}
     with pipe(config) as p, gate:
-        first = p.submit({"data": "first"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first"})
         futures = [p.submit(item) for item in items]
         gate.open()
         error_of(first)

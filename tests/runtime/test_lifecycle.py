@@ -89,8 +89,7 @@ def test_close_while_busy(register: Register, most: int) -> None:
     """What runs is finished, what is queued fails, close waits."""
     gate = Gate(most)
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         queued = [p.submit({"data": number}) for number in range(3)]
         closer = threading.Thread(target=p.close)
         closer.start()
@@ -117,8 +116,7 @@ def test_close_while_a_leader_waits_for_company(register: Register) -> None:
         "b": {"backend": register(batches.backend), "batching_timeout": 60_000},
     }
     with pipe(config) as p, gate:
-        slow = p.submit({"data": "slow"})
-        gate.wait_entered()
+        slow = gate.hold(p, {"data": "slow"})
         waiting = p.submit({"data": "waiting"})
         assert batches.arrived.wait(WAIT)
         closer = threading.Thread(target=p.close)

@@ -252,8 +252,7 @@ def test_acall_gives_the_data_back(register: Register) -> None:
 def test_a_cancelled_future_drops_what_is_queued(register: Register, several: bool) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         queued = p.submit([{"data": "a"}, {"data": "b"}] if several else {"data": "a"})
         assert queued.cancel()
         assert p.stats()["inflight"] == 1
@@ -267,8 +266,7 @@ def test_a_cancelled_future_drops_what_is_queued(register: Register, several: bo
 def test_a_cancelled_future_of_a_running_request(register: Register) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": 1})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": 1})
         assert running.cancel()
         assert p.stats()["inflight"] == 0
         gate.open()
@@ -287,8 +285,7 @@ def test_a_cancelled_task_drops_what_is_queued(register: Register) -> None:
             await task
 
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         asyncio.run(work())
         assert p.stats()["inflight"] == 1
         gate.open()
@@ -320,8 +317,7 @@ def test_a_cancelled_ticket_drops_what_is_queued(register: Register, error: Exce
     gate = Gate()
     calls: list[tuple[Data, BaseException | None]] = []
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = p.submit({"data": "running"})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": "running"})
         ticket = p.dispatch({"data": "dropped"}, lambda *call: calls.append(call))
         assert ticket.cancel(error)
         assert not ticket.cancel(error)
@@ -378,8 +374,7 @@ def test_repr_shows_the_graph(register: Register) -> None:
     gate = Gate(most=4)
     name = register(gate.backend)
     with pipe({"a": {"next": "b", "instance_num": 2}, "b": {"backend": f"S[Identity,{name}]"}}) as p, gate:
-        running = p.submit({"data": 1})
-        gate.wait_entered()
+        running = gate.hold(p, {"data": 1})
         assert repr(p) == f"pipe(config, 1 in flight)\n  a: Identity x2 [1..1] -> b\n  b: S[Identity,{name}] x1 [1..4]"
         assert (p.max(), p.min()) == (4, 1)
         gate.open()

@@ -27,8 +27,7 @@ def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Cal
 
     p = pipe({"a": {"backend": register(gate.backend), "instance_num": 2, "next": "b"}, "b": {"backend": "Identity"}})
     with gate:
-        held = p.submit({"data": "held"})
-        gate.wait_entered()
+        held = gate.hold(p, {"data": "held"})
         p.dispatch({"data": "free"}, close)
         assert closed.wait(WAIT)
     with pytest.raises(PipeClosed):
@@ -58,8 +57,7 @@ def test_a_timeout_of_ages_is_a_timeout(register: Callable[..., str]) -> None:
         "b": {"backend": register(batching.backend)},
     }
     with pipe(config) as p, upstream:
-        held = p.submit({"data": 1})
-        upstream.wait_entered()
+        held = upstream.hold(p, {"data": 1})
         waiting = p.submit({"data": 0})
         assert batching.arrived.wait(WAIT)
         upstream.open()

@@ -72,8 +72,7 @@ class Company:
 def test_the_leader_waits_for_a_request_on_its_way(register: Register) -> None:
     company = Company(register)
     with pipe(company.config) as p, company.gate:
-        slow = p.submit({"data": "slow"})
-        company.gate.wait_entered()
+        slow = company.gate.hold(p, {"data": "slow"})
         quick = p.submit({"data": "quick"})
         assert company.waits(quick)
         company.gate.open()
@@ -96,8 +95,7 @@ def test_the_leader_is_released_when_that_request_ends_elsewhere(register: Regis
 
     company = Company(register, first=f"S[{{0}},{register(Ends)}]")
     with pipe(company.config) as p, company.gate:
-        slow = p.submit({"data": "slow"})
-        company.gate.wait_entered()
+        slow = company.gate.hold(p, {"data": "slow"})
         quick = p.submit({"data": "quick"})
         assert company.waits(quick)
         company.gate.open()
@@ -112,8 +110,7 @@ def test_the_leader_is_released_when_what_is_queued_before_it_was_given_up(regis
     company.config["a"]["instance_num"] = 1
     with pipe(company.config) as p, company.gate:
         quick = p.submit({"data": "quick"})
-        slow = p.submit({"data": "slow"})
-        company.gate.wait_entered()
+        slow = company.gate.hold(p, {"data": "slow"})
         cancelled, late = p.submit({"data": "cancelled"}), p.submit({"data": "late"}, timeout=0.0)
         cancelled.cancel()
         slow.cancel()
@@ -126,8 +123,7 @@ def test_the_leader_is_released_when_what_is_queued_before_it_was_given_up(regis
 def test_a_full_batch_waits_for_nobody(register: Register) -> None:
     company = Company(register)
     with pipe(company.config) as p, company.gate:
-        slow = p.submit({"data": "slow"})
-        company.gate.wait_entered()
+        slow = company.gate.hold(p, {"data": "slow"})
         for future in [p.submit({"data": number}) for number in range(4)]:
             outcome(future)
         assert not slow.done()
@@ -140,8 +136,7 @@ def test_the_timeout_ends_the_wait(register: Register) -> None:
     company = Company(register)
     company.config["b"]["batching_timeout"] = 20
     with pipe(company.config) as p, company.gate:
-        slow = p.submit({"data": "slow"})
-        company.gate.wait_entered()
+        slow = company.gate.hold(p, {"data": "slow"})
         outcome(p.submit({"data": "quick"}))
         assert not slow.done()
         company.gate.open()
@@ -153,8 +148,7 @@ def test_without_a_timeout_nobody_waits(register: Register) -> None:
     company = Company(register)
     del company.config["b"]["batching_timeout"]
     with pipe(company.config) as p, company.gate:
-        slow = p.submit({"data": "slow"})
-        company.gate.wait_entered()
+        slow = company.gate.hold(p, {"data": "slow"})
         outcome(p.submit({"data": "quick"}))
         company.gate.open()
         outcome(slow)
@@ -180,8 +174,7 @@ def test_leadership_is_handed_on_before_computing(register: Register) -> None:
 def test_what_is_queued_makes_dense_batches(register: Register) -> None:
     gate = Gate(most=4)
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        first = p.submit({"data": "first"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first"})
         futures = [p.submit({"data": number}) for number in range(10)]
         gate.open()
         for future in [first, *futures]:
@@ -217,8 +210,7 @@ def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> 
     values: list[Any] = [torch.zeros(shape) for shape in shapes]
     values += [torch.zeros(1, 3, 4, 4, dtype=torch.uint8), [torch.zeros(1), torch.zeros(2)], [torch.zeros(1)] * 2]
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        first = p.submit({"data": "first"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first"})
         futures = [p.submit({"data": value}) for value in values]
         gate.open()
         for future in [first, *futures]:
@@ -232,8 +224,7 @@ def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> 
 def test_mats_of_different_shapes_share_a_batch(register: Register) -> None:
     gate = Gate(most=4)
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        first = p.submit({"data": "first"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first"})
         futures = [p.submit({"data": np.zeros((size, size, 3), np.uint8)}) for size in (1, 2, 3)]
         gate.open()
         for future in [first, *futures]:
@@ -261,8 +252,7 @@ def test_stats(register: Register) -> None:
     gate = Gate(most=4, blocks=lambda data: data == "first")
     config = {"max_inflight": 7, "a": {"next": "b"}, "b": {"backend": register(gate.backend)}}
     with pipe(config) as p, gate:
-        first = p.submit({"data": "first"})
-        gate.wait_entered()
+        first = gate.hold(p, {"data": "first"})
         stats = p.stats()
         assert (stats["inflight"], stats["nodes"]["b"]["busy"], stats["nodes"]["b"]["queued"]) == (1, 1, 0)
         futures = [p.submit({"data": number}) for number in range(5)]
