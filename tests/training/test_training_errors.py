@@ -185,10 +185,13 @@ def test_a_toml_that_is_wrong(dataset: ImageFiles) -> None:
         wrap("single", dataset, {"backend": "DecodeMat"})
 
 
-def test_images_of_different_sizes(dataset: ImageFiles) -> None:
+@pytest.mark.parametrize(("transform", "dtype"), [(TensorToTensor(), "torch.float32"), (None, "torch.uint8")])
+def test_images_of_different_sizes(dataset: ImageFiles, transform: Any, dtype: str) -> None:
     toml = {"backend": "S[DecodeMat,Mat2Tensor]", "device": "cpu"}
-    message = r"differ: sample 0 \(.*\) is 3x30x40 of torch.float32, sample 1 \(.*\) is 3x31x41 .*resize_h"
-    with wrap("single", dataset, toml) as loader, pytest.raises(TrainingError, match=message):
+    message = (
+        rf"the images of a batch differ: sample 0 \(.*\) is 3x30x40 of {dtype}, sample 1 \(.*\) is 3x31x41 .*resize_h"
+    )
+    with wrapped(dataset, toml, transforms_gpu=transform) as loader, pytest.raises(TrainingError, match=message):
         next(loader)
 
 

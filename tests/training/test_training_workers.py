@@ -22,7 +22,14 @@ from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_im
 
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure
-from torchpipe_py.training import BadSample, ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
+from torchpipe_py.training import (
+    BadSample,
+    ImageFiles,
+    TensorToTensor,
+    TorchpipeLoader,
+    TrainingError,
+    wrap_dataloader_torchpipe,
+)
 from torchpipe_py.training.workers.slots import SLOTS, SlotReader, SlotWriter
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
@@ -92,9 +99,14 @@ ALL: dict[str, Any] = {
 }
 
 
+def by_workers(dataset: Any, toml: Any, workers: int = 1, **options: Any) -> TorchpipeLoader:
+    """With so many workers that decode; with none, decoded in the training process."""
+    return wrapped(dataset, toml, workers=workers, workers_decode=bool(workers), **options)
+
+
 def epochs(dataset: Any, toml: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """Two epochs and what was bad; the second is resumed in its middle."""
-    with wrapped(dataset, toml, **{**ALL, **options}) as loader:
+    with by_workers(dataset, toml, **{"workers": 0, **ALL, **options}) as loader:
         first = taken(loader)
         loader.reset()
         next(loader)
@@ -111,7 +123,7 @@ def epochs(dataset: Any, toml: str, **options: Any) -> tuple[list[Any], dict[str
 def test_batches_are_those_of_the_training_process(tmp_path: Path, toml: str, policy: str) -> None:
     dataset = write_images(tmp_path / "images", 22, corrupt=[3, 17], missing=[4, 5])
     expected, counted = epochs(dataset, toml, bad_samples=policy, collate_labels=Labels())
-    found, stats = epochs(dataset, toml, bad_samples=policy, collate_labels=Labels(), workers=2, workers_decode=True)
+    found, stats = epochs(dataset, toml, bad_samples=policy, collate_labels=Labels(), workers=2)
     assert same(found, expected)
     assert {on_cpu for *_, on_cpu in found} == {True, False}
     for name in ("samples", "batches", "cpu_batches", "skipped", "masked", "bad"):
@@ -122,7 +134,7 @@ def test_batches_are_those_of_the_training_process(tmp_path: Path, toml: str, po
 def test_without_the_background_thread_and_with_one_worker(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 9)
     expected, _ = epochs(dataset, toml)
-    found, _ = epochs(dataset, toml, workers=1, workers_decode=True, prefetch=0)
+    found, _ = epochs(dataset, toml, workers=1, prefetch=0)
     assert same(found, expected)
 
 
@@ -142,7 +154,7 @@ def test_in_shares(tmp_path: Path, toml: str) -> None:
 
 def test_a_bad_sample_is_raised_at_its_batch(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 12, corrupt=[6])
-    with wrapped(dataset, toml, workers=2, workers_decode=True) as loader:
+    with by_workers(dataset, toml, 2) as loader:
         assert next(loader).number == 0
         for _ in range(2):
             with pytest.raises(BadSample, match=r"sample 6 \(.*image_006.jpg\): corrupt") as raised:
@@ -155,7 +167,7 @@ def test_a_bad_sample_is_raised_at_its_batch(tmp_path: Path, toml: str) -> None:
 
 def test_what_a_worker_raises_arrives(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 8)
-    with wrapped(dataset, toml, workers=1, workers_decode=True, transforms_gpu=FailsInWorkers()) as loader:
+    with by_workers(dataset, toml, transforms_gpu=FailsInWorkers()) as loader:
         with pytest.raises(TrainingError, match=r"sample 1 .*transforms_gpu raised Unsendable"):
             next(loader)
         loader.reset()
@@ -177,7 +189,7 @@ class OnlyHere:
 
 def test_the_dataset_is_read_in_the_workers(toml: str) -> None:
     with (
-        wrapped(OnlyHere(), toml, workers=1, workers_decode=True) as loader,
+        by_workers(OnlyHere(), toml) as loader,
         pytest.raises(BadSample, match="unreadable: OSError: asked elsewhere: True"),
     ):
         next(loader)
@@ -192,14 +204,14 @@ def test_workers_are_told_and_ended(tmp_path: Path, toml: str) -> None:
         next(loader)
         workers = set(multiprocessing.active_children()) - before
         assert len(workers) == 2
-    assert not any(one.is_alive() for one in workers)
+    assert not any(worker.is_alive() for worker in workers)
     assert sorted(path.name for path in (tmp_path / "started").iterdir()) == ["0", "1"]
 
 
 def test_a_worker_that_is_killed(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 40)
     before = set(multiprocessing.active_children())
-    with wrapped(dataset, toml, workers=2, workers_decode=True) as loader:
+    with by_workers(dataset, toml, 2) as loader:
         next(loader)
         victim, _ = set(multiprocessing.active_children()) - before
         assert victim.pid is not None
@@ -217,10 +229,10 @@ def test_what_cannot_be_sent(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 4)
     for name in ("transforms_gpu", "transforms_batch", "collate_labels"):
         with pytest.raises(TrainingError, match=f"{name} cannot be sent to the workers .*top of a module"):
-            wrapped(dataset, toml, workers=1, workers_decode=True, **{name: lambda value: value})
+            by_workers(dataset, toml, **{name: lambda value: value})
     dataset = ImageFiles(dataset.samples, loader=lambda path: b"")
     with pytest.raises(TrainingError, match="the dataset cannot be sent to the workers"):
-        wrapped(dataset, toml, workers=1, workers_decode=True)
+        by_workers(dataset, toml)
 
 
 def test_workers_that_cannot_decode(tmp_path: Path, toml: str) -> None:
@@ -249,7 +261,7 @@ class Faults(ImageFiles):
 def test_workers_keep_the_memory_of_one_batchs_files_for_the_next(tmp_path: Path, toml: str) -> None:
     dataset = Faults(write_images(tmp_path / "images", 4).samples)
     pages = 300 * 60_000 / resource.getpagesize()
-    with wrapped(dataset, toml, workers=1, workers_decode=True) as loader:
+    with by_workers(dataset, toml) as loader:
         assert all(label < pages / 10 for _, labels in loader for label in labels.tolist())
 
 
@@ -268,7 +280,7 @@ def test_a_pipe_that_workers_cannot_build(tmp_path: Path) -> None:
     dataset = write_images(tmp_path / "images", 4)
     toml = {"backend": "NowhereElse"}
     with (
-        wrapped(dataset, toml, workers=1, workers_decode=True) as loader,
+        by_workers(dataset, toml) as loader,
         pytest.raises(ConfigError, match=r"no backend 'NowhereElse'.*registered before"),
     ):
         next(loader)
@@ -280,15 +292,7 @@ def test_a_batch_in_pieces_larger_than_the_pipe_admits(tmp_path: Path) -> None:
     found = []
     for most, workers in ((10000, 0), (24, 1)):
         toml = {"max_inflight": most, "decode": DECODE}
-        with wrapped(
-            dataset,
-            toml,
-            batch_size=41,
-            workers=workers,
-            workers_decode=bool(workers),
-            transforms_gpu=None,
-            bad_samples="mask",
-        ) as loader:
+        with by_workers(dataset, toml, workers, batch_size=41, transforms_gpu=None, bad_samples="mask") as loader:
             found.append(taken(loader))
     assert same(*found)
     assert [len(labels) for _, labels, *_ in found[0]] == [41, 9]
@@ -316,7 +320,7 @@ def test_what_a_transform_has_learned_goes_along(tmp_path: Path, toml: str) -> N
     transform = Learned()
     with wrapped(dataset, toml, transforms_batch=transform) as loader:
         expected = [images.detach() for images, _ in loader]
-    with wrapped(dataset, toml, transforms_batch=transform, workers=1, workers_decode=True) as loader:
+    with by_workers(dataset, toml, transforms_batch=transform) as loader:
         found = [images for images, _ in loader]
     assert not any(images.requires_grad for images in found)
     assert all(map(torch.equal, found, expected))
@@ -325,7 +329,7 @@ def test_what_a_transform_has_learned_goes_along(tmp_path: Path, toml: str) -> N
 def test_a_batch_that_cannot_be_sent_is_an_error(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 8)
     with (
-        wrapped(dataset, toml, collate_labels=Keys(), workers=1, workers_decode=True) as loader,
+        by_workers(dataset, toml, collate_labels=Keys()) as loader,
         pytest.raises(TrainingError, match=r"batch 0 cannot be sent to the training process: TypeError.*dict_keys"),
     ):
         next(loader)
@@ -348,7 +352,7 @@ def test_ignored_labels_look_like_others_of_other_workers(tmp_path: Path, toml: 
     dataset = Vectors(write_images(tmp_path / "images", 12, missing=[4, 5, 6, 7]))
     found = []
     for workers in (0, 2):
-        with wrapped(dataset, toml, bad_samples="mask", workers=workers, workers_decode=bool(workers)) as loader:
+        with by_workers(dataset, toml, workers, bad_samples="mask") as loader:
             found.append([labels for _, labels in loader])
     assert all(map(torch.equal, *found))
     assert found[1][1].dtype == torch.float32
@@ -368,7 +372,7 @@ class Tagged(ImageFiles):
 
 def test_a_dataset_of_many_tensors(tmp_path: Path, toml: str) -> None:
     dataset = Tagged(write_images(tmp_path / "images", 6).samples)
-    with wrapped(dataset, toml, workers=1, workers_decode=True) as loader:
+    with by_workers(dataset, toml) as loader:
         assert [labels.tolist() for _, labels in loader] == [[0, 1, 2, 3], [4, 5]]
 
 
@@ -488,7 +492,7 @@ def test_a_slot_is_written_again_once_it_is_released() -> None:
     writer, reader = writer_and_reader()
     generation = reader.begin()
     first, second = (writer.write(generation, torch.full((4, 2), float(number))) for number in range(2))
-    assert [reader.read(one)[0, 0].item() for one in (first, second)] == [0.0, 1.0]
+    assert [reader.read(written)[0, 0].item() for written in (first, second)] == [0.0, 1.0]
     reader.release(first)
     third = writer.write(generation, torch.full((3, 2), 2.0))
     assert (third.slot, third.rows, third.tensor) == (first.slot, 3, None)

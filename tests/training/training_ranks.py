@@ -36,22 +36,36 @@ def main(rank: int, folder: str, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def wrapped(rank: int, home: Path, dataset: Any, sampler: Any = None, **options: Any) -> TorchpipeLoader:
-    loader = DataLoader(dataset, batch_size=2, sampler=sampler or DistributedEvalSampler(dataset))
+Scenario = Callable[[int, Path], Any]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def wrapped(
+    rank: int, home: Path, dataset: Any, sampler: Any = None, workers: int = 0, toml: str = "", **options: Any
+) -> TorchpipeLoader:
+    sampler = sampler or DistributedEvalSampler(dataset)
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=workers)
     given = {"transforms_gpu": TensorToTensor(), "local_rank": rank, **options}
-    return wrap_dataloader_torchpipe("ddp", loader, write_toml(home), **given)
+    return wrap_dataloader_torchpipe("ddp", loader, toml or write_toml(home), **given)
 
 
 def steps(loader: TorchpipeLoader) -> list[tuple[list[int], list[bool], list[int]]]:
     """Of each step the indices, the mask and the labels."""
     with loader:
-        return [(one.indices.tolist(), one.mask.tolist(), one.labels.tolist()) for one in loader]
+        return [(batch.indices.tolist(), batch.mask.tolist(), batch.labels.tolist()) for batch in loader]
 
 
+@scenario
 def validate(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 9)))
 
 
+@scenario
 def skip_on_one_rank(rank: int, home: Path) -> Any:
     # Rank 0 has 0, 2, 4, 6, 8: a whole batch of it, and one sample of another, are bad.
     dataset = write_images(home / "images", 9, corrupt=[4, 6, 8])
@@ -59,20 +73,18 @@ def skip_on_one_rank(rank: int, home: Path) -> Any:
     return steps(loader), len(loader), loader.stats()["filler_batches"]
 
 
+@scenario
 def workers_decode_and_skip_on_one_rank(rank: int, home: Path) -> Any:
     dataset = write_images(home / "images", 9, corrupt=[4, 6, 8])
-    loader = DataLoader(dataset, batch_size=2, sampler=DistributedEvalSampler(dataset), num_workers=1)
-    return steps(
-        wrap_dataloader_torchpipe(
-            "ddp", loader, write_toml(home), local_rank=rank, bad_samples="skip", workers_decode=True
-        )
-    )
+    return steps(wrapped(rank, home, dataset, workers=1, bad_samples="skip", workers_decode=True))
 
 
+@scenario
 def mask_on_one_rank(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 9, corrupt=[4, 6, 8]), bad_samples="mask"))
 
 
+@scenario
 def raise_on_one_rank(rank: int, home: Path) -> Any:
     made = []
     with wrapped(rank, home, write_images(home / "images", 9, corrupt=[6])) as loader:
@@ -83,30 +95,33 @@ def raise_on_one_rank(rank: int, home: Path) -> Any:
     return made
 
 
+@scenario
 def fewer_samples_than_ranks(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 1)))
 
 
+@scenario
 def a_toml_is_missing_on_one_rank(rank: int, home: Path) -> Any:
-    dataset = write_images(home / "images", 4)
-    toml = write_toml(home) if rank == 0 else "missing.toml"
-    loader = DataLoader(dataset, sampler=DistributedEvalSampler(dataset))  # type: ignore[arg-type]
-    return steps(wrap_dataloader_torchpipe("ddp", loader, toml, local_rank=rank))
+    return steps(wrapped(rank, home, write_images(home / "images", 4), toml="missing.toml" if rank else ""))
 
 
+@scenario
 def no_local_rank(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 4), local_rank=None))
 
 
+@scenario
 def no_distributed_sampler(rank: int, home: Path) -> Any:
     dataset = write_images(home / "images", 4)
     return steps(wrapped(rank, home, dataset, sampler=range(4)))
 
 
+@scenario
 def seeds_differ(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 4), seed=rank))
 
 
+@scenario
 def train_and_resume(rank: int, home: Path) -> Any:
     dataset = write_images(home / "images", 10)
     options: dict[str, Any] = {"transforms_gpu": RandomOffset()}
@@ -126,28 +141,10 @@ def train_and_resume(rank: int, home: Path) -> Any:
     return orders, left, resumed
 
 
+@scenario
 def a_rank_dies(rank: int, home: Path) -> Any:
     with wrapped(rank, home, write_images(home / "images", 40)) as loader:
         for batch in loader:
             if rank == 1 and batch.number == 3:
                 os._exit(9)
     return "went on"
-
-
-SCENARIOS: dict[str, Callable[[int, Path], Any]] = {
-    one.__name__: one
-    for one in (
-        validate,
-        skip_on_one_rank,
-        workers_decode_and_skip_on_one_rank,
-        mask_on_one_rank,
-        raise_on_one_rank,
-        fewer_samples_than_ranks,
-        a_toml_is_missing_on_one_rank,
-        no_local_rank,
-        no_distributed_sampler,
-        seeds_differ,
-        train_and_resume,
-        a_rank_dies,
-    )
-}
