@@ -18,8 +18,8 @@ from PIL import Image
 
 from torchpipe_py import Backend, BackendError, ConfigError, ItemBackend, pipe
 from torchpipe_py.backends.base import BackendConfig
-from torchpipe_py.backends.images import files, taps
-from torchpipe_py.backends.images.tensor import ResizeTensor
+from torchpipe_py.backends.images import files, resampling
+from torchpipe_py.backends.images.tensor import FloatResize
 from torchpipe_py.registry import default
 
 Data = dict[str, Any]
@@ -168,13 +168,13 @@ def test_images_of_one_size_are_resized_by_one_call_inside_a_sequence_too(
             item["result"] = item["data"]
 
     calls: list[int] = []
-    resized = ResizeTensor.resized
+    resized = FloatResize.__call__
 
-    def counted(self: ResizeTensor, batch: torch.Tensor, height: int, width: int) -> Any:
+    def counted(self: FloatResize, batch: torch.Tensor, height: int, width: int) -> Any:
         calls.append(len(batch))
         return resized(self, batch, height, width)
 
-    monkeypatch.setattr(ResizeTensor, "resized", counted)
+    monkeypatch.setattr(FloatResize, "__call__", counted)
     monkeypatch.setattr(
         "torchpipe_py.backends.images.tensor.TOGETHER", 3 * 3 * 20 * 30
     )  # values: three of the larger images
@@ -299,7 +299,7 @@ def test_the_order_of_passes_by_version(
     old: tuple[int, int], new: tuple[int, int], versions: set[tuple[int, int]]
 ) -> None:
     every = [(10, 0), (11, 3), (12, 1), (12, 2), (12, 3), (13, 0), (14, 1)]
-    assert {version for version in every if taps.shrinks_height_first(old, new, version)} == versions
+    assert {version for version in every if resampling.shrinks_height_first(old, new, version)} == versions
 
 
 @pytest.mark.parametrize("size", [(375, 500, 224, 224), (1200, 1600, 256, 341), (100, 75, 999, 1001)])
@@ -319,7 +319,7 @@ def test_pillow_resize_of_many_sizes_in_one_instance() -> None:
             resize.forward([item])
             wanted = np.asarray(Image.fromarray(mat).resize((9, 8), Image.Resampling.BILINEAR))
             assert np.array_equal(to_mat(item["result"]), wanted)
-        assert resize._taps.cache_info().currsize == taps.KEPT_TAPS  # type: ignore[attr-defined]
+        assert resize._coefficients.cache_info().currsize == resampling.KEPT  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool])

@@ -153,6 +153,9 @@ class Backend:
     is_sequence = False
     """Runs its children one after the other: filters may stand in front of them, and the last may wrap the others."""
 
+    keeps_color = False
+    """The channel order is nothing to it: what the backend after it prefers, it prefers too."""
+
     wraps_sequence = False
     """Standing last in a sequence without brackets, it wraps all that stands before it."""
 
@@ -197,7 +200,7 @@ class Backend:
 
         Converting while decoding saves a pass over the image.
         """
-        return None
+        return color if self.keeps_color else None
 
     @classmethod
     def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:

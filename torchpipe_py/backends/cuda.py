@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from time import perf_counter, sleep
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
+from torchpipe_py.backends.base import Backend, BackendConfig, Data
 from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
@@ -186,10 +186,11 @@ def _holds_cuda(value: Any) -> bool:
 
 
 class GuardedBackend(Backend):
-    """A backend whose work goes to a GPU where there is one: override ``setup_guarded`` and ``forward_guarded``.
+    """A backend whose work goes to a GPU where there is one: override ``setup_guarded`` and ``forward_item``.
 
     Inside a ``SyncTensor`` they run on its stream; alone, on a stream of this instance's own, with a wait at the end
-    of each ``forward``. Without a GPU they just run, unless ``needs_cuda``.
+    of each ``forward``. Without a GPU they just run, unless ``needs_cuda``. To work on a batch at once, override
+    ``forward_guarded``; what works item by item takes ``any_batch``.
     """
 
     needs_cuda = False
@@ -228,30 +229,37 @@ class GuardedBackend(Backend):
         """``setup``, with the stream current."""
 
     def forward_guarded(self, items: list[Data]) -> None:
-        """``forward``, with the stream current."""
+        """``forward``, with the stream current: one item after the other."""
+        for item in items:
+            self.forward_item(item)
+
+    def forward_item(self, item: Data) -> None:
+        """Compute ``result`` from ``data`` for one item, with the stream current."""
         raise NotImplementedError(type(self).__name__)
 
 
-class GuardedItemBackend(GuardedBackend, ItemBackend):
-    """A guarded backend that works on one item at a time: implement ``forward_item``.
+class TensorBackend(GuardedBackend):
+    """Works on one Tensor at a time: implement ``forward_tensor(tensor, item)``; PyTorch is ``self._torch``.
 
-    Its ``forward`` gets any number of items; in a ``Sequential`` those of a batch at once.
+    A tensor on the CPU is worked on there; one on another GPU is brought to this node's. ``takes_any_shape`` lets
+    tensors through that are not 1×C×H×W. ``TypeError`` for what is no Tensor.
     """
 
     any_batch = True
+    takes_any_shape = False
 
-    def forward_guarded(self, items: list[Data]) -> None:
-        ItemBackend.forward(self, items)
+    def setup_guarded(self) -> None:
+        import torch
 
-
-class TensorBackend(GuardedItemBackend):
-    """Works on one Tensor at a time: implement ``forward_tensor(tensor, item)``.
-
-    A tensor on the CPU is worked on there; one on another GPU is brought to this node's.
-    """
+        self._torch: Any = torch
 
     def forward_item(self, item: Data) -> None:
-        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(as_tensor(item[TASK_DATA_KEY])), item)
+        value = item[TASK_DATA_KEY]
+        if not self.takes_any_shape:
+            value = as_tensor(value)
+        elif not isinstance(value, self._torch.Tensor):
+            raise TypeError(f"expected a Tensor (torch.Tensor), got {type(value).__name__}")
+        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(value), item)
 
     def here(self, tensor: Any) -> Any:
         """``tensor`` where this node can work on it."""

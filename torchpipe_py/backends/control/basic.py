@@ -26,8 +26,7 @@ logger = logging.getLogger("torchpipe_py")
 class Identity(StatelessBackend):
     """``result = data``."""
 
-    def prefer_color(self, color: str | None) -> str | None:
-        return color
+    keeps_color = True
 
     def forward_item(self, item: Data) -> None:
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]

@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend, Param
-from torchpipe_py.backends.cuda import GuardedItemBackend
+from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.opencv import as_mat
-from torchpipe_py.backends.images.tensor import AnyTensor
 from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
 
-class SaveTensor(AnyTensor):
+class SaveTensor(TensorBackend):
     """Writes each Tensor, of any shape, to a ``.pt`` file of its own in ``save_dir`` and passes it on.
 
     The path is ``saved`` in the dict; ``torch.load`` and ``LoadTensor`` read it, as a CPU tensor. The folder is made if
     it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be written.
     """
+
+    takes_any_shape = True
 
     save_dir = Param(to_str, doc="folder for the files")
 
@@ -75,12 +76,14 @@ class SaveMat(ItemBackend):
         return memoryview(encoded)
 
 
-class LoadTensor(GuardedItemBackend):
+class LoadTensor(GuardedBackend):
     """The Tensor in the file ``tensor_name``, whatever ``data`` is: a copy on this node's device for each request.
 
     The file is read once, when the node starts; ``torch.load`` takes tensors from it and runs no code.
     ``ConfigError`` for a file that holds no tensor.
     """
+
+    any_batch = True
 
     tensor_name = Param(to_str, file=True, doc="path of a .pt file with one tensor")
 

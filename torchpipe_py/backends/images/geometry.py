@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Param, StatelessBackend
-from torchpipe_py.backends.images.opencv import INTERPOLATIONS, MAX_SIDE, Resizer, as_mat, interpolation, side
+from torchpipe_py.backends.images.opencv import INTERPOLATIONS, MAX_SIDE, as_mat, cv2_resize, interpolation, side
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.keys import TASK_BOX_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int
@@ -21,14 +21,7 @@ MIN_SINE = 1e-3
 """Of the angle at a corner of a quadrilateral; below it three corners are taken to lie on one line."""
 
 
-class _ColorBlind(StatelessBackend):
-    """The channel order is nothing to it."""
-
-    def prefer_color(self, color: str | None) -> str | None:
-        return color
-
-
-class CropMat(_ColorBlind):
+class CropMat(StatelessBackend):
     """The part of a Mat H×W×C that ``box`` in the dict names: [left, top, right, bottom] in pixels; a contiguous copy.
 
     ``box`` is a list, tuple or array of four numbers; right and bottom are the first pixels outside. Fractions are
@@ -36,19 +29,23 @@ class CropMat(_ColorBlind):
     missing, is no four finite numbers, or leaves no pixel; ``TypeError`` for what is no Mat.
     """
 
+    keeps_color = True
+
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         left, top, right, bottom = crop_box(item, mat.shape[0], mat.shape[1])
         item[TASK_RESULT_KEY] = mat[top:bottom, left:right].copy()
 
 
-class AlignMat(_ColorBlind):
+class AlignMat(StatelessBackend):
     """Says in the dict to what size a Mat is to be resized: int ``resize_h`` and ``resize_w``; the Mat is unchanged.
 
     The height is the parameter's. The width keeps the aspect ratio, but is a multiple of ``align``, the nearest one
     (of two that are equally near, the larger), from ``align`` to ``max_w``. ``DynamicResizeMat`` does the resizing.
     ``ConfigError`` for a ``resize_h`` or ``max_w`` that is no multiple of ``align``; ``TypeError`` for what is no Mat.
     """
+
+    keeps_color = True
 
     resize_h = side("height to write, pixels; a multiple of align")
     max_w = side("largest width to write, pixels; a multiple of align")
@@ -66,12 +63,19 @@ class AlignMat(_ColorBlind):
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
 
 
-class DynamicResizeMat(Resizer):
+class DynamicResizeMat(StatelessBackend):
     """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept.
 
     Both are integers from 1 to 2**20, in pixels; ``AlignMat`` writes them. ``ValueError`` for one that is missing, no
     integer, or out of these bounds; ``TypeError`` for what is no Mat.
     """
+
+    keeps_color = True
+
+    interpolation = interpolation()
+
+    def setup(self) -> None:
+        self._resize, self._flag = cv2_resize(self.interpolation)
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
@@ -81,7 +85,7 @@ class DynamicResizeMat(Resizer):
         item[TASK_RESULT_KEY] = mat
 
 
-class PerspectiveTransformMat(_ColorBlind):
+class PerspectiveTransformMat(StatelessBackend):
     """The quadrilateral ``box`` of a Mat made upright: [[x, y], …], top left, top right, bottom right, bottom left.
 
     ``box`` is a list, tuple or array of 4×2 numbers, in pixels, fractions kept. As in ``CropMat`` a coordinate lies
@@ -93,6 +97,8 @@ class PerspectiveTransformMat(_ColorBlind):
     ``ValueError`` for a box that is missing, is no 4×2 finite numbers, has an edge longer than 2**20, has its corners
     crosswise, three of them on a line or two equal, or lies outside the image; ``TypeError`` for what is no Mat.
     """
+
+    keeps_color = True
 
     interpolation = interpolation()
 
@@ -124,7 +130,7 @@ def crop_box(item: Data, height: int, width: int) -> tuple[int, int, int, int]:
     if not _are_numbers(values, 4):
         box = item[TASK_BOX_KEY]
         raise ValueError(f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {box!r} for {where}")
-    numbers = [round(float(one)) for one in values]
+    numbers = [round(float(value)) for value in values]
     left, right = (min(max(x, 0), width) for x in numbers[::2])
     top, bottom = (min(max(y, 0), height) for y in numbers[1::2])
     if left >= right or top >= bottom:

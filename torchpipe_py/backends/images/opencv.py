@@ -123,29 +123,24 @@ class cvtColorMat(StatelessBackend):
         item[TASK_RESULT_KEY] = mat
 
 
-class Resizer(StatelessBackend):
-    """What the backends around ``cv2.resize`` share; the channel order is nothing to them."""
+def cv2_resize(interpolation: str) -> tuple[Callable[..., Any], int]:
+    """``cv2.resize``, and the flag for its interpolation."""
+    import cv2
 
-    interpolation = interpolation()
-
-    def prefer_color(self, color: str | None) -> str | None:
-        return color
-
-    def setup(self) -> None:
-        import cv2
-
-        self._resize: Callable[..., Any] = cv2.resize
-        self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
+    return cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
 
 
-class ResizeMat(Resizer):
+class ResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
 
+    keeps_color = True
+
+    interpolation = interpolation()
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
 
     def setup(self) -> None:
-        super().setup()
+        self._resize, self._flag = cv2_resize(self.interpolation)
         self._shape, self._size = (self.resize_h, self.resize_w), (self.resize_w, self.resize_h)
 
     def forward_item(self, item: Data) -> None:
@@ -157,15 +152,21 @@ class ResizeMat(Resizer):
         item[TASK_RESULT_KEY] = mat
 
 
-class ResizePadMat(Resizer):
+class ResizePadMat(StatelessBackend):
     """Mat to Mat of ``max_h`` × ``max_w``: the largest that fits with its aspect ratio, top left, the rest padded.
 
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.
     """
 
+    keeps_color = True
+
+    interpolation = interpolation()
     max_h = side("output height, pixels")
     max_w = side("output width, pixels")
     pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
+
+    def setup(self) -> None:
+        self._resize, self._flag = cv2_resize(self.interpolation)
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])

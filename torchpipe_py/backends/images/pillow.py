@@ -14,11 +14,10 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 class PillowResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w``, bit-exact with Pillow's bilinear, which smooths when it shrinks."""
 
+    keeps_color = True
+
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
-
-    def prefer_color(self, color: str | None) -> str | None:
-        return color
 
     def setup(self) -> None:
         from PIL import Image

@@ -9,11 +9,11 @@ from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.cuda import TensorBackend, as_tensor
 from torchpipe_py.backends.images.geometry import crop_box
 from torchpipe_py.backends.images.opencv import COLORS, fit_inside, side, to_color
-from torchpipe_py.backends.images.taps import (
+from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
-    area_taps,
-    keep_taps,
-    pillow_taps,
+    area_coefficients,
+    keep_coefficients,
+    pillow_coefficients,
     resample,
     shrinks_height_first,
 )
@@ -23,6 +23,11 @@ from torchpipe_py.values import to_int, to_str
 TOGETHER = 2**25  # values that one call resizes on a GPU: they are held at once, as they were and in float32
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "area")
+
+
+def tensor_interpolation() -> Param:
+    """The parameter ``interpolation`` of a backend on Tensors."""
+    return Param(to_str, "bilinear", choices=INTERPOLATIONS, doc="as OpenCV's INTER_ flag of that name")
 
 
 class cvtColorTensor(TensorBackend):
@@ -43,35 +48,26 @@ class cvtColorTensor(TensorBackend):
         return tensor
 
 
-class _TorchBackend(TensorBackend):
-    """Has PyTorch at hand as ``self._torch``."""
+class FloatResize:
+    """``resize(tensor, height, width)`` to a new float32 Tensor, as OpenCV's INTER_ flag of the name ``mode`` does."""
 
-    def setup_guarded(self) -> None:
+    def __init__(self, mode: str) -> None:
         import torch
 
         self._torch: Any = torch
+        self._mode = mode
+        self._area = keep_coefficients(area_coefficients)
 
-
-class _FloatResizer(_TorchBackend):
-    """What the backends with a float32 result share."""
-
-    interpolation = Param(to_str, "bilinear", choices=INTERPOLATIONS, doc="as OpenCV's INTER_ flag of that name")
-
-    def setup_guarded(self) -> None:
-        super().setup_guarded()
-        self._interpolate: Any = self._torch.nn.functional.interpolate
-        self._area = keep_taps(area_taps)
-
-    def resized(self, tensor: Any, height: int, width: int) -> Any:
-        """A new float32 Tensor of ``height`` × ``width``."""
+    def __call__(self, tensor: Any, height: int, width: int) -> Any:
+        float32 = self._torch.float32
         if tensor.shape[2:] == (height, width):
-            return tensor.to(self._torch.float32, copy=True)
-        if self.interpolation == "nearest":
-            return self._nearest(tensor, height, width).to(self._torch.float32)
-        if self.interpolation == "area":
-            return self._by_area(tensor, height, width).to(self._torch.float32)
-        tensor = tensor.to(self._torch.float32)
-        return self._interpolate(tensor, (height, width), mode=self.interpolation, align_corners=False)
+            return tensor.to(float32, copy=True)
+        if self._mode == "nearest":
+            return self._nearest(tensor, height, width).to(float32)
+        if self._mode == "area":
+            return self._by_area(tensor, height, width).to(float32)
+        interpolate = self._torch.nn.functional.interpolate
+        return interpolate(tensor.to(float32), (height, width), mode=self._mode, align_corners=False)
 
     def _nearest(self, tensor: Any, height: int, width: int) -> Any:
         # NOTE: PyTorch's "nearest" means the same, but computes in float32 and misses by one pixel for some sizes.
@@ -91,7 +87,7 @@ class _FloatResizer(_TorchBackend):
         return resample(tensor, 2, height, *self._area(old_h, height, tensor.device, shrinks))
 
 
-class ResizeTensor(_FloatResizer):
+class ResizeTensor(TensorBackend):
     """Tensor 1×C×H×W of any real dtype to float32, 1×C×``resize_h``×``resize_w``; the aspect ratio is not kept.
 
     Geometry of ``cv2.resize``: half-pixel centres, borders repeated, no smoothing when it shrinks but by ``area``.
@@ -99,8 +95,13 @@ class ResizeTensor(_FloatResizer):
     those of images of one size that come in one batch share memory.
     """
 
+    interpolation = tensor_interpolation()
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        self._resize = FloatResize(self.interpolation)
 
     def forward_guarded(self, items: list[Data]) -> None:
         """On a GPU images of one size are resized by one call, which costs the host no more than a single one does."""
@@ -112,12 +113,12 @@ class ResizeTensor(_FloatResizer):
         for group in groups.values():
             some = max(1, TOGETHER // group[0][1].numel())
             for start in range(0, len(group), some):
-                self._resize(group[start : start + some])
+                self._resize_group(group[start : start + some])
 
-    def _resize(self, group: Sequence[tuple[Data, Any]]) -> None:
+    def _resize_group(self, group: Sequence[tuple[Data, Any]]) -> None:
         tensors = [tensor for _, tensor in group]
         batch = self._torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        rows = self.resized(batch, self.resize_h, self.resize_w).split(1)
+        rows = self._resize(batch, self.resize_h, self.resize_w).split(1)
         for (item, _), row in zip(group, rows, strict=True):
             item[TASK_RESULT_KEY] = row
 
@@ -127,27 +128,32 @@ def _is_quick_together(tensor: Any) -> bool:
     return bool(tensor.is_cuda)
 
 
-class ResizePadTensor(_FloatResizer):
+class ResizePadTensor(TensorBackend):
     """Tensor to float32, 1×C×``max_h``×``max_w``: the largest that fits with its aspect ratio, top left, padded.
 
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels. Size and place are those
     of ``ResizePadMat``, values those of ``ResizeTensor``.
     """
 
+    interpolation = tensor_interpolation()
     max_h = side("output height, pixels")
     max_w = side("output width, pixels")
     pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        self._resize = FloatResize(self.interpolation)
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         channels, height, width = tensor.shape[1:]
         new_h, new_w, item["inverse_trans"] = fit_inside(height, width, self.max_h, self.max_w)
         shape = (1, channels, self.max_h, self.max_w)
         padded = self._torch.full(shape, self.pad_value, dtype=self._torch.float32, device=tensor.device)
-        padded[:, :, :new_h, :new_w] = self.resized(tensor, new_h, new_w)
+        padded[:, :, :new_h, :new_w] = self._resize(tensor, new_h, new_w)
         return padded
 
 
-class PillowResizeTensor(_TorchBackend):
+class PillowResizeTensor(TensorBackend):
     """Tensor 1×C×H×W to 1×C×``resize_h``×``resize_w``, uint8, bit-exact with Pillow's bilinear, which smooths.
 
     As in ``Resample.c`` of the Pillow that is installed: one pass over each row, one over each column, with
@@ -165,7 +171,7 @@ class PillowResizeTensor(_TorchBackend):
         super().setup_guarded()
         major, minor = __version__.split(".")[:2]
         self._pillow = int(major), int(minor)
-        self._taps = keep_taps(pillow_taps)
+        self._coefficients = keep_coefficients(pillow_coefficients)
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         if tensor.dtype != self._torch.uint8:
@@ -184,12 +190,12 @@ class PillowResizeTensor(_TorchBackend):
         if size == wanted:
             return tensor
         # float64 holds these sums of integers exactly, in whatever order they are added.
-        sums = resample(tensor.to(self._torch.float64), dim, wanted, *self._taps(size, wanted, tensor.device))
+        sums = resample(tensor.to(self._torch.float64), dim, wanted, *self._coefficients(size, wanted, tensor.device))
         sums += 1 << (PRECISION_BITS - 1)
         return sums.mul_(0.5**PRECISION_BITS).floor_().clamp_(0, 255).to(self._torch.uint8)
 
 
-class CropTensor(_TorchBackend):
+class CropTensor(TensorBackend):
     """The part of a Tensor 1×C×H×W that ``box`` in the dict names: [left, top, right, bottom] in pixels; a copy.
 
     ``box`` is a list, tuple, array or tensor of four numbers; right and bottom are the first pixels outside. Fractions
@@ -202,7 +208,7 @@ class CropTensor(_TorchBackend):
         return tensor[:, :, top:bottom, left:right].clone(memory_format=self._torch.contiguous_format)
 
 
-class Tensor2Mat(_TorchBackend):
+class Tensor2Mat(TensorBackend):
     """Tensor 1×C×H×W to a Mat H×W×C on the host, ``uint8`` and contiguous; always a copy.
 
     Values other than ``uint8`` are rounded (half to even) and clamped to 0..255. Channels keep their order.
@@ -215,18 +221,10 @@ class Tensor2Mat(_TorchBackend):
         return tensor[0].permute(1, 2, 0).clone(memory_format=layout).cpu().numpy()
 
 
-class AnyTensor(_TorchBackend):
-    """Takes a ``torch.Tensor`` of any shape; ``TypeError`` for anything else."""
-
-    def forward_item(self, item: Data) -> None:
-        value = item[TASK_DATA_KEY]
-        if not isinstance(value, self._torch.Tensor):
-            raise TypeError(f"expected a Tensor (torch.Tensor), got {type(value).__name__}")
-        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(value), item)
-
-
-class Tensor2Vector(AnyTensor):
+class Tensor2Vector(TensorBackend):
     """Tensor of any shape and real dtype to a flat list of floats, in row-major order."""
+
+    takes_any_shape = True
 
     def forward_tensor(self, tensor: Any, item: Data) -> list[float]:
         values: list[float] = tensor.to(self._torch.float64).flatten().tolist()

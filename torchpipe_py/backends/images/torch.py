@@ -8,7 +8,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param
 from torchpipe_py.backends.control.basic import Identity, Wrapper
-from torchpipe_py.backends.cuda import GuardedBackend, GuardedItemBackend
+from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.images.opencv import as_mat
 from torchpipe_py.errors import BackendUnavailable
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
@@ -17,8 +17,10 @@ from torchpipe_py.values import to_str
 FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above which cv2.split writes elsewhere
 
 
-class Mat2Tensor(GuardedItemBackend):
+class Mat2Tensor(GuardedBackend):
     """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy."""
+
+    any_batch = True
 
     device_type = Param(
         to_str, "", key="device", choices=("", "cpu", "cuda"), doc='"cpu" or "cuda"; default: "cuda" if there is one'

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 
 PRECISION_BITS = 22  # of Pillow's coefficients: src/libImaging/Resample.c
-KEPT_TAPS = 64
+KEPT = 64
 
-Taps = tuple[np.ndarray, np.ndarray]
+Coefficients = tuple[np.ndarray, np.ndarray]
 """What each pixel of a resized row is made of: columns of the input, int64, and their weights, float64; both out×k.
 
 The columns of one row differ from each other; where a weight is 0 the column does not matter.
 """
 
 
-def keep_taps(make: Callable[..., Taps]) -> Callable[..., tuple[Any, Any]]:
-    """``taps(size, wanted, device, *options)``: what ``make`` gives, as tensors on ``device``; keeps the last 64."""
+def keep_coefficients(make: Callable[..., Coefficients]) -> Callable[..., tuple[Any, Any]]:
+    """``coefficients(size, wanted, device, *options)``: what ``make`` gives, on ``device``; the last 64 are kept."""
     import torch
 
-    @lru_cache(maxsize=KEPT_TAPS)
-    def taps(size: int, wanted: int, device: Any, *options: Any) -> tuple[Any, Any]:
+    @lru_cache(maxsize=KEPT)
+    def coefficients(size: int, wanted: int, device: Any, *options: Any) -> tuple[Any, Any]:
         columns, weights = make(size, wanted, *options)
         return torch.from_numpy(columns).to(device), torch.from_numpy(weights).to(device)
 
-    return taps
+    return coefficients
 
 
 def resample(tensor: Any, dim: int, wanted: int, columns: Any, weights: Any) -> Any:
@@ -38,7 +38,7 @@ def resample(tensor: Any, dim: int, wanted: int, columns: Any, weights: Any) -> 
     return tensor @ matrix.T if dim == 3 else matrix @ tensor
 
 
-def pillow_taps(size: int, wanted: int) -> Taps:
+def pillow_coefficients(size: int, wanted: int) -> Coefficients:
     """Pillow's bilinear coefficients times 2²², whole numbers: ``precompute_coeffs``, ``normalize_coeffs_8bpc``."""
     scale = size / wanted
     support = max(scale, 1.0)
@@ -65,12 +65,12 @@ def shrinks_height_first(old: Sequence[int], new: Sequence[int], pillow: tuple[i
     return old_h > 100 * old_w if pillow < (13, 0) else old_h - new_h > 2 * (old_w - new_w)
 
 
-def area_taps(size: int, wanted: int, shrinks: bool) -> Taps:
+def area_coefficients(size: int, wanted: int, shrinks: bool) -> Coefficients:
     """Weights of OpenCV's INTER_AREA; ``shrinks``: neither side of the image grows."""
-    return _covered_taps(size, wanted) if shrinks else _widened_taps(size, wanted)
+    return _covered_coefficients(size, wanted) if shrinks else _widened_coefficients(size, wanted)
 
 
-def _covered_taps(size: int, wanted: int) -> Taps:
+def _covered_coefficients(size: int, wanted: int) -> Coefficients:
     """The mean over the pixels that an output pixel covers, each counted by the part covered."""
     scale = size / wanted
     start = np.arange(wanted)[:, None] * scale
@@ -79,7 +79,7 @@ def _covered_taps(size: int, wanted: int) -> Taps:
     return columns, weights / weights.sum(axis=1, keepdims=True)
 
 
-def _widened_taps(size: int, wanted: int) -> Taps:
+def _widened_coefficients(size: int, wanted: int) -> Coefficients:
     """Where a side grows OpenCV interpolates, in both directions, only where an output pixel lies across two pixels."""
     growth = wanted / size
     left = (np.arange(wanted) * (1 / growth)).astype(np.int64)
