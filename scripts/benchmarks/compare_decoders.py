@@ -112,11 +112,11 @@ def compare_pixels(outcome: Outcome, decoder: Decoder, images: Mapping[str, byte
             outcome.refused[name] = str(error).strip().partition("\n")[0] or type(error).__name__
             continue
         decoded.append(encoded)
-        found, expected = decoder.pixels(image), by_opencv(encoded, upright=outcome.exif)
-        if found.shape != expected.shape:
+        pixels, expected = decoder.pixels(image), by_opencv(encoded, upright=outcome.exif)
+        if pixels.shape != expected.shape:
             outcome.shapes.append(name)
             continue
-        distance = cv2.absdiff(found, expected)
+        distance = cv2.absdiff(pixels, expected)
         total, values, most = total + int(distance.sum()), values + distance.size, max(most, int(distance.max()))
     outcome.images = len(decoded)
     if values:
@@ -131,8 +131,8 @@ def _turns(decoder: Decoder) -> bool:
         (image,) = decoder.decode([encoded])
     except Exception:
         return False
-    found, upright = decoder.pixels(image), by_opencv(encoded)
-    return found.shape == upright.shape and float(cv2.absdiff(found, upright).mean()) < 10
+    pixels, upright = decoder.pixels(image), by_opencv(encoded)
+    return pixels.shape == upright.shape and float(cv2.absdiff(pixels, upright).mean()) < 10
 
 
 # --- speed ---------------------------------------------------------------------------------------------------------
@@ -185,19 +185,19 @@ def measure(
 
 def table(outcomes: Sequence[Outcome], threads: Sequence[int]) -> str:
     """A line for each decoder, then what was refused."""
-    width = max(len(one.name) for one in outcomes)
+    width = max(len(outcome.name) for outcome in outcomes)
     heads = "".join(f"{count:>6} thr" for count in threads)
     lines = [f"{'images/s':{width}}{heads}  mean diff  max diff  EXIF"]
-    for one in outcomes:
-        if one.missing is not None:
-            lines.append(f"{one.name:{width}}  not measured: {one.missing}")
+    for outcome in outcomes:
+        if outcome.missing is not None:
+            lines.append(f"{outcome.name:{width}}  not measured: {outcome.missing}")
             continue
-        speeds = "".join(f"{one.images_per_second[count]:10.0f}" for count in threads)
-        mean, most = ("-", "-") if one.mean is None else (f"{one.mean:.4f}", str(one.max))
-        lines.append(f"{one.name:{width}}{speeds}{mean:>11}{most:>10}  {'yes' if one.exif else 'no'}")
-    for one in outcomes:
-        lines += [f"{one.name}: {file} is refused, and left out: {why}" for file, why in one.refused.items()]
-        lines += [f"{one.name}: {file} is of another size than OpenCV's, no difference" for file in one.shapes]
+        speeds = "".join(f"{outcome.images_per_second[count]:10.0f}" for count in threads)
+        mean, most = ("-", "-") if outcome.mean is None else (f"{outcome.mean:.4f}", str(outcome.max))
+        lines.append(f"{outcome.name:{width}}{speeds}{mean:>11}{most:>10}  {'yes' if outcome.exif else 'no'}")
+    for outcome in outcomes:
+        lines += [f"{outcome.name}: {file} is refused, and left out: {why}" for file, why in outcome.refused.items()]
+        lines += [f"{outcome.name}: {file} is of another size than OpenCV's, no difference" for file in outcome.shapes]
     return "\n".join(lines)
 
 
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None, makers: Makers | None = None) -> int
     print(table(outcomes, args.threads))
     print(f"medians of {args.rounds} rounds; differences are absolute, in levels of 255, from OpenCV's pixels")
     if args.json:
-        found = {"images": len(images), "left_out": left_out, "decoders": [asdict(one) for one in outcomes]}
-        content = {"machine": here, "command": sys.argv, **found}
+        content = {"machine": here, "command": sys.argv, "images": len(images), "left_out": left_out}
+        content["decoders"] = [asdict(outcome) for outcome in outcomes]
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -264,7 +265,7 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
     classic(encoded)
     wide_name, wide = best_cpu_pipe(engines, encoded, 32)
     name, narrow = best_cpu_pipe(engines, encoded, 8)
-    one = Report("G1: one client, in process")
+    single = Report("G1: one client, in process")
     many = Report("G2: many clients, in process")
     with (
         running(narrow, encoded) as cpu,
@@ -280,10 +281,10 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
             },
             rounds,
         )
-        one.add(loads)
+        single.add(loads)
         slow, by_cpu, by_gpu = loads.values()
-        one.require("G1 p50 against the baseline's, CPU decode", by_cpu.p50 / slow.p50, high=1.0)
-        one.require("G1 p50 against the baseline's, GPU decode", by_gpu.p50 / slow.p50, high=1.0)
+        single.require("G1 p50 against the baseline's, CPU decode", by_cpu.p50 / slow.p50, high=1.0)
+        single.require("G1 p50 against the baseline's, GPU decode", by_gpu.p50 / slow.p50, high=1.0)
         subjects = {
             f"baseline, {count} clients": partial(run_threads, lambda: classic(encoded), count, seconds)
             for count in (1, 5, 20, 40)
@@ -308,19 +309,19 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
     many.require("G2 QPS at 40 clients", best("CPU", " 40 clients"), low=10000)
     many.require("G2 QPS at 100 clients", best("CPU", "100 clients"), low=12000)
     many.require("G2 best against the baseline's best", best("CPU") / best("baseline"), low=8.0)
-    return [one, many]
+    return [single, many]
 
 
 def best_cpu_pipe(engines: Engines, encoded: bytes, most: int) -> tuple[str, dict[str, Any]]:
     """The number of decoding threads and model instances that serves 40 clients best here, tried for a second each."""
-    found: list[tuple[float, str, dict[str, Any]]] = []
+    tried: list[tuple[float, str, dict[str, Any]]] = []
     for spare, instances in ((2, 2), (4, 2), (4, 3), (6, 2)):
         decoders = max(1, cores() - spare)
         config = cpu_pipe(engines, decoders=decoders, most=most, instances=instances)
         with running(config, encoded) as call:
             qps = run_threads(call, 40, 1.0).qps
-        found.append((qps, f"{decoders} decoders, {instances} x max {most}", config))
-    _, name, config = max(found, key=lambda one: one[0])
+        tried.append((qps, f"{decoders} decoders, {instances} x max {most}", config))
+    _, name, config = max(tried, key=itemgetter(0))
     return name, config
 
 

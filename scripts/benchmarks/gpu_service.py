@@ -40,8 +40,8 @@ def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
     few = [row for row in best if row.what.endswith(f"{FEW} clients") and not row.what.startswith("baseline")]
     many = [row for row in best if row.what.endswith(f"{MANY} clients")]
     last = reports[-1]
-    one = max(row.qps for row in few if ", 1 worker" in row.what)
-    last.require(f"G3 one worker, {FEW} clients, QPS against the baseline's", one / base, low=5)
+    alone = max(row.qps for row in few if ", 1 worker" in row.what)
+    last.require(f"G3 one worker, {FEW} clients, QPS against the baseline's", alone / base, low=5)
     last.require(f"G3 best worker count, {FEW} clients", max(row.qps for row in few) / base, low=8)
     quickest = max(many, key=lambda row: row.qps)
     last.require(f"G4 QPS at {MANY} clients ({quickest.what})", quickest.qps, low=10_000)
@@ -57,10 +57,10 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "image.jpg").write_bytes(test_jpeg())
         base = stack.enter_context(started([*classic, "--size", str(SIDE)], {}))
-        found: dict[str, list[Load]] = {}
+        rounds_of: dict[str, list[Load]] = {}
         notes: dict[str, str] = {}
         for workers in WORKERS:
-            found.setdefault(f"baseline, {FEW} clients", []).append(run_clients(base, folder, FEW, seconds))
+            rounds_of.setdefault(f"baseline, {FEW} clients", []).append(run_clients(base, folder, FEW, seconds))
             for name, config in _configs(engines, workers).items():
                 path = folder / f"{name}{workers}.toml".replace(" ", "_")
                 path.write_text(to_toml(config), encoding="utf-8")
@@ -72,12 +72,12 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
                     print(f"{what}: ready after {monotonic() - began:.1f} s", file=sys.stderr, flush=True)
                     run_clients(port, folder, MANY, WARM_UP)
                     for clients in (FEW, MANY):
-                        one = f"{what}, {clients} clients"
-                        subjects[one] = partial(_observed, notes, one, http, port, folder, clients, seconds)
-                    for one, load in interleave(subjects, rounds).items():
-                        found.setdefault(one, []).append(load)
-                        print(f"{one}: {load} {notes.get(one, '')}", file=sys.stderr, flush=True)
-    loads = {name: median_load(values) for name, values in found.items()}
+                        subject = f"{what}, {clients} clients"
+                        subjects[subject] = partial(_observed, notes, subject, http, port, folder, clients, seconds)
+                    for subject, load in interleave(subjects, rounds).items():
+                        rounds_of.setdefault(subject, []).append(load)
+                        print(f"{subject}: {load} {notes.get(subject, '')}", file=sys.stderr, flush=True)
+    loads = {name: median_load(values) for name, values in rounds_of.items()}
     report.add(loads, notes)
     return report
 
@@ -100,8 +100,8 @@ def _observed(
 
 def _stats(http: int) -> dict[str, Any]:
     with urlopen(f"http://127.0.0.1:{http}/stats", timeout=10) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        stats: dict[str, Any] = json.load(answer)
+    return stats
 
 
 def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
@@ -122,12 +122,12 @@ def mps() -> Iterator[Mapping[str, str] | None]:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        environment = {**os.environ, **found}
+        mine = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = {**os.environ, **mine}
         if subprocess.run([control, "-d"], env=environment, check=False, capture_output=True).returncode:
             yield None
             return
         try:
-            yield found
+            yield mine
         finally:
             subprocess.run([control], input="quit\n", env=environment, text=True, check=False, capture_output=True)

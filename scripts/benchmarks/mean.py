@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,10 +11,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from benchmarks import http_load
 from benchmarks.common import Load, Report, interleave, run_threads, test_jpeg
 from benchmarks.servers import run_clients, serving
-from benchmarks.service import CLIENTS, SAME_BATCH, mosec
+from benchmarks.service import CLIENTS, mosec_subjects
 
 _BACKEND = '''
 import cv2
@@ -45,7 +43,6 @@ def mean(seconds: float, rounds: int) -> Report:
         for threads in (2, 4)
     }
     ours: dict[int, list[str]] = {CLIENTS: [], 1: []}
-    peers: dict[int, list[str]] = {CLIENTS: [], 1: []}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "image.jpg").write_bytes(jpeg)
@@ -59,23 +56,17 @@ def mean(seconds: float, rounds: int) -> Report:
                 name = f"torchpipe-serve, {workers} worker(s), {clients} clients"
                 subjects[name] = partial(run_clients, port, folder, clients, seconds)
                 ours[clients].append(name)
-        for batch in (1, SAME_BATCH) if importlib.util.find_spec("mosec") is not None else ():
-            port = stack.enter_context(mosec({}, batch))
-            for clients in peers:
-                name = f"mosec, 2 workers, batch {batch}, {clients} clients"
-                subjects[name] = partial(http_load.run, port, jpeg, clients, seconds)
-                peers[clients].append(name)
-        loads = interleave(subjects, rounds)
+        peers = mosec_subjects(stack, {}, jpeg, seconds, report)
+        loads = interleave({**subjects, **peers}, rounds)
     report.add(loads)
-    if not peers[CLIENTS]:
-        report.remarks.append("no mosec: not installed (extra 'bench')")
+    if not peers:
         return report
     for clients in ours:
         best = max(loads[name].qps for name in ours[clients])
-        one_by_one, batching = (best / loads[name].qps for name in peers[clients])
+        one_by_one, batching = (best / loads[name].qps for name in peers if name.endswith(f" {clients} clients"))
         report.require(f"against mosec with batches, {clients} client(s)", batching, low=2.0)
         report.remarks.append(f"against mosec without batches, {clients} client(s): {one_by_one:.2f}")
-    limit = next(iter(loads.values())).qps / loads[peers[CLIENTS][0]].qps
+    limit = next(iter(loads.values())).qps / loads[next(iter(peers))].qps
     report.remarks.append(f"the limit against mosec without batches, {CLIENTS} clients: {limit:.2f}")
     return report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from contextlib import ExitStack
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,8 @@ class _BareProcesses:
             process.stdin.write(f"{seconds}\n")
             process.stdin.flush()
         loads = [Load(*json.loads(process.stdout.readline())) for process in self._processes if process.stdout]
-        return Load(sum(one.qps for one in loads), max(one.p50 for one in loads), max(one.p99 for one in loads))
+        qps, p50, p99 = zip(*map(astuple, loads), strict=True)
+        return Load(sum(qps), max(p50), max(p99))
 
     def close(self) -> None:
         for process in self._processes:

@@ -93,8 +93,9 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
         ours = {count: f"torchpipe-serve, {count} clients" for count in (SATURATING, CLIENTS, 1)}
         for count, name in ours.items():
             subjects[name] = partial(run_clients, port, jpeg.parent, count, seconds)
-        mosec = _mosec_subjects(stack, work, jpeg, seconds, report)
-        loads = interleave({**subjects, **mosec}, rounds)
+        settings = {"BENCH_MODEL": work.model, "BENCH_SIZE": str(work.size)}
+        peers = mosec_subjects(stack, settings, jpeg.read_bytes(), seconds, report)
+        loads = interleave({**subjects, **peers}, rounds)
     limit = next(iter(loads.values()))
     report.rows = [Row(name, load.qps, load.p50 or None, load.p99 or None) for name, load in loads.items()]
     report.require(
@@ -103,10 +104,10 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
         low=work.bar,
     )
     report.remarks.append("bare threads: threads, batch and threads inside a run that measured best")
-    if mosec and work.name == "demo model":
-        best = max(loads[name].qps for name in mosec if f" {CLIENTS} client" in name)
+    if peers and work.name == "demo model":
+        best = max(loads[name].qps for name in peers if f" {CLIENTS} client" in name)
         report.require(f"against mosec's best, {CLIENTS} clients", loads[ours[CLIENTS]].qps / best, low=1.5)
-        same = next(loads[name].qps for name in mosec if f"batch {SAME_BATCH}, 1 client" in name)
+        same = next(loads[name].qps for name in peers if f"batch {SAME_BATCH}, 1 client" in name)
         report.require("against mosec with the same batching, 1 client", loads[ours[1]].qps / same, low=3.0)
     return report
 
@@ -116,22 +117,23 @@ def _bare(work: Work, jpeg: Path, seconds: float, combination: str | None) -> di
     only = ["--only", combination] if combination else []
     with python(str(SCRIPTS / "benchmarks" / "bare_threads.py"), *args, *only, stdout=subprocess.PIPE) as process:
         out, _ = process.communicate()
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    best: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return best
 
 
-def _mosec_subjects(
-    stack: ExitStack, work: Work, jpeg: Path, seconds: float, report: Report
+def mosec_subjects(
+    stack: ExitStack, settings: Mapping[str, str], body: bytes, seconds: float, report: Report
 ) -> dict[str, Callable[[], Load]]:
+    """mosec without and with batches, for many clients and for one; nothing but a remark where it is not installed."""
     if importlib.util.find_spec("mosec") is None:
         report.remarks.append("no mosec: not installed (extra 'bench')")
         return {}
     subjects: dict[str, Callable[[], Load]] = {}
     for batch in (1, SAME_BATCH):
-        port = stack.enter_context(mosec({"BENCH_MODEL": work.model, "BENCH_SIZE": str(work.size)}, batch))
+        port = stack.enter_context(mosec(settings, batch))
         for clients in (CLIENTS, 1):
             name = f"mosec, 2 workers, batch {batch}, {clients} clients"
-            subjects[name] = partial(http_load.run, port, jpeg.read_bytes(), clients, seconds)
+            subjects[name] = partial(http_load.run, port, body, clients, seconds)
     return subjects
 
 

@@ -65,9 +65,9 @@ def load_digits(seed: int) -> tuple[Digits, Digits]:
         from sklearn import datasets
     except ImportError as error:
         raise SystemExit("make_examples: scikit-learn has the digits: pip install scikit-learn") from error
-    found = datasets.load_digits()
-    order = np.random.default_rng(seed).permutation(len(found.target))
-    glyphs, classes = (found.images / 16).astype(np.float32)[order], found.target.astype(np.int64)[order]
+    data = datasets.load_digits()
+    order = np.random.default_rng(seed).permutation(len(data.target))
+    glyphs, classes = (data.images / 16).astype(np.float32)[order], data.target.astype(np.int64)[order]
     cut = len(order) - HELD_OUT_DIGITS
     return Digits(glyphs[:cut], classes[:cut]), Digits(glyphs[cut:], classes[cut:])
 

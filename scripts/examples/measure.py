@@ -21,17 +21,17 @@ SAME_BOX = 0.5  # intersection over union from which a box found is the box draw
 
 @dataclass(frozen=True)
 class SceneResult:
-    """What was found in one scene, against what was drawn."""
+    """What the models say of one scene, against what was drawn."""
 
     drawn: int
-    found: int
+    detected: int
     matched: int
     named: int  # of the matched ones, with the right digit
     overlap: float  # the matched boxes' mean intersection over union
 
     @property
     def is_right(self) -> bool:
-        return self.drawn == self.found == self.matched == self.named
+        return self.drawn == self.detected == self.matched == self.named
 
 
 def runner(model: Path) -> Run:
@@ -58,7 +58,7 @@ def read_scene(detector: Run, classifier: Run, mat: np.ndarray) -> tuple[np.ndar
     """The boxes K×5, best first, and the digit of each."""
     boxes = postprocess.decode_boxes(detector(postprocess.to_input(mat)))
     crops = [cv2.resize(postprocess.crop(mat, box), (CROP, CROP), interpolation=cv2.INTER_LINEAR) for box in boxes]
-    return boxes, [int(classifier(postprocess.to_input(one)).argmax()) for one in crops]
+    return boxes, [int(classifier(postprocess.to_input(crop)).argmax()) for crop in crops]
 
 
 def scene_result(detector: Run, classifier: Run, scene: Scene) -> SceneResult:
@@ -75,5 +75,5 @@ def read_line(reader: Run, mat: np.ndarray) -> str:
 
 def recall_and_precision(results: Sequence[SceneResult]) -> tuple[float, float]:
     matched = sum(result.matched for result in results)
-    drawn, found = sum(result.drawn for result in results), sum(result.found for result in results)
-    return matched / max(drawn, 1), matched / max(found, 1)
+    drawn, detected = sum(result.drawn for result in results), sum(result.detected for result in results)
+    return matched / max(drawn, 1), matched / max(detected, 1)
