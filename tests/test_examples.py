@@ -39,13 +39,13 @@ def line(name: str) -> bytes:
     return (EXAMPLES / "lines" / name).read_bytes()
 
 
-def check_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def check_equal(boxes: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """The same boxes to a thousandth of a pixel, the same labels, scores to a thousandth."""
-    assert [one["label"] for one in found] == [one["label"] for one in expected]
+    assert [box["label"] for box in boxes] == [box["label"] for box in expected]
     if expected:
-        boxes = [np.array([one["box"] for one in many]) for many in (found, expected)]
-        assert np.abs(boxes[0] - boxes[1]).max() < 1e-3
-        assert max(abs(one["score"] - other["score"]) for one, other in zip(found, expected, strict=True)) < 1e-3
+        corners = [np.array([box["box"] for box in many]) for many in (boxes, expected)]
+        assert np.abs(corners[0] - corners[1]).max() < 1e-3
+        assert max(abs(box["score"] - other["score"]) for box, other in zip(boxes, expected, strict=True)) < 1e-3
 
 
 def test_detector_equals_plain_code() -> None:
@@ -54,7 +54,7 @@ def test_detector_equals_plain_code() -> None:
     plain = straight.Detector(threads=1)
     expected = {name: plain(scene(name)) for name in SCENES}
     for name, truth in SCENES.items():
-        assert sorted(one["label"] for one in expected[name]) == sorted(one["label"] for one in truth)
+        assert sorted(box["label"] for box in expected[name]) == sorted(tile["label"] for tile in truth)
     names = [*SCENES] * 3
     with pipe("configs/detector.toml") as p:
 
@@ -121,7 +121,11 @@ def test_each_picture_takes_its_branch() -> None:
             assert request["result"] == LINES[name]
     read = [request for request in lines if "label" not in request]
     labelled = [request for request in (*lines, *scenes) if "label" in request]
-    assert stats["read"]["requests"] == len(read) == len([one for one in lines if isinstance(one["result"], str)])
+    assert (
+        stats["read"]["requests"]
+        == len(read)
+        == len([request for request in lines if isinstance(request["result"], str)])
+    )
     assert stats["classify"]["requests"] == len(labelled)
     assert all(request["result"] == request["label"] for request in labelled)
     assert len(read) >= 8

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType, TProcessor
 from thriftpy2.transport import TSocket
@@ -25,6 +26,7 @@ from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
 from torchpipe_py.idl import load_idl
+from torchpipe_py.loadtest.command import main
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -116,20 +118,20 @@ class ToyConnection(socketserver.BaseRequestHandler):
             if len(self.server.call_sizes) == self.server.freeze_at:
                 self.server.freeze_at = None
                 self.server.ended.wait(1.0)
-        return self._one(params.data)
+        return self._result(params.data)
 
     def infer_many(self, params: list[Any], deadline_ms: int | None) -> list[Any]:
-        self.server.uuids.extend(one.uuid for one in params)
+        self.server.uuids.extend(image.uuid for image in params)
         self.server.call_sizes.append(len(params))
-        return [self._outcome(one.data) for one in params if one.data != b"lose"]
+        return [self._outcome(image.data) for image in params if image.data != b"lose"]
 
     def _outcome(self, data: bytes) -> Any:
         try:
-            return IDL.InferenceOutcome(result=self._one(data))
+            return IDL.InferenceOutcome(result=self._result(data))
         except IDL.InferenceError as error:
             return IDL.InferenceOutcome(error=error)
 
-    def _one(self, data: bytes) -> Any:
+    def _result(self, data: bytes) -> Any:
         word, _, label = data.partition(b":")
         if word == b"ok":
             return IDL.InferenceResult(label=label.decode(), score=0.5)
@@ -224,3 +226,15 @@ def load(directory: Path, port: int, *more: object) -> tuple[subprocess.Complete
     done = subprocess.run(command(directory, port, "--json", path, *more), capture_output=True, text=True, timeout=30)
     assert path.exists(), done.stderr
     return done, json.loads(path.read_text())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What the load tester, in this process, says of a run that cannot start: one line, and nothing on stdout."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status = main([*map(str, arguments)])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    printed = capsys.readouterr()
+    assert (status, printed.out, printed.err.count("\n")) == (1, "", 1)
+    return printed.err

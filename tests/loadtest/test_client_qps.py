@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from fake_servers import IDL, Serve, ToyServer, command, load, toy_servers
+from fake_servers import IDL, Serve, ToyServer, command, load, refused, toy_servers
 
 from torchpipe_py.loadtest.client import wire
 from torchpipe_py.loadtest.client.connection import Connection, Endpoint
+from torchpipe_py.loadtest.command import main
 from torchpipe_py.loadtest.measure import cpu, statistics
 from torchpipe_py.loadtest.plans import make_plans
 
@@ -66,8 +67,8 @@ def test_patched_bytes_are_what_thriftpy2_would_send(method: str, framed: bool) 
     data = [b"\x00first", b"second" * 9][: 1 if method == "infer_batch" else 2]
     template = wire.CallTemplate(IDL, method, len(data), client=3, framed=framed)
     template.fill(1, [wire.encode_body(IDL, b"an earlier call")] * len(data))
-    sent = b"".join(template.fill(77, [wire.encode_body(IDL, one) for one in data]))
-    params = [IDL.InferenceParams(uuid=f"0003-0000004d-{n:04x}", data=one) for n, one in enumerate(data)]
+    sent = b"".join(template.fill(77, [wire.encode_body(IDL, body) for body in data]))
+    params = [IDL.InferenceParams(uuid=f"0003-0000004d-{n:04x}", data=body) for n, body in enumerate(data)]
     argument = params[0] if method == "infer_batch" else params
     expected = wire.encode_call(IDL, method, {"params": argument}, sequence=77)
     assert sent == (struct.pack(">i", len(expected)) + expected if framed else expected)
@@ -161,46 +162,49 @@ def test_report_is_complete(serve: Callable[..., ToyServer], images: Callable[..
     assert all(name in done.stdout for name in ("QPS", "goodput", "latency", "p99.9", "server CPU", "tester CPU"))
 
 
-def test_declared_errors_are_counted_by_code(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
-    directory = images(a="ok:a", b="refuse", c="defect", d="ok:d")
-    done, result = load(directory, serve().port, "--total_number", 16, "--request_client", 4)
-    assert done.returncode == 2
-    assert result["errors"] == {"InferenceError:overloaded": 4, "TApplicationException:internal_error": 4}
-    assert (result["images_answered"], result["images_ok"], result["images_failed"]) == (16, 8, 8)
-    assert (result["latency_ms"]["count"], result["latency_failed_ms"]["count"]) == (8, 8)
-    assert "InferenceError:overloaded 4" in done.stderr
-
-
-def test_errors_of_single_items(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
-    directory = images(a="ok:a", b="refuse")
-    done, result = load(directory, serve().port, "--total_number", 16, "--request_batch", 4)
-    assert done.returncode == 2
-    assert result["errors"] == {"InferenceError:overloaded": 8}
-    assert result["images_ok"] == 8
-
-
-def test_wrong_number_of_results(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
-    options = ("--total_number", 4, "--request_batch", 2, "--request_client", 1, "--warmup", 0)
-    _, result = load(images(a="ok:a", b="lose"), serve().port, *options)
-    assert result["errors"] == {"ReplyError": 4}
+ONE_BY_ONE = ("--total_number", 4, "--request_client", 1, "--warmup", 0, "--timeout", 0.3)
+HALF = {"images_sent": 4, "images_answered": 2, "images_ok": 2}
 
 
 @pytest.mark.parametrize(
-    ("word", "name"),
+    ("words", "options", "errors", "figures"),
     [
-        ("close", "ConnectionClosed"),
-        ("reset", "ConnectionResetError"),
-        ("stall", "timeout"),
-        ("half", "timeout"),
-        ("trickle", "timeout"),
+        (
+            ("ok:a", "refuse", "defect", "ok:d"),
+            ("--total_number", 16, "--request_client", 4),
+            {"InferenceError:overloaded": 4, "TApplicationException:internal_error": 4},
+            {"images_answered": 16, "images_ok": 8, "images_failed": 8, "latency_ms": 8, "latency_failed_ms": 8},
+        ),
+        (
+            ("ok:a", "refuse"),
+            ("--total_number", 16, "--request_batch", 4),
+            {"InferenceError:overloaded": 8},
+            {"images_ok": 8},
+        ),
+        (("ok:a", "lose"), (*ONE_BY_ONE, "--request_batch", 2), {"ReplyError": 4}, {}),
+        (("ok:a", "close"), ONE_BY_ONE, {"ConnectionClosed": 2}, HALF),
+        (("ok:a", "reset"), ONE_BY_ONE, {"ConnectionResetError": 2}, HALF),
+        (("ok:a", "stall"), ONE_BY_ONE, {"timeout": 2}, HALF),
+        (("ok:a", "half"), ONE_BY_ONE, {"timeout": 2}, HALF),
+        (("ok:a", "trickle"), ONE_BY_ONE, {"timeout": 2}, HALF),
+        (("close",), ("--total_number", 1000), {"ConnectionClosed": 20, "unsent": 980}, {"latency_ms": 0}),
     ],
 )
-def test_broken_calls(word: str, name: str, serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
-    options = ("--total_number", 4, "--request_client", 1, "--warmup", 0, "--timeout", 0.3)
-    done, result = load(images(a="ok:a", b=word), serve().port, *options)
+def test_errors_are_counted_by_type(
+    words: tuple[str, ...],
+    options: tuple[object, ...],
+    errors: dict[str, int],
+    figures: dict[str, int],
+    serve: Callable[..., ToyServer],
+    images: Callable[..., Path],
+) -> None:
+    """Latencies are counted in calls."""
+    done, result = load(images(**dict(zip("abcd", words, strict=False))), serve().port, *options)
     assert done.returncode == 2
-    assert result["errors"] == {name: 2}
-    assert (result["images_sent"], result["images_answered"], result["images_ok"]) == (4, 2, 2)
+    assert result["errors"] == errors
+    assert all(f"{kind} {count}" in done.stderr for kind, count in errors.items())
+    for name, figure in figures.items():
+        assert (result[name] if name.startswith("images") else (result[name] or {"count": 0})["count"]) == figure
 
 
 def test_server_that_reads_nothing(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
@@ -210,13 +214,6 @@ def test_server_that_reads_nothing(serve: Callable[..., ToyServer], images: Call
     assert done.returncode == 2
     assert result["errors"] == {"timeout": 1}
     assert result["latency_failed_ms"]["max"] < 5000
-
-
-def test_hopeless_server_ends_the_run(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
-    done, result = load(images(a="close"), serve().port, "--total_number", 1000, "--request_client", 2)
-    assert done.returncode == 2
-    assert result["errors"] == {"ConnectionClosed": 20, "unsent": 980}
-    assert result["latency_ms"] is None
 
 
 def test_dead_client_is_counted(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
@@ -267,36 +264,35 @@ def test_clients_do_not_outlive_a_killed_parent(serve: Callable[..., ToyServer],
 # --- refusals
 
 
-def refused(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=30)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--port", "SILENT", "--timeout", 0.2), "does not answer ping (buffered transport): timeout"),
+        (("--port", "DEAD"), "cannot connect to 127.0.0.1:DEAD: Connection refused"),
+        (("--img_dir", "ROOT/empty"), "no image in it"),
+        (("--img_dir", "ROOT/missing"), "no such directory"),
+        (("--json", "ROOT/none/x.json"), "cannot be written"),
+    ],
+)
+def test_runs_that_cannot_start(
+    options: tuple[object, ...],
+    why: str,
+    images: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("no image")
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # bound, not listening: refuses
+        names = {"SILENT": silent.getsockname()[1], "DEAD": dead.getsockname()[1], "ROOT": tmp_path}
 
+        def named(text: object) -> str:
+            for name, value in names.items():
+                text = str(text).replace(name, str(value))
+            return str(text)
 
-def one_line(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    return done.stderr
-
-
-def test_unreachable_server(images: Callable[..., Path]) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))  # bound, not listening: refuses
-        port = sock.getsockname()[1]
-        message = one_line(refused(command(images(a="ok:a"), port)))
-    assert f"cannot connect to 127.0.0.1:{port}: Connection refused" in message
-
-
-def test_server_that_does_not_answer(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        message = one_line(refused(command(images(a="ok:a"), port, "--timeout", 0.2)))
-    assert "does not answer ping (buffered transport): timeout" in message
-
-
-def test_directories_without_images(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no image")
-    assert "no image in it" in one_line(refused(command(tmp_path, 1)))
-    assert "no such directory" in one_line(refused(command(tmp_path / "missing", 1)))
+        assert named(why) in refused(capsys, "--img_dir", images(a="ok:a"), *map(named, options))
 
 
 LOAD = "import sys; from torchpipe_py.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -314,22 +310,19 @@ LOAD = "import sys; from torchpipe_py.cli import main; sys.exit(main(sys.argv[1:
 )
 def test_the_same_as_a_command_of_the_package(code: str, said: str, tmp_path: Path) -> None:
     directory = tmp_path / "missing"
-    done = refused([sys.executable, "-c", code, "load", "--img_dir", str(directory)])
-    assert one_line(done) == said.replace("DIR", str(directory))
     (tmp_path / "x.json").write_text("[]")
-    done = refused([sys.executable, "-c", code, "load", "compare", *[str(tmp_path / "x.json")] * 2])
-    assert "torchpipe load: compare" in one_line(done)
-
-
-def test_report_that_could_not_be_written(images: Callable[..., Path]) -> None:
-    directory = images(a="ok:a")
-    assert "cannot be written" in one_line(refused(command(directory, 1, "--json", directory / "none" / "x.json")))
+    options = ["--img_dir", str(directory)], ["compare", *[str(tmp_path / "x.json")] * 2]
+    runs = [[sys.executable, "-c", code, "load", *more] for more in options]
+    done = [subprocess.run(run, capture_output=True, text=True, timeout=30) for run in runs]
+    assert done[0].stderr == said.replace("DIR", str(directory))
+    assert done[1].stderr.startswith("torchpipe load: compare")
+    assert [(run.returncode, run.stdout, run.stderr.count("\n")) for run in done] == [(1, "", 1)] * 2
 
 
 @pytest.mark.parametrize(
     "wrong", [("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")]
 )
-def test_wrong_arguments(wrong: tuple[str, object], tmp_path: Path) -> None:
-    done = refused(command(tmp_path, 1, *wrong))
-    assert done.returncode == 2
-    assert wrong[0] in done.stderr
+def test_wrong_arguments(wrong: tuple[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--img_dir", "x", *map(str, wrong)])
+    assert wrong[0] in capsys.readouterr().err

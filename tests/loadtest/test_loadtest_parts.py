@@ -72,9 +72,9 @@ def test_poisson_times_have_the_rate_and_the_spread_of_a_poisson_process() -> No
 
 
 def test_poisson_times_follow_the_seed() -> None:
-    one, same, other = (cut(poisson_times(50, seed), 50, None) for seed in (1, 1, 2))
-    assert one == same != other
-    assert list(one) == sorted(one)
+    first, same, other = (cut(poisson_times(50, seed), 50, None) for seed in (1, 1, 2))
+    assert first == same != other
+    assert list(first) == sorted(first)
 
 
 def test_a_schedule_ends_by_number_or_by_time() -> None:
@@ -181,11 +181,11 @@ def test_closed_loop_ends_by_time() -> None:
 
 def lags(*calls: tuple[int, int, int]) -> list[tuple[int, int]]:
     """`(late, lag)` of calls that were due, sent and done at these times."""
-    meter, found = arrivals.LagMeter(), []
+    meter, measured = arrivals.LagMeter(), []
     for due, sent, done in calls:
-        found.append(meter.sent(CallTime(due, sent)))
+        measured.append(meter.sent(CallTime(due, sent)))
         meter.free(done)
-    return found
+    return measured
 
 
 def test_waiting_for_a_reply_is_no_fault_of_the_tester() -> None:
@@ -206,16 +206,16 @@ def made_records(*rows: tuple[int, int]) -> Records:
 
 
 def test_late_sends_are_blamed_on_the_greater_part() -> None:
-    found = verdict.judge_lateness(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
-    assert (found.calls, found.by_tester, found.by_waiting, found.worst_ms) == (6, 2, 2, 100)
-    assert "33.3% of the sends" in found.limits[0]
-    assert "raise --request_client" in found.warnings(4, 400, 10.0)[0]
-    assert "single answers took long" in found.warnings(4, 40, 1.0)[0]
+    lateness = verdict.judge_lateness(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
+    assert (lateness.calls, lateness.by_tester, lateness.by_waiting, lateness.worst_ms) == (6, 2, 2, 100)
+    assert "33.3% of the sends" in lateness.limits[0]
+    assert "raise --request_client" in lateness.warnings(4, 400, 10.0)[0]
+    assert "single answers took long" in lateness.warnings(4, 40, 1.0)[0]
 
 
 def test_few_late_sends_are_nothing_to_speak_of() -> None:
-    found = verdict.judge_lateness(made_records(*[(0, 0)] * 200, (5, 5), (5, 0)))
-    assert (found.limits, found.warnings(4, 400, 10.0)) == ([], [])
+    lateness = verdict.judge_lateness(made_records(*[(0, 0)] * 200, (5, 5), (5, 0)))
+    assert (lateness.limits, lateness.warnings(4, 400, 10.0)) == ([], [])
     empty = verdict.judge_lateness(made_records())
     assert (empty.limits, empty.warnings(4, 0, 0)) == ([], [])
 
@@ -223,36 +223,28 @@ def test_few_late_sends_are_nothing_to_speak_of() -> None:
 # --- stability
 
 
-def judged(latencies_ms: list[float], **changes: float) -> verdict.Stability:
+NOISE = random.Random(0)
+
+
+@pytest.mark.parametrize(
+    ("latencies_ms", "changes", "reason"),
+    [
+        ([NOISE.uniform(5, 15) for _ in range(1000)], {}, None),
+        ([5.0] * 450 + [1000.0 - 10 * call for call in range(100)] + [5.0] * 450, {}, None),  # a stall in the middle
+        ([5 + call / 10 for call in range(1000)], {}, "a queue builds up"),
+        ([5.0] * 1000, {"window": 11.0}, "90.9 images/s were answered of 100.0 offered"),
+        ([5.0] * 1000, {"window": 10.4}, None),
+        ([5.0] * 1000, {"unsent": 3}, "3 images were never sent"),
+        ([1.0, 1000.0], {}, None),  # two calls are no trend
+        ([0.1] * 50 + [5.0] * 50, {}, None),  # a growth of less than 10 ms is none
+    ],
+    ids=["steady", "stall", "growth", "slow", "a little slow", "unsent", "two calls", "small growth"],
+)
+def test_stability(latencies_ms: list[float], changes: dict[str, float], reason: str | None) -> None:
     figures: dict[str, Any] = {"offered": 100.0, "answered": 1000, "window": 10.0, "unsent": 0, **changes}
-    return verdict.judge_stability([int(ms * MS) for ms in latencies_ms], **figures)
-
-
-def test_steady_run_is_stable() -> None:
-    noise = random.Random(0)
-    assert judged([noise.uniform(5, 15) for _ in range(1000)]).is_stable
-
-
-def test_one_stall_in_the_middle_does_not_make_a_run_unstable() -> None:
-    stall = [5.0] * 450 + [1000 - 10 * call for call in range(100)] + [5.0] * 450
-    assert judged(stall).is_stable
-
-
-def test_queue_that_grows_is_unstable() -> None:
-    (reason,) = judged([5 + call / 10 for call in range(1000)]).reasons
-    assert "a queue builds up" in reason
-
-
-def test_rate_that_is_not_reached_is_unstable() -> None:
-    (reason,) = judged([5.0] * 1000, window=11.0).reasons
-    assert reason == "90.9 images/s were answered of 100.0 offered"
-    assert judged([5.0] * 1000, window=10.4).is_stable
-
-
-def test_unsent_images_and_small_numbers() -> None:
-    assert "3 images were never sent" in judged([5.0] * 1000, unsent=3).reasons[0]
-    assert judged([1.0, 1000.0]).is_stable  # two calls are no trend
-    assert judged([0.1] * 50 + [5.0] * 50).is_stable  # a growth of less than 10 ms is none
+    stability = verdict.judge_stability([int(ms * MS) for ms in latencies_ms], **figures)
+    assert stability.is_stable is (reason is None)
+    assert [reason in text for text in stability.reasons if reason is not None] == [True] * (reason is not None)
 
 
 # --- series
@@ -307,39 +299,45 @@ def test_points_of_a_sweep(text: str, name: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["clients", "clients=", "batch=1", "clients=0", "clients=1.5", "rate=-1", "rate=5:1:1", "rate=1:5:0"]
+    "text",
+    [
+        "clients",
+        "clients=",
+        "batch=1",
+        "clients=0",
+        "clients=1.5",
+        "rate=-1",
+        "rate=5:1:1",
+        "rate=1:5:0",
+        "rate=1:100000:0.001",
+    ],
 )
 def test_sweeps_that_are_none(text: str) -> None:
     with pytest.raises(CannotRunError, match=r"--sweep "):
         sweep.parse_sweep(text)
 
 
-def test_sweeps_that_are_too_long() -> None:
-    with pytest.raises(CannotRunError, match="--sweep"):
-        sweep.parse_sweep("rate=1:100000:0.001")
-
-
 @pytest.mark.parametrize("limit", [1.0, 40.0, 95.0, 101.0, 400.0])
 @pytest.mark.parametrize("estimate", [100.0, 120.0])
 def test_search_finds_the_limit(limit: float, estimate: float) -> None:
-    found = sweep.search_rate(lambda rate: rate <= limit, estimate)
-    assert found.best is not None
-    assert found.best <= limit <= found.best * (1 + sweep.TOLERANCE) + 1e-9
-    assert len({rate for rate, _ in found.probes}) == len(found.probes) <= sweep.MOST_PROBES
+    search = sweep.search_rate(lambda rate: rate <= limit, estimate)
+    assert search.best is not None
+    assert search.best <= limit <= search.best * (1 + sweep.TOLERANCE) + 1e-9
+    assert len({rate for rate, _ in search.probes}) == len(search.probes) <= sweep.MOST_PROBES
 
 
 def test_search_without_a_limit_ends() -> None:
     assert sweep.search_rate(lambda _: False, 100.0).best is None
-    found = sweep.search_rate(lambda _: True, 100.0)
-    assert found.too_much is None
-    assert found.best == max(rate for rate, _ in found.probes)
+    search = sweep.search_rate(lambda _: True, 100.0)
+    assert search.too_much is None
+    assert search.best == max(rate for rate, _ in search.probes)
 
 
 def test_search_survives_noise() -> None:
     noise = random.Random(3)
-    found = sweep.search_rate(lambda rate: rate * noise.uniform(0.9, 1.1) <= 100, 130.0)
-    assert found.best is not None
-    assert 80 < found.best < 120
+    search = sweep.search_rate(lambda rate: rate * noise.uniform(0.9, 1.1) <= 100, 130.0)
+    assert search.best is not None
+    assert 80 < search.best < 120
 
 
 class FakeRunner:
@@ -371,7 +369,7 @@ def test_search_of_a_rate_that_holds_the_slo() -> None:
     assert report["exit_status"] == verdict.EXIT_OK
     assert report["search"]["best_rate"] == pytest.approx(60.0, rel=0.03)
     assert runner.seen[0].arrivals == "closed"
-    assert {one.arrivals for one in runner.seen[1:]} == {"constant"}
+    assert {settings.arrivals for settings in runner.seen[1:]} == {"constant"}
     assert len(report["runs"]) == len(runner.seen) == len(told)
 
 
@@ -405,20 +403,25 @@ def test_runs_that_are_done_survive_one_that_cannot_start(error: BaseException, 
         sweep.run_search(run, options(rate=None, slo_p99=60.0), lambda *_: None)  # of it there is nothing yet
 
 
-def test_exit_status() -> None:
-    def status(slo_ms: float | None = None, **changes: Any) -> int:
-        return verdict.judge(made_report(**changes), slo_ms)["exit_status"]
+@pytest.mark.parametrize(
+    ("slo_ms", "changes", "status"),
+    [
+        (None, {}, 0),
+        (1, {"errors": {"timeout": 1}}, 2),
+        (None, {"stable": False}, 2),
+        (9.9, {}, 3),
+        (10, {}, 0),
+        (10, {"latency_ms": None}, 3),
+        (10, {"images_unsent": 1}, 3),
+        (None, {"interrupted": True, "errors": {"timeout": 1}}, 130),
+    ],
+)
+def test_exit_status(slo_ms: float | None, changes: dict[str, Any], status: int) -> None:
+    assert verdict.judge(made_report(**changes), slo_ms)["exit_status"] == status
 
-    assert status() == 0
-    assert status(errors={"timeout": 1}, slo_ms=1) == 2
-    assert status(stable=False) == 2
-    assert status(slo_ms=9.9) == 3
-    assert status(slo_ms=10) == 0
-    assert status(slo_ms=10, latency_ms=None) == 3
-    assert status(slo_ms=10, images_unsent=1) == 3
-    assert status(interrupted=True, errors={"timeout": 1}) == 130
-    assert verdict.worst([0, 3, 2]) == 2
-    assert verdict.worst([]) == 0
+
+def test_the_worst_status_of_several_runs() -> None:
+    assert (verdict.worst([0, 3, 2]), verdict.worst([])) == (2, 0)
 
 
 # --- comparisons
@@ -454,11 +457,11 @@ def test_comparison_says_what_is_different() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "count"),
     [({}, 0), ({"qps": 94.0}, 1), ({"goodput": 50.0}, 1), ({"p99": 10.6}, 1), ({"qps": 96.0, "p99": 10.4}, 0)],
 )
-def test_regressions(changes: dict[str, Any], found: int) -> None:
-    assert len(compare.regressions(made_report(), made_report(**changes), 5.0)) == found
+def test_regressions(changes: dict[str, Any], count: int) -> None:
+    assert len(compare.regressions(made_report(), made_report(**changes), 5.0)) == count
 
 
 def test_a_server_that_answers_nothing_any_more_is_a_regression() -> None:

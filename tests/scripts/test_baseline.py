@@ -165,9 +165,9 @@ class Fake:
 script.LockedEngine = Fake"""
     with script(fake, "--engine", "some.engine", "--port", "0", "--size", "64") as process:
         assert process.stdout is not None
-        found = re.fullmatch(r"serving some\.engine on 127\.0\.0\.1:(\d+) \(pid \d+\)\n", process.stdout.readline())
-        assert found, process.communicate()
-        with connect(int(found[1])) as client:  # an idle connection does not hold it up
+        serves = re.fullmatch(r"serving some\.engine on 127\.0\.0\.1:(\d+) \(pid \d+\)\n", process.stdout.readline())
+        assert serves, process.communicate()
+        with connect(int(serves[1])) as client:  # an idle connection does not hold it up
             assert ask(client, solid(1, 2, 9)).label == "2"
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=WAIT)
@@ -280,8 +280,8 @@ def test_the_engine_runs_one_image_at_a_time(
     engine = make_engine(gpu, monkeypatch, plan)
     with ThreadPoolExecutor(4) as threads:
         arrays = [np.full((1, 3, 8, 8), value, np.float32) for value in range(100)]
-        found = list(threads.map(engine.infer, arrays))
-    for value, (means, batch) in enumerate(found):  # kept until now: the buffers are used again, the results are not
+        outputs = list(threads.map(engine.infer, arrays))
+    for value, (means, batch) in enumerate(outputs):  # kept until now: the buffers are used again, the results are not
         assert means.tolist() == [[value] * 3]
         assert batch.tolist() == [1]
     engine.close()

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def planted(change: Callable[[np.ndarray], np.ndarray], upright: bool = True, **more: Any) -> Decoder:
-    return Decoder(lambda batch: [change(by_opencv(one, upright)) for one in batch], **more)
+    return Decoder(lambda batch: [change(by_opencv(encoded, upright)) for encoded in batch], **more)
 
 
 def flat(*levels: int) -> dict[str, bytes]:
@@ -77,7 +77,7 @@ def test_what_a_decoder_refuses_is_named_and_neither_compared_nor_timed() -> Non
 
     def decode(batch: Sequence[bytes]) -> list[np.ndarray]:
         seen.extend(batch)
-        mats = [by_opencv(one) for one in batch]
+        mats = [by_opencv(encoded) for encoded in batch]
         if any(mat[0, 0, 0] == 50 for mat in mats):
             raise RuntimeError("too dark\nand more")
         return mats
@@ -95,14 +95,14 @@ def test_batches_deal_out_all_images_and_count_each() -> None:
 
     def decode(batch: Sequence[bytes]) -> list[np.ndarray]:
         sizes.append(len(batch))
-        return [by_opencv(one) for one in batch]
+        return [by_opencv(encoded) for encoded in batch]
 
     images = list(flat(10, 20, 30).values())
     seen: list[Sequence[bytes]] = []
     call = batch_call(Decoder(lambda batch: seen.append(batch) or [], batch=2), images)
     for _ in range(3):
         call()
-    assert [one for batch in seen for one in batch] == images * 2
+    assert [encoded for batch in seen for encoded in batch] == images * 2
 
     closed: list[int] = []
     made = Decoder(decode, batch=4, close=lambda: closed.append(1))
@@ -133,7 +133,7 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = {name: make for name, make in subjects(1).items() if "GPU" in name or "DecodeTensor" in name}
     assert len(on_gpu) == 9
     outcomes = measure(on_gpu, flat(10), [1], 0.02, 1)
-    assert {one.missing for one in outcomes} == {"there is no CUDA GPU that PyTorch can use"}
+    assert {outcome.missing for outcome in outcomes} == {"there is no CUDA GPU that PyTorch can use"}
     assert table(outcomes, [1]).count("not measured: there is no CUDA GPU") == 9
 
 
@@ -149,11 +149,11 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     report = tmp_path / "report.json"
     options = ["--img_dir", str(folder), "--seconds", "0.04", "--rounds", "2", "--threads", "1,2"]
     assert main([*options, "--json", str(report)]) == 0
-    printed, found = capsys.readouterr().out, json.loads(report.read_text(encoding="utf-8"))
+    printed, content = capsys.readouterr().out, json.loads(report.read_text(encoding="utf-8"))
     assert "left out: deep/deeper/corrupt.jpg: 8 bytes are no JPEG" in printed
-    assert (found["images"], list(found["left_out"])) == (2, ["deep/deeper/corrupt.jpg", "deep/deeper/cut.jpg"])
-    assert [one["name"] for one in found["decoders"]] == list(subjects(1))
-    measured = {one["name"]: one for one in found["decoders"] if one["missing"] is None}
+    assert (content["images"], list(content["left_out"])) == (2, ["deep/deeper/corrupt.jpg", "deep/deeper/cut.jpg"])
+    assert [decoder["name"] for decoder in content["decoders"]] == list(subjects(1))
+    measured = {decoder["name"]: decoder for decoder in content["decoders"] if decoder["missing"] is None}
     assert {"Pillow", "OpenCV", "pipe, DecodeMat"} <= set(measured)
     for name, exif in (("Pillow", False), ("OpenCV", True), ("pipe, DecodeMat", True)):
         assert measured[name]["exif"] is exif

@@ -52,10 +52,10 @@ def test_a_scene_is_read_as_drawn(name: str, runs: dict[str, measure.Run]) -> No
     assert mat.shape == (drawing.HEIGHT, drawing.WIDTH, 3)
     labels = (EXAMPLES / "digits.txt").read_text(encoding="utf-8").split()
     boxes, digits = measure.read_scene(runs["detector"], runs["digits"], mat)
-    matched = measure.match(boxes, np.array([one["box"] for one in SCENES[name]]))
+    matched = measure.match(boxes, np.array([tile["box"] for tile in SCENES[name]]))
     assert len(boxes) == len(matched) == len(SCENES[name])
     named = sorted((index, labels[digits[place]]) for place, index, _ in matched)
-    assert [label for _, label in named] == [one["label"] for one in SCENES[name]]
+    assert [label for _, label in named] == [tile["label"] for tile in SCENES[name]]
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -69,7 +69,7 @@ def test_a_line_reads_the_same_in_a_batch_with_a_wider_one(runs: dict[str, measu
     padded = [cv2.copyMakeBorder(mat, 0, 0, 0, widest - mat.shape[1], cv2.BORDER_REPLICATE) for mat in mats]
     logits = runs["textline"](np.concatenate([postprocess.to_input(mat) for mat in padded]))
     assert logits.shape == (len(mats), widest // 8, 11)
-    assert [postprocess.ctc_text(one) for one in logits] == list(LINES.values())
+    assert [postprocess.ctc_text(steps) for steps in logits] == list(LINES.values())
 
 
 def test_the_pictures_differ_in_what_matters() -> None:
@@ -101,10 +101,10 @@ def test_the_graphs_name_their_free_dimensions(name: str, inputs: list[int | str
     graph = onnx.load(EXAMPLES / f"{name}.onnx").graph
 
     def dims(value: onnx.ValueInfoProto) -> list[int | str]:
-        return [one.dim_param or one.dim_value for one in value.type.tensor_type.shape.dim]
+        return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
 
-    assert [(one.name, dims(one)) for one in graph.input] == [("input", inputs)]
-    assert [(one.name, dims(one)) for one in graph.output] == [("logits", outputs)]
+    assert [(value.name, dims(value)) for value in graph.input] == [("input", inputs)]
+    assert [(value.name, dims(value)) for value in graph.output] == [("logits", outputs)]
 
 
 # --- postprocess.py ----------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def test_decode_boxes_of_an_empty_scene() -> None:
 def test_the_targets_decode_to_the_boxes_they_were_made_of() -> None:
     scene = drawing.draw_scene(np.random.default_rng(5), random_digits())
     target = networks.detector_target(scene.boxes)
-    found = postprocess.decode_boxes(np.concatenate([target[:1] * 20 - 10, target[1:5]]))[:, :4]
-    assert sorted(found.round().astype(int).tolist()) == sorted(scene.boxes.tolist())
+    boxes = postprocess.decode_boxes(np.concatenate([target[:1] * 20 - 10, target[1:5]]))[:, :4]
+    assert sorted(boxes.round().astype(int).tolist()) == sorted(scene.boxes.tolist())
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_truth_is_written_with_the_pictures(tmp_path: Path) -> None:
     write_scenes(tmp_path, [scene])
     truth = json.loads((tmp_path / "truth.json").read_text(encoding="utf-8"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scene_00.jpg", "truth.json"]
-    assert [one["box"] for one in truth["scene_00.jpg"]] == scene.boxes.tolist()
+    assert [tile["box"] for tile in truth["scene_00.jpg"]] == scene.boxes.tolist()
 
 
 def test_the_networks_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
