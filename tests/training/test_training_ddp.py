@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from training_data import same
-from training_ranks import RANKS, SCENARIOS, main
+from training_ranks import RANKS, SCENARIOS, TIMEOUT, main
 
 from torchpipe_py.training import DistributedEvalSampler
 
@@ -111,12 +111,12 @@ def test_training_deals_out_and_resumes(told: list[dict[str, Any]]) -> None:
 
 
 def test_a_rank_that_dies_is_an_error_on_the_other(tmp_path: Path) -> None:
-    began = time.monotonic()
     zero, one = run_ranks(tmp_path, ["a_rank_dies"])
     assert one is None
     assert zero is not None, "rank 0 hung"
-    assert zero["a_rank_dies"][0] in ("RuntimeError", "DistBackendError")
-    assert time.monotonic() - began < 40
+    error, seconds = zero["a_rank_dies"]
+    assert error in ("RuntimeError", "DistBackendError")
+    assert seconds < TIMEOUT
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +17,15 @@ from training_data import RandomOffset, taken, write_images, write_toml
 from torchpipe_py.training import DistributedEvalSampler, TensorToTensor, TorchpipeLoader, wrap_dataloader_torchpipe
 
 RANKS = 2
+TIMEOUT = 20
+"""Seconds after which gloo gives a silent rank up."""
 
 
 def main(rank: int, folder: str, names: list[str]) -> None:
     """Run the scenarios by name and write down what each returned or raised."""
     place = Path(folder)
     dist.init_process_group(
-        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=20)
+        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
     )
     told: dict[str, Any] = {}
     for name in names:
@@ -143,8 +146,13 @@ def train_and_resume(rank: int, home: Path) -> Any:
 
 @scenario
 def a_rank_dies(rank: int, home: Path) -> Any:
+    """The other's error, and how many seconds it came after a batch."""
     with wrapped(rank, home, write_images(home / "images", 40)) as loader:
-        for batch in loader:
-            if rank == 1 and batch.number == 3:
-                os._exit(9)
-    return "went on"
+        try:
+            for batch in loader:
+                came = time.monotonic()
+                if rank == 1 and batch.number == 3:
+                    os._exit(9)
+        except Exception as error:
+            return type(error).__name__, time.monotonic() - came
+    return "went on", 0.0
