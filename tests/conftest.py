@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import hypothesis
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import Registry, registry
+
+# Hypothesis times each example and what makes them: on a busy machine both fail without a fault.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 Register = Callable[[type], str]
 

@@ -93,7 +93,7 @@ def spans(layout: Layout) -> list[Rect]:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_nothing_hides_a_box(picture: Picture) -> None:
     layout = lay_out(picture)
     shapes = [*(placed.rect for placed in layout.boxes), *layout.ends]
@@ -111,7 +111,7 @@ def test_nothing_hides_a_box(picture: Picture) -> None:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_arrows_lead_from_right_sides_to_left_sides(picture: Picture) -> None:
     layout = lay_out(picture)
     placed = {one.box.name: one for one in layout.boxes}
@@ -130,7 +130,7 @@ def test_arrows_lead_from_right_sides_to_left_sides(picture: Picture) -> None:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_columns_increase_along_arrows(picture: Picture) -> None:
     column = {placed.box.name: (placed.graph, placed.column) for placed in lay_out(picture).boxes}
     for arrow in picture.arrows:
@@ -141,7 +141,7 @@ def test_columns_increase_along_arrows(picture: Picture) -> None:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_text_is_there_and_harmless(picture: Picture) -> None:
     drawing = svg(picture)
     root = ElementTree.fromstring(drawing)
@@ -160,7 +160,7 @@ def test_every_text_is_there_and_harmless(picture: Picture) -> None:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_page_is_well_formed_and_stays_the_same(picture: Picture) -> None:
     text = page(picture)
     assert text == page(Picture(picture.title, tuple(picture.boxes), tuple(picture.arrows)))
@@ -187,7 +187,7 @@ def test_mermaid_texts_can_be_read_back(text: str) -> None:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_mermaid_lines_are_only_of_the_known_forms(picture: Picture) -> None:
     quote, name = r'"[^"]*"', r"(?:n\d+|e\d+)"
     forms = (
@@ -285,7 +285,7 @@ def test_columns_follow_the_order_of_what_leads_to_them() -> None:
 
 
 @given(pictures())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_live_boxes_have_room_below_their_texts(picture: Picture) -> None:
     found = []
     for group in ElementTree.fromstring(svg(picture)).iter("{http://www.w3.org/2000/svg}g"):

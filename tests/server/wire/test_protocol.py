@@ -301,7 +301,7 @@ class TestRoundTrip:
         outputs=st.none() | st.lists(st.text(max_size=3), max_size=20),
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(request=requests, framing=st.sampled_from(FRAMINGS))
     def test_every_kind_of_value(self, request, framing):
         args = SERVICE.infer_args(request=request)
@@ -668,7 +668,7 @@ class TestFuzz:
         )
     )
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(
         data=st.one_of(
             st.binary(max_size=200),
