@@ -126,8 +126,8 @@ def _backends(name: str | None, markdown: bool) -> None:
         print("\n".join(markdown_table()))
     elif name is None:
         width = max(map(len, registry.BUILT_IN_BACKENDS))
-        for one in sorted(registry.BUILT_IN_BACKENDS):
-            print(f"{one:{width}} {_summary(_backend(one))}")
+        for backend in sorted(registry.BUILT_IN_BACKENDS):
+            print(f"{backend:{width}} {_summary(_backend(backend))}")
     else:
         cls = _backend(name)
         print("\n".join([name, "", cls.__doc__ or "", *_parameter_lines(cls)]))
@@ -140,7 +140,7 @@ def markdown_table() -> Iterator[str]:
     for name in sorted(registry.BUILT_IN_BACKENDS, key=str.lower):
         cls = _backend(name)
         aliases = [alias for alias, target in registry.ALIASES.items() if target == name]
-        names = ", ".join(f"`{one}`" for one in (name, *aliases))
+        names = ", ".join(f"`{spelling}`" for spelling in (name, *aliases))
         params = ", ".join(f"`{_signature(param)}`" for param in cls.parameters().values())
         yield f"| {names} | {params} | {_summary(cls)} |"
 

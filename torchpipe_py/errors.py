@@ -135,7 +135,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        kind = next((one.code for one in (BackendUnavailable, ConfigError) if isinstance(error, one)), "")
+        kind = next((cls.code for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), "")
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         try:
             pickled = pickle.dumps(error)
@@ -157,7 +157,7 @@ class Failure:
             except Exception:
                 error = None
         if not isinstance(error, BaseException):
-            kinds = {one.code: one for one in (BackendUnavailable, ConfigError)}
+            kinds = {cls.code: cls for cls in (BackendUnavailable, ConfigError)}
             known = kinds.get(self.kind)
             error = known(self.message) if known else otherwise(f"{self.name}: {self.message}")
         error.__cause__ = WorkerTraceback(self.trace)

@@ -165,8 +165,8 @@ class StreamGuard:
     def _hand_over(self, result: Any) -> None:
         """A caller may drop a tensor while its own work on the default stream still reads it."""
         if isinstance(result, (list, tuple)):
-            for one in result:
-                self._hand_over(one)
+            for value in result:
+                self._hand_over(value)
         elif isinstance(result, self._torch.Tensor) and result.is_cuda:
             result.record_stream(self._default)
 

@@ -49,8 +49,8 @@ def _arrows(name: str, graph: Graph, plan: NodePlan) -> Iterator[Arrow]:
     for after in graph.successors[name]:
         yield Arrow(name, after, "next")
     for source in plan.spec.map:
-        for one in (source.node,) if source.node else graph.predecessors[name]:
-            yield Arrow(one, name, "map", _pairs(source))
+        for before in (source.node,) if source.node else graph.predecessors[name]:
+            yield Arrow(before, name, "map", _pairs(source))
     for target, labels in plan.jumps().items():
         yield Arrow(name, target, "jump", "; ".join(dict.fromkeys(filter(None, labels))))
     for hidden in _hidden(name, graph, plan.spec.filter or ""):

@@ -54,7 +54,7 @@ def _lines(picture: Picture) -> Iterator[str]:
 
 def quoted(text: str) -> str:
     """To stand between double quotes; what Mermaid might take for its own is written as ``#35;``, the code point."""
-    return _UNSAFE.sub(lambda found: f"#{ord(found[0])};", clean(text))
+    return _UNSAFE.sub(lambda match: f"#{ord(match[0])};", clean(text))
 
 
 def _node(name: str, box: Box) -> str:

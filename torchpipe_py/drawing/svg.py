@@ -191,7 +191,7 @@ def _label(label: Label, kind: Kind) -> str:
     anchor, rect = ' text-anchor="end"', label.rect
     lines = enumerate(label.lines, start=1)
     return "".join(
-        _text(f"label {kind}", rect.right, rect.y + SMALL_LINE * row - 3.0, one, anchor) for row, one in lines
+        _text(f"label {kind}", rect.right, rect.y + SMALL_LINE * row - 3.0, line, anchor) for row, line in lines
     )
 
 

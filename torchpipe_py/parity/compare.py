@@ -72,8 +72,8 @@ def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
     """A ``Spread`` for each figure of ``Difference``; empty where nothing was compared."""
     if not compared:
         return {}
-    names = [one.name for one in compared]
-    return {figure: spread([getattr(one.difference, figure) for one in compared], names) for figure in FIGURES}
+    names = [image.name for image in compared]
+    return {figure: spread([getattr(image.difference, figure) for image in compared], names) for figure in FIGURES}
 
 
 def wilson(hits: int, total: int, z: float = Z_95) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def wilson(hits: int, total: int, z: float = Z_95) -> tuple[float, float]:
 
 def agreement(compared: Sequence[Compared]) -> Agreement | None:
     """Over the images that have a class on both sides; ``None`` without one."""
-    pairs = [(one.a, one.b) for one in compared if one.a is not None and one.b is not None]
+    pairs = [(image.a, image.b) for image in compared if image.a is not None and image.b is not None]
     if not pairs:
         return None
     same = [(a, b) for a, b in pairs if a.label == b.label]
@@ -107,7 +107,7 @@ def agreement(compared: Sequence[Compared]) -> Agreement | None:
 
 def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
     """Name and both predictions of each image the sides disagree about."""
-    pairs = [(one.name, one.a, one.b) for one in compared]
+    pairs = [(image.name, image.a, image.b) for image in compared]
     return [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a.label != b.label]
 
 
@@ -119,8 +119,8 @@ def judge(parity: Parity, max_mean: float | None, min_agreement: float | None) -
         ok = mean is not None and mean <= max_mean
         bars.append(Bar("--max-mean", max_mean, mean, len(parity.compared), ok))
     if min_agreement is not None:
-        found = agreement(parity.compared)
-        share, total = (found.share, found.total) if found else (None, 0)
+        agreed = agreement(parity.compared)
+        share, total = (agreed.share, agreed.total) if agreed else (None, 0)
         ok = share is not None and share >= min_agreement
         bars.append(Bar("--min-agreement", min_agreement, share, total, ok))
     return bars

@@ -44,7 +44,7 @@ def _parts(parity: Parity) -> Iterator[str]:
         yield "<h2>Differences per image, on the 0..255 scale</h2>"
         yield table(["", "median", "mean", "worst", "worst image"], figure_rows(parity), ("", "n", "n", "n"))
         yield "<h2>Mean absolute difference: how many images</h2>"
-        yield _chart([one.difference.mean for one in parity.compared])
+        yield _chart([image.difference.mean for image in parity.compared])
     yield from _pairs(parity)
     yield from _lists(parity)
 
@@ -57,16 +57,16 @@ def _pairs(parity: Parity) -> Iterator[str]:
         f'<p class="hint">The third picture is the absolute difference, {AMPLIFICATION} times as strong. Large results'
         " are shown smaller: of the difference each block keeps its largest value.</p>"
     )
-    compared = {one.name: one for one in parity.worst}
+    compared = {image.name: image for image in parity.worst}
     for view in parity.views:
         yield _pair(view, compared[view.name])
 
 
-def _pair(view: View, one: Compared) -> str:
+def _pair(view: View, image: Compared) -> str:
     figures = ("mean", "max", "share", "shift")
     words = {"mean": "mean {}", "max": "largest {}", "share": "{} more than 1 apart", "shift": "B - A {}"}
-    said = [words[key].format(figure_text(key, getattr(one.difference, key))) for key in figures]
-    said += [f"A says {one.a}, B says {one.b}"] if one.a and one.b else []
+    said = [words[key].format(figure_text(key, getattr(image.difference, key))) for key in figures]
+    said += [f"A says {image.a}, B says {image.b}"] if image.a and image.b else []
     captions = ("A", "B", f"|B - A| × {AMPLIFICATION}")
     pictures = zip((view.a, view.b, view.amplified), captions, strict=True)
     shown = "".join(_figure(picture, caption, view.name) for picture, caption in pictures)
@@ -91,7 +91,7 @@ def _data_url(picture: np.ndarray) -> str:
 
 def _lists(parity: Parity) -> Iterator[str]:
     classes = [(name, str(a), str(b)) for name, a, b in disagreeing(parity.compared)]
-    shapes = [(one.name, shape_text(one.a), shape_text(one.b)) for one in parity.shapes_differ]
+    shapes = [(image.name, shape_text(image.a), shape_text(image.b)) for image in parity.shapes_differ]
     yield _listed("Different classes", classes)
     yield _listed("Refused", _reasons(parity.refused))
     yield _listed("Without a class", _reasons(parity.unclassified))
@@ -99,7 +99,7 @@ def _lists(parity: Parity) -> Iterator[str]:
 
 
 def _reasons(refused: Iterable[Refused]) -> list[tuple[str, str, str]]:
-    return [(one.name, reason_text(one.a), reason_text(one.b)) for one in refused]
+    return [(image.name, reason_text(image.a), reason_text(image.b)) for image in refused]
 
 
 def _listed(title: str, rows: Sequence[tuple[str, str, str]]) -> str:

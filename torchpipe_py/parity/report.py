@@ -57,8 +57,12 @@ def facts(parity: Parity) -> list[tuple[str, str]]:
 def figure_rows(parity: Parity) -> list[tuple[str, ...]]:
     """Title, median, mean, worst and the worst image's name of each figure."""
     return [
-        (TITLES[key], *(figure_text(key, value) for value in (one.median, one.mean, one.worst)), one.worst_name)
-        for key, one in spreads(parity.compared).items()
+        (
+            TITLES[key],
+            *(figure_text(key, x) for x in (figure.median, figure.mean, figure.worst)),
+            figure.worst_name,
+        )
+        for key, figure in spreads(parity.compared).items()
     ]
 
 
@@ -66,13 +70,13 @@ def model_rows(parity: Parity) -> list[tuple[str, str]]:
     """What the model says, as name and value; empty without a model."""
     if parity.model is None:
         return []
-    found = agreement(parity.compared)
-    if found is None:
+    agreed = agreement(parity.compared)
+    if agreed is None:
         return [("top-1 agreement", "no image has a class on both sides")]
-    interval = f"95 % interval {found.low:.4f} to {found.high:.4f}"
-    rows = [("top-1 agreement", f"{found.share:.4f} ({found.same} of {found.total}; {interval})")]
-    if found.score_mean is not None and found.score_max is not None:
-        scores = f"mean {found.score_mean:.5f}, largest {found.score_max:.5f} (images with the same class)"
+    interval = f"95 % interval {agreed.low:.4f} to {agreed.high:.4f}"
+    rows = [("top-1 agreement", f"{agreed.share:.4f} ({agreed.same} of {agreed.total}; {interval})")]
+    if agreed.score_mean is not None and agreed.score_max is not None:
+        scores = f"mean {agreed.score_mean:.5f}, largest {agreed.score_max:.5f} (images with the same class)"
         rows.append(("score difference", scores))
     if parity.unclassified:
         rows.append(("without a class", f"{len(parity.unclassified)} images"))
@@ -81,8 +85,8 @@ def model_rows(parity: Parity) -> list[tuple[str, str]]:
 
 def bar_text(bar: Bar) -> str:
     """``--max-mean 1: 0.8120 over 200 images, ok``."""
-    found = "nothing to compare" if bar.value is None else f"{bar.value:.4f} over {bar.images} images"
-    return f"{bar.option} {bar.limit:g}: {found}, {'ok' if bar.ok else 'missed'}"
+    value = "nothing to compare" if bar.value is None else f"{bar.value:.4f} over {bar.images} images"
+    return f"{bar.option} {bar.limit:g}: {value}, {'ok' if bar.ok else 'missed'}"
 
 
 def text_report(parity: Parity) -> Iterator[str]:
@@ -102,10 +106,12 @@ def _lines(parity: Parity) -> Iterator[str]:
         yield ""
         yield from _aligned(model_rows(parity))
     yield from _section("worst images, by mean absolute difference", list(map(_worst_line, parity.worst)))
-    yield from _section("different classes", [_classes_line(*one) for one in disagreeing(parity.compared)])
+    yield from _section("different classes", [_classes_line(*row) for row in disagreeing(parity.compared)])
     yield from _section("refused", list(map(_refused_line, parity.refused)))
     yield from _section("without a class", list(map(_refused_line, parity.unclassified)))
-    shapes = [f"{clip(one.name, 60):60}  A {shape_text(one.a)}, B {shape_text(one.b)}" for one in parity.shapes_differ]
+    shapes = [
+        f"{clip(image.name, 60):60}  A {shape_text(image.a)}, B {shape_text(image.b)}" for image in parity.shapes_differ
+    ]
     yield from _section("of different shapes, HxWxC", shapes)
     if parity.bars:
         yield ""
@@ -129,10 +135,10 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield f"  and {len(lines) - LISTED} more, which --html and --json list"
 
 
-def _worst_line(one: Compared) -> str:
-    figures = one.difference
+def _worst_line(image: Compared) -> str:
+    figures = image.difference
     return (
-        f"{clip(one.name, 60):60}  mean {figures.mean:8.3f}  max {figures.max:7.2f}"
+        f"{clip(image.name, 60):60}  mean {figures.mean:8.3f}  max {figures.max:7.2f}"
         f"  >1 {figures.share:7.2%}  B-A {figures.shift:+8.3f}"
     )
 
@@ -145,11 +151,11 @@ def reason_text(reason: str) -> str:
     return "gives a result" if reason == ACCEPTED else reason
 
 
-def _refused_line(one: Refused) -> str:
+def _refused_line(image: Refused) -> str:
     """Name and reason; a line for each side where the sides differ."""
-    if one.a == one.b:
-        return f"{one.name}\n  A and B: {one.a}"
-    return f"{one.name}\n  A: {reason_text(one.a)}\n  B: {reason_text(one.b)}"
+    if image.a == image.b:
+        return f"{image.name}\n  A and B: {image.a}"
+    return f"{image.name}\n  A: {reason_text(image.a)}\n  B: {reason_text(image.b)}"
 
 
 def to_json(parity: Parity) -> dict[str, Any]:
@@ -168,29 +174,31 @@ def to_json(parity: Parity) -> dict[str, Any]:
             "shapes_differ": len(parity.shapes_differ),
             "unclassified": len(parity.unclassified),
         },
-        "summary": {key: asdict(one) for key, one in spreads(parity.compared).items()},
+        "summary": {key: asdict(figure) for key, figure in spreads(parity.compared).items()},
         "agreement": _agreement_json(parity),
         "bars": [asdict(bar) for bar in parity.bars],
-        "worst": [one.name for one in parity.worst],
-        "images": [_compared_json(one) for one in parity.compared],
-        "refused": [_refused_json(one) for one in parity.refused],
-        "unclassified": [_refused_json(one) for one in parity.unclassified],
-        "shapes_differ": [{"name": one.name, "a": list(one.a), "b": list(one.b)} for one in parity.shapes_differ],
+        "worst": [image.name for image in parity.worst],
+        "images": [_compared_json(image) for image in parity.compared],
+        "refused": [_refused_json(image) for image in parity.refused],
+        "unclassified": [_refused_json(image) for image in parity.unclassified],
+        "shapes_differ": [
+            {"name": image.name, "a": list(image.a), "b": list(image.b)} for image in parity.shapes_differ
+        ],
     }
 
 
 def _agreement_json(parity: Parity) -> dict[str, Any] | None:
-    found = agreement(parity.compared)
-    if found is None:
+    agreed = agreement(parity.compared)
+    if agreed is None:
         return None
     differing = [{"name": name, "a": asdict(a), "b": asdict(b)} for name, a, b in disagreeing(parity.compared)]
-    return {**asdict(found), "disagreeing": differing}
+    return {**asdict(agreed), "disagreeing": differing}
 
 
-def _compared_json(one: Compared) -> dict[str, Any]:
-    classes = {"a": asdict(one.a), "b": asdict(one.b)} if one.a and one.b else {}
-    return {"name": one.name, **asdict(one.difference), **classes}
+def _compared_json(image: Compared) -> dict[str, Any]:
+    classes = {"a": asdict(image.a), "b": asdict(image.b)} if image.a and image.b else {}
+    return {"name": image.name, **asdict(image.difference), **classes}
 
 
-def _refused_json(one: Refused) -> dict[str, Any]:
-    return {"name": one.name, "a": one.a or None, "b": one.b or None}
+def _refused_json(image: Refused) -> dict[str, Any]:
+    return {"name": image.name, "a": image.a or None, "b": image.b or None}

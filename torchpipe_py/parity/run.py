@@ -164,18 +164,18 @@ class Comparison:
         wait_a, wait_b = self._a.runner.start(requests), self._b.runner.start(requests)
         triples = list(zip(names, wait_a(), wait_b(), strict=True))
         pairs = [(self._compare(name, a, b), a, b) for name, a, b in triples]
-        found = [(one, a, b) for one, a, b in pairs if one is not None]
+        matched = [(image, a, b) for image, a, b in pairs if image is not None]
         if self._model is None:
-            self._parity.compared += [one for one, _, _ in found]
+            self._parity.compared += [image for image, _, _ in matched]
         else:
-            self._parity.compared += self._classify(self._model, found)
+            self._parity.compared += self._classify(self._model, matched)
 
     def finish(self) -> None:
         """What can only be said at the end: notes and the worst images."""
         parity, worst = self._parity, self._settings.worst
         parity.notes += [*self._limit_note(), *self._a.notes(), *self._b.notes(), *self._scale_note()]
-        by_mean = sorted(parity.compared, key=lambda one: -one.difference.mean)
-        parity.worst = [one for one in by_mean[:worst] if one.difference.mean > 0]
+        by_mean = sorted(parity.compared, key=lambda image: -image.difference.mean)
+        parity.worst = [image for image in by_mean[:worst] if image.difference.mean > 0]
         parity.views = self._views.sorted()
 
     def _read_files(self, paths: Sequence[Path]) -> tuple[list[str], list[Data]]:
@@ -201,21 +201,21 @@ class Comparison:
         if a.values.shape != b.values.shape:
             self._parity.shapes_differ.append(ShapesDiffer(name, a.values.shape, b.values.shape))
             return None
-        found = Compared(name, difference(a.values, b.values))
-        self._views.offer(found, a.values, b.values)
-        return found
+        compared = Compared(name, difference(a.values, b.values))
+        self._views.offer(compared, a.values, b.values)
+        return compared
 
-    def _classify(self, model: Runner, found: Sequence[tuple[Compared, Data, Data]]) -> Iterator[Compared]:
+    def _classify(self, model: Runner, matched: Sequence[tuple[Compared, Data, Data]]) -> Iterator[Compared]:
         """The same images with the model's classes; where it has none for one side, the image is listed."""
-        predictions_a = _predict(model, [a for _, a, _ in found])
-        predictions_b = _predict(model, [b for _, _, b in found])
-        for (one, _, _), a, b in zip(found, predictions_a, predictions_b, strict=True):
+        predictions_a = _predict(model, [a for _, a, _ in matched])
+        predictions_b = _predict(model, [b for _, _, b in matched])
+        for (image, _, _), a, b in zip(matched, predictions_a, predictions_b, strict=True):
             if isinstance(a, str) or isinstance(b, str):
                 reasons = [side if isinstance(side, str) else ACCEPTED for side in (a, b)]
-                self._parity.unclassified.append(Refused(one.name, *reasons))
-                yield one
+                self._parity.unclassified.append(Refused(image.name, *reasons))
+                yield image
             else:
-                yield replace(one, a=a, b=b)
+                yield replace(image, a=a, b=b)
 
     def _limit_note(self) -> Iterator[str]:
         limit = self._settings.limit
@@ -223,10 +223,10 @@ class Comparison:
             yield f"--limit: the first {limit} of {self._parity.found} images"
 
     def _scale_note(self) -> Iterator[str]:
-        for one, other in ((self._a, self._b), (self._b, self._a)):
-            if one.high < NORMALISED_BELOW and other.high > IMAGE_ABOVE:
+        for side, other in ((self._a, self._b), (self._b, self._a)):
+            if side.high < NORMALISED_BELOW and other.high > IMAGE_ABOVE:
                 yield (
-                    f"{one.letter}: values within {one.low:.3g}..{one.high:.3g}, those of {other.letter} within "
+                    f"{side.letter}: values within {side.low:.3g}..{side.high:.3g}, those of {other.letter} within "
                     f"{other.low:.3g}..{other.high:.3g}: compared as they are, though not on one scale"
                 )
 
@@ -239,15 +239,15 @@ class Views:
         self._heap: list[tuple[float, int, View]] = []
         self._offered = 0
 
-    def offer(self, found: Compared, a: np.ndarray, b: np.ndarray) -> None:
+    def offer(self, image: Compared, a: np.ndarray, b: np.ndarray) -> None:
         """Keep this pair's pictures if it is among the worst; of equals the first."""
         self._offered += 1
-        rank = (found.difference.mean, -self._offered)
-        if not self._count or found.difference.mean == 0:
+        rank = (image.difference.mean, -self._offered)
+        if not self._count or image.difference.mean == 0:
             return
         if len(self._heap) == self._count and rank < self._heap[0][:2]:
             return
-        entry = (*rank, View(found.name, *pictures(a, b)))
+        entry = (*rank, View(image.name, *pictures(a, b)))
         if len(self._heap) < self._count:
             heapq.heappush(self._heap, entry)
         else:

@@ -108,10 +108,10 @@ class PipelineSpec:
 
     def logical(self) -> dict[str, list[str]]:
         """For each node with instances, the names of all nodes that run on them; in file order."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, node in self.nodes.items():
-            found.setdefault(node.owner, []).append(name)
-        return found
+            names.setdefault(node.owner, []).append(name)
+        return names
 
 
 class Tables(dict[str, dict[str, Any]]):
@@ -135,9 +135,9 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
-    found = Tables(_with_global(tables, Place(name)))
-    found.source = name
-    return found
+    parsed = Tables(_with_global(tables, Place(name)))
+    parsed.source = name
+    return parsed
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
@@ -215,11 +215,11 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str])
     if owner is None:
         if node.owner in names:
             return  # what is wrong with it has been said
-        physical = {name for name, one in nodes.items() if one.owner == name}
-        found = nearest(node.owner, physical)
-        raise node.place.error(f"a logical node (name.alias) of {node.owner!r}, which is not there; {found}")
+        physical = {name for name, other in nodes.items() if other.owner == name}
+        hint = nearest(node.owner, physical)
+        raise node.place.error(f"a logical node (name.alias) of {node.owner!r}, which is not there; {hint}")
     if "backend" in node.own and node.calls != owner.calls:
-        backends = ["&".join(map(str, one.calls)) for one in (node, owner)]
+        backends = ["&".join(map(str, spec.calls)) for spec in (node, owner)]
         raise node.at("backend").error(
             f"shares the instances of {owner.name!r}, but its backend is {backends[0]}, not {backends[1]}"
         )

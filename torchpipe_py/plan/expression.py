@@ -125,8 +125,8 @@ class _Parser:
 
     def _expect(self, mark: str) -> None:
         if not self._take(mark):
-            found = repr(self.tokens[self.index][0]) if self.index < len(self.tokens) else "the end"
-            raise self._error(f"expected {mark!r}, found {found}", self._column())
+            actual = repr(self.tokens[self.index][0]) if self.index < len(self.tokens) else "the end"
+            raise self._error(f"expected {mark!r}, found {actual}", self._column())
 
     def _column(self) -> int:
         return self.tokens[self.index][1] if self.index < len(self.tokens) else len(self.text)

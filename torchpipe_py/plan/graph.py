@@ -86,7 +86,7 @@ class Graph:
         members = {name: None}
         for other in self.order:
             before = self.predecessors[other]
-            if before and other not in members and all(one in members for one in before):
+            if before and other not in members and all(previous in members for previous in before):
                 members[other] = None
         return self._hide(members)
 
@@ -117,15 +117,15 @@ def build_graph(spec: PipelineSpec) -> Graph:
     for node in nodes.values():
         for successor in node.next:
             before_of[successor].append(node.name)
-    predecessors = {name: tuple(found) for name, found in before_of.items()}
+    predecessors = {name: tuple(names) for name, names in before_of.items()}
     roots = tuple(name for name in nodes if not predecessors[name])
     upstream: dict[str, frozenset[str]] = {}
     reached_from: dict[str, frozenset[str]] = {}
     readers: dict[str, list[str]] = {name: [] for name in order}
     for name in order:
         before = predecessors[name]
-        upstream[name] = frozenset(before).union(*(upstream[one] for one in before))
-        reached_from[name] = frozenset([] if before else [name]).union(*(reached_from[one] for one in before))
+        upstream[name] = frozenset(before).union(*(upstream[previous] for previous in before))
+        reached_from[name] = frozenset([] if before else [name]).union(*(reached_from[previous] for previous in before))
         with problems.gathered():
             _check_join(nodes[name], before, reached_from)
             for source in _check_map(nodes[name], before, upstream[name], reached_from):
@@ -136,7 +136,7 @@ def build_graph(spec: PipelineSpec) -> Graph:
         roots=roots,
         successors={name: nodes[name].next for name in order},
         predecessors=predecessors,
-        readers={name: tuple(found) for name, found in readers.items()},
+        readers={name: tuple(names) for name, names in readers.items()},
         mapped=frozenset(name for name in order if nodes[name].map),
         reached_from=reached_from,
         upstream=upstream,
@@ -147,16 +147,16 @@ def build_graph(spec: PipelineSpec) -> Graph:
 def _check_next(node: NodeSpec, nodes: Mapping[str, NodeSpec], problems: Problems) -> None:
     for successor in node.next:
         if successor not in nodes:
-            found = nearest(successor, set(nodes) - {node.name})
-            problems.add(node.at("next").error(f"no node {successor!r}; {found}"))
+            hint = nearest(successor, set(nodes) - {node.name})
+            problems.add(node.at("next").error(f"no node {successor!r}; {hint}"))
 
 
 def _check_join(node: NodeSpec, before: tuple[str, ...], reached_from: Mapping[str, frozenset[str]]) -> None:
     if len(before) > 1 and not node.map:
         raise node.place.error(f"several predecessors ({', '.join(before)}) need a map")
-    for one in before:
-        for root in reached_from[node.name] - reached_from[one]:
-            raise node.place.error(f"waits for {one!r}, which a request that enters at {root!r} never reaches")
+    for previous in before:
+        for root in reached_from[node.name] - reached_from[previous]:
+            raise node.place.error(f"waits for {previous!r}, which a request that enters at {root!r} never reaches")
 
 
 def _check_map(
@@ -266,16 +266,16 @@ def _check_jump_cycles(
 
 
 def _reachable(root: str, runs: Mapping[str, set[str]]) -> set[str]:
-    found, left = {root}, [root]
+    reached, left = {root}, [root]
     while left:
-        for target in runs[left.pop()] - found:
-            found.add(target)
+        for target in runs[left.pop()] - reached:
+            reached.add(target)
             left.append(target)
-    return found
+    return reached
 
 
 def _all_inside(root: str, inside: Mapping[str, frozenset[str]], runs: Mapping[str, set[str]]) -> set[str]:
-    return set().union(*(inside[one] for one in _reachable(root, runs)))
+    return set().union(*(inside[target] for target in _reachable(root, runs)))
 
 
 def _by_jumps(roots: Iterable[str], runs: Mapping[str, set[str]]) -> list[str]:

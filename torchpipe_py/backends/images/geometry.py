@@ -156,7 +156,7 @@ def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, i
     """
     where = _image(height, width)
     points = _corner_points(item, where)
-    top, right, bottom, left = (math.dist(points[one], points[(one + 1) % 4]) for one in range(4))
+    top, right, bottom, left = (math.dist(points[corner], points[(corner + 1) % 4]) for corner in range(4))
     if max(top, right, bottom, left) > MAX_SIDE:
         raise ValueError(f"{TASK_BOX_KEY} {points} has an edge longer than {MAX_SIDE} pixels, for {where}")
     for axis, size in enumerate((width, height)):
@@ -175,8 +175,8 @@ def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, i
 def _is_convex(points: list[list[float]]) -> bool:
     """Whether the way around four points turns to the same side at each, by an angle that is neither 0 nor 180°."""
     sines = []
-    for one in range(4):
-        (x0, y0), (x1, y1), (x2, y2) = points[one - 2], points[one - 1], points[one]
+    for corner in range(4):
+        (x0, y0), (x1, y1), (x2, y2) = points[corner - 2], points[corner - 1], points[corner]
         product = math.hypot(x1 - x0, y1 - y0) * math.hypot(x2 - x1, y2 - y1)
         sines.append(((x1 - x0) * (y2 - y1) - (y1 - y0) * (x2 - x1)) / product if product else 0.0)
     return min(sines) > MIN_SINE or max(sines) < -MIN_SINE
@@ -186,10 +186,10 @@ def _corner_points(item: Data, where: str) -> list[list[float]]:
     wanted = "[[x, y], …], top left, top right, bottom right, bottom left"
     values = _box_values(item, f"{wanted}, to warp {where} by")
     good = isinstance(values, (list, tuple)) and len(values) == 4
-    points = [_plain(one) for one in values] if good else []
+    points = [_plain(value) for value in values] if good else []
     if not good or not all(_are_numbers(point, 2) for point in points):
         raise ValueError(f"{TASK_BOX_KEY} must hold {wanted}, got {item[TASK_BOX_KEY]!r} for {where}")
-    return [[float(one) for one in point] for point in points]
+    return [[float(number) for number in point] for point in points]
 
 
 def _box_values(item: Data, wanted: str) -> Any:
@@ -207,7 +207,7 @@ def _are_numbers(values: Any, count: int) -> bool:
     """Whether it is a list of ``count`` finite numbers."""
     if not isinstance(values, (list, tuple)) or len(values) != count:
         return False
-    return all(isinstance(one, (int, float, np.number)) and math.isfinite(one) for one in values)
+    return all(isinstance(value, (int, float, np.number)) and math.isfinite(value) for value in values)
 
 
 def _image(height: int, width: int) -> str:

@@ -60,7 +60,7 @@ class NvImageCodec:
                 for some in ([kinds.HW_GPU_ONLY], [kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU])
             )
             _keep_memory(device, KEPT_BYTES)
-            self._decoders = [one for one in (engines, cores) if self._decoded(one, trial)[0] is not None]
+            self._decoders = [decoder for decoder in (engines, cores) if self._decoded(decoder, trial)[0] is not None]
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AttributeError, IndexError) as error:  # the latter three: another version
@@ -78,20 +78,20 @@ class NvImageCodec:
             missing = [place for place, image in enumerate(images) if image is None]
             if not missing:
                 break
-            found = self._decoded(decoder, [encoded[place] for place in missing])
+            decoded = self._decoded(decoder, [encoded[place] for place in missing])
             if len(missing) > 1:
                 # NOTE: alone once more, so that what becomes of an image does not depend on those beside it.
                 for number, place in enumerate(missing):
-                    if found[number] is None:
-                        found[number] = self._decoded(decoder, [encoded[place]])[0]
-            done = {place: image for place, image in zip(missing, found, strict=True) if image is not None}
+                    if decoded[number] is None:
+                        decoded[number] = self._decoded(decoder, [encoded[place]])[0]
+            done = {place: image for place, image in zip(missing, decoded, strict=True) if image is not None}
             for place, image in zip(done, self._copies(list(done.values())), strict=True):
                 images[place] = image
         return [
-            DecodeError(f"{len(one)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=2 makes it say why)")
+            DecodeError(f"{len(content)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=2 makes it say why)")
             if image is None
             else image
-            for one, image in zip(encoded, images, strict=True)
+            for content, image in zip(encoded, images, strict=True)
         ]
 
     def _copies(self, images: list[Any]) -> Sequence[Any]:

@@ -58,11 +58,11 @@ class Torchvision:
             raise
         except RuntimeError as error:
             if len(encoded) > 1:
-                return [self.decode([one])[0] for one in encoded]
+                return [self.decode([content])[0] for content in encoded]
             return [DecodeError(f"{len(encoded[0])} bytes: {first_line(error)}")]
 
     def _decoded(self, encoded: Sequence[bytes]) -> list[Any]:
-        buffers = [self._frombuffer(one, dtype=self._uint8) for one in encoded]
+        buffers = [self._frombuffer(content, dtype=self._uint8) for content in encoded]
         images: list[Any] = self._decode(buffers, mode=self._rgb, device=self._device)
         return images
 

@@ -49,8 +49,8 @@ def as_mat(value: Any) -> np.ndarray:
             return value
         if value.ndim == 2:
             return value[:, :, None]
-    found = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-    raise TypeError(f"expected a Mat (uint8 array, HxWxC), got {found}")
+    kind = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(f"expected a Mat (uint8 array, HxWxC), got {kind}")
 
 
 def encoded_bytes(value: Any) -> np.ndarray:

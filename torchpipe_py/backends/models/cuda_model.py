@@ -153,9 +153,9 @@ class GraphedNetwork:
             return outputs
         outputs = self._finish(outputs)
         if not host:
-            host.extend(self._torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in outputs)
-        for one, output in zip(host, outputs, strict=True):
-            one.copy_(output, non_blocking=True)
+            host.extend(self._torch.empty(output.shape, dtype=output.dtype, pin_memory=True) for output in outputs)
+        for buffer, output in zip(host, outputs, strict=True):
+            buffer.copy_(output, non_blocking=True)
         return host
 
 
