@@ -33,8 +33,8 @@ class LabelBoxes:
 
     def forward(self, items: list[Data]) -> None:
         for item in items:
-            found = zip(item["box"], item["data"], strict=True)
-            item["result"] = [{"box": box, "label": label, "score": score} for box, (label, score) in found]
+            digits = zip(item["box"], item["data"], strict=True)
+            item["result"] = [{"box": box, "label": label, "score": score} for box, (label, score) in digits]
 
 
 @register_backend

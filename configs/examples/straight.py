@@ -10,7 +10,7 @@ import numpy as np
 import postprocess
 
 FOLDER = Path(__file__).parent
-Found = dict[str, Any]
+Digit = dict[str, Any]
 
 
 class Detector:
@@ -23,19 +23,19 @@ class Detector:
         self._labels = (FOLDER / "digits.txt").read_text(encoding="utf-8").split()
         self._one_by_one = one_by_one
 
-    def __call__(self, jpeg: bytes) -> list[Found]:
+    def __call__(self, jpeg: bytes) -> list[Digit]:
         mat = cv2.resize(cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR), (256, 192))
         (output,) = self._detect.run(None, {"input": postprocess.to_input(mat)})
         boxes = postprocess.decode_boxes(output)[:, :4]
         crops = [postprocess.to_input(cv2.resize(postprocess.crop(mat, box), (32, 32))) for box in boxes]
-        found = []
+        digits = []
         for box, logits in zip(boxes, self._logits(crops), strict=True):
             scores = np.exp(logits - logits.max())
             best = int(scores.argmax())
-            found.append(
+            digits.append(
                 {"box": box.tolist(), "label": self._labels[best], "score": float(scores[best] / scores.sum())}
             )
-        return found
+        return digits
 
     def _logits(self, crops: list[np.ndarray]) -> list[np.ndarray]:
         if not crops or self._one_by_one:
