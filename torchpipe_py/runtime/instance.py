@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from time import perf_counter
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data
+from torchpipe_py.backends.base import Backend, BackendConfig
 from torchpipe_py.runtime.idle import Sleeper
 from torchpipe_py.runtime.statistics import Record
 
@@ -16,15 +16,9 @@ logger = logging.getLogger("torchpipe_py")
 Serve = Callable[["Instance"], None]
 
 
-class _NoBackend(Backend):
-    """In place of a backend before its set-up and after its end."""
-
-    def batch_key(self, item: Data) -> Hashable:
-        return None
-
-
 def _no_backend(index: int) -> Backend:
-    return _NoBackend(BackendConfig(instance=index))
+    """In place of a backend before its set-up and after its end."""
+    return Backend(BackendConfig(instance=index))
 
 
 class Instance(Sleeper):

@@ -31,13 +31,15 @@ Fail = Callable[[Request, BaseException], object]
 class Lane:
     """The queue of a node, and the outcome of each request that its instances run.
 
-    ``put`` may be called from any thread. ``deliver(request)``, to be set before the first request, takes on what is
-    finished, on the thread that finished it; ``fail(request, error)`` completes what cannot go on. ``waiting``, shared
-    by the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes
-    the leaders for whom nothing is under way any more.
+    ``put`` may be called from any thread. ``deliver(request)`` takes on what is finished, on the thread that finished
+    it; ``fail(request, error)`` completes what cannot go on. ``upstream`` holds the lanes from which a request can
+    still reach this one, perhaps itself; it and ``deliver`` are set before the first request. ``waiting``, shared by
+    the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
+    leaders for whom nothing is under way any more.
     """
 
     idle: IdleStack[Instance] | Leadership
+    upstream: Sequence[Lane]
     deliver: Callable[[Request], object]
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane]) -> None:
@@ -48,8 +50,8 @@ class Lane:
         self.is_closing = False
         self._waiting = waiting
         self._queue: deque[Request] = deque()
-        self._paused = 0
-        self._pausing = threading.Lock()
+        self._reached: set[Request] = set()  # requests that callers are about to run here
+        self._paused: set[Instance] = set()
 
     def put(self, request: Request) -> None:
         """Queue a request, from any thread; that of a blocked caller may stay with its thread instead."""
@@ -80,21 +82,19 @@ class Lane:
     def paused(self, instance: Instance) -> Iterator[None]:
         """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
         busy, instance.busy = instance.busy, 0
-        with self._pausing:
-            self._paused += 1
+        self._paused.add(instance)
         self._wake_leaders()
         try:
             yield
         finally:
-            with self._pausing:
-                self._paused -= 1
+            self._paused.discard(instance)
             instance.busy = busy
 
     def load(self) -> int:
         """Requests here that are not delivered yet, and could be; a moment's estimate."""
-        if self._paused == len(self.instances):
+        if len(self._paused) == len(self.instances):
             return 0  # what is queued has to wait for the other nodes
-        return self.queued() + sum(instance.busy for instance in self.instances)
+        return self.queued() + len(self._reached) + sum(instance.busy for instance in self.instances)
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
@@ -175,7 +175,6 @@ class SingleLane(Lane):
         super().__init__(name, instances, fail, waiting)
         self.idle: IdleStack[Instance] = IdleStack(self._queue)
         self._any_thread = all(instance.backend.any_thread() for instance in instances)
-        self._reached: set[Request] = set()  # requests that callers are about to run here, for `load`
 
     def _stays_with_caller(self, request: Request, caller: CallerThread) -> bool:
         # One of several branches stays; more of them only where a hand-over would take longer than the backend.
@@ -210,10 +209,6 @@ class SingleLane(Lane):
     def forget(self, request: Request) -> None:
         """A request that has come here is not run after all."""
         self._reached.discard(request)
-
-    def load(self) -> int:
-        load = super().load()
-        return load if self._paused == len(self.instances) else load + len(self._reached)
 
     def serve(self, instance: Instance) -> None:
         take, run, waiting = self._queue.popleft, self.run, self._waiting
@@ -285,13 +280,7 @@ class DeferredLane(SingleLane):
 
 
 class BatchingLane(Lane):
-    """One idle instance at a time leads: it collects the next batch, and hands leadership over before it computes.
-
-    ``upstream``, to be set before the first request, has the lanes from which a request can still reach this one,
-    perhaps itself.
-    """
-
-    upstream: Sequence[Lane]
+    """One idle instance at a time leads: it collects the next batch, and hands leadership over before it computes."""
 
     def __init__(
         self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane], timeout: float

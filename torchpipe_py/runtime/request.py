@@ -20,7 +20,7 @@ class Request:
     """One dict that travels; a pipe completes it exactly once, on whichever thread finishes it.
 
     ``data`` is the dict that backends see. ``caller_data`` is set where that is a private copy, so that a request
-    given up at its deadline cannot change the caller's dict later; ``merge`` hands the outcome over.
+    given up at its deadline cannot change the caller's dict later.
     ``node`` is the root it enters, then the logical node it is at. ``deadline`` and ``arrived`` (the entry into the
     current node's queue) are ``time.perf_counter`` seconds. ``caller`` is set while it is on the thread of its
     blocked caller. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps.
@@ -60,13 +60,6 @@ class Request:
         if self.links is None:
             self.links = Links()
         return self.links
-
-    def merge(self) -> None:
-        """Make the caller's dict equal to the private copy, where there is one."""
-        if self.caller_data is not None:
-            for key in self.caller_data.keys() - self.data.keys():
-                del self.caller_data[key]
-            self.caller_data.update(self.data)
 
 
 class Links:

@@ -83,13 +83,8 @@ class Runtime:
         lanes = {name: node.lane for name, node in self.nodes.items()}
         self.entries = Routes(self.graph, self.plans, self._logical, lanes, self.complete).entries
         for owner, lane in lanes.items():
-            if isinstance(lane, BatchingLane):
-                above = {
-                    self.plans[name].spec.owner
-                    for logical in self._logical[owner]
-                    for name in self.graph.upstream[logical]
-                }
-                lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
+            above = {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
+            lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
 
     def _setup_error(self, name: str) -> BaseException | None:
         error = self.nodes[name].wait_setup()
@@ -182,7 +177,9 @@ class Runtime:
             data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
         if request.caller_data is not None:
             if error is None:
-                request.merge()
+                for key in request.caller_data.keys() - data.keys():
+                    del request.caller_data[key]
+                request.caller_data.update(data)
             data = request.caller_data
         # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
         on_done, request.on_done = request.on_done, nobody_waits
