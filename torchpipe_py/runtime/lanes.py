@@ -103,7 +103,7 @@ class Lane:
     # -- outcomes -------------------------------------------------------------------------------------------------
 
     def _starts(self, instance: Instance, request: Request, now: float) -> bool:
-        """Whether the request is to be run; where it is not, it is completed."""
+        """Whether the request is to be run, with its dict ready for that; where it is not, it is completed."""
         if request.done:
             return False
         if self.is_closing:
@@ -113,20 +113,19 @@ class Lane:
             instance.record.expired += 1
             self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
             return False
+        # A result or an error is what this backend says, never what an earlier one said.
+        request.data.pop(TASK_RESULT_KEY, None)
+        request.data.pop(TASK_ERROR_KEY, None)
         return True
 
     def _go_on(self, instance: Instance, request: Request) -> None:
         data = request.data
         if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-            self._explain(data)
+            data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self.label} gave no result")
         try:
             self.deliver(request)
         except BaseException as error:
             self._fail_defect(instance, request, error)
-
-    def _explain(self, data: Data) -> None:
-        """Say why there is no result, where the backend did not."""
-        data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self.label} gave no result")
 
     def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
         instance.record.failed += 1
@@ -230,24 +229,17 @@ class SingleLane(Lane):
     def run(self, instance: Instance, request: Request) -> None:
         """Run the backend and deliver or fail the request, which may be over already."""
         start = perf_counter()
-        if (request.done or self.is_closing or request.deadline is not None) and not self._starts(
-            instance, request, start
-        ):
+        if not self._starts(instance, request, start):
             return
-        data = request.data
-        # A result or an error is what this backend says, never what an earlier one said.
-        data.pop(TASK_RESULT_KEY, None)
-        data.pop(TASK_ERROR_KEY, None)
         try:
             try:
-                instance.backend.forward([data])
+                instance.backend.forward([request.data])
             finally:
                 instance.record.single(request, start, perf_counter())
-            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                self._explain(data)
-            self.deliver(request)
         except BaseException as error:
             self._fail_defect(instance, request, error)
+        else:
+            self._go_on(instance, request)
 
 
 class DeferredLane(SingleLane):
@@ -257,8 +249,6 @@ class DeferredLane(SingleLane):
         start = perf_counter()
         if not self._starts(instance, request, start):
             return
-        request.data.pop(TASK_RESULT_KEY, None)
-        request.data.pop(TASK_ERROR_KEY, None)
         record, backend = instance.record, instance.backend
         record.queued(request, start)
 
@@ -371,10 +361,6 @@ class BatchingLane(Lane):
         requests = [request for request in batch if self._starts(instance, request, start)]
         if not requests:
             return
-        for request in requests:
-            # A result or an error is what this backend says, never what an earlier one said.
-            request.data.pop(TASK_RESULT_KEY, None)
-            request.data.pop(TASK_ERROR_KEY, None)
         errors = self._forward(instance, requests)
         now = perf_counter()
         instance.last_compute = now - start
