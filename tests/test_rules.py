@@ -841,10 +841,10 @@ def test_rule(rule: Rule) -> None:
         with pipe(rule.config) as p:
             call(p, data)
             assert p.stats()["inflight"] == 0
-        found = settled(data)
-        if isinstance(expected.get("error"), set) and found.get("error") in expected["error"]:
-            found["error"] = expected["error"]  # branches race for it
-        assert found == expected
+        actual = settled(data)
+        if isinstance(expected.get("error"), set) and actual.get("error") in expected["error"]:
+            actual["error"] = expected["error"]  # branches race for it
+        assert actual == expected
 
 
 REFUSED = [rule for rule in RULES if rule.refused is not None]
@@ -866,7 +866,7 @@ def test_refused(rule: Rule) -> None:
             assert p.stats()["inflight"] == 0
             if isinstance(raised.value, BackendError) and "filter" not in str(raised.value):
                 assert raised.value.__cause__ is not None
-            assert all("result" not in one or one["result"] for one in (data if isinstance(data, list) else [data]))
+            assert all(item.get("result", True) for item in (data if isinstance(data, list) else [data]))
 
 
 # -- what no row can hold: files, dicts, classes --------------------------------------------------------------------
@@ -940,7 +940,7 @@ def test_with_several_successors_each_gets_a_shallow_copy(register: Register) ->
     with pipe({node: {"backend": name, "mark": node, "next": after} for node, after in nodes.items()}) as p:
         outcome(p.submit(data))
     assert len({id(recorder.seen[node]) for node in nodes}) == 4
-    assert all(one["data"] is shared for one in recorder.seen.values())
+    assert all(item["data"] is shared for item in recorder.seen.values())
     assert data["result"] is shared
 
 
@@ -1049,9 +1049,9 @@ def test_a_composition_of_batch_1_4_and_8(register: Register, count: int, sizes:
     names = [register(ranged(gate, size, size)) for size in (1, 4, 8)]
     with pipe({"backend": "&".join(names)}) as p, gate:
         assert (p.min(), p.max()) == (1, 8)
-        found = runs(p, gate, count)
-    assert [(len(set(batch)), len(batch)) for batch in found] == sizes
-    assert list(dict.fromkeys(itertools.chain(*found))) == list(range(count))
+        batches = runs(p, gate, count)
+    assert [(len(set(batch)), len(batch)) for batch in batches] == sizes
+    assert list(dict.fromkeys(itertools.chain(*batches))) == list(range(count))
 
 
 @pytest.mark.parametrize(
@@ -1143,7 +1143,7 @@ def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backe
         other = p.submit({"data": "other", "node_name": "r"})
         until(lambda: p.stats()["nodes"]["r"]["queued"] == 5)
         gate.open()
-        assert [outcome(one)["result"] for one in (first, *jumps, other)] == ["first", [0, 0], [1, 1], "other"]
+        assert [outcome(future)["result"] for future in (first, *jumps, other)] == ["first", [0, 0], [1, 1], "other"]
         assert p.stats()["nodes"]["r"]["batch_sizes"] == {1: 1, 5: 1}
     assert Counter(gate.batches[1]) == {0: 2, 1: 2, "other": 1}
 
@@ -1215,15 +1215,7 @@ def closing(p: pipe, sentinel: Future[Any]) -> threading.Thread:
     return closer
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "Jump",
-        "MapReduce",
-        "S[Identity,Jump]",
-        "S[Identity,MapReduce]",
-    ],
-)
+@pytest.mark.parametrize("backend", ["Jump", "MapReduce", "S[Identity,Jump]", "S[Identity,MapReduce]"])
 def test_close_fails_a_request_that_waits_for_a_jump(register: Register, backend: str) -> None:
     gate, last = Gate(), Gate()
     config = {"z": {"backend": register(last.backend)}, **jump(backend), "r": {"backend": register(gate.backend)}}
@@ -1245,10 +1237,7 @@ def test_close_fails_a_request_that_waits_for_a_jump(register: Register, backend
         assert type(error_of(waiting)) is PipeClosed
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["MapReduce", "S[Identity,MapReduce]"],
-)
+@pytest.mark.parametrize("backend", ["MapReduce", "S[Identity,MapReduce]"])
 def test_close_with_more_than_a_batch_at_the_target_of_a_jump(register: Register, backend: str) -> None:
     """The leader of r holds three elements back while two are computed."""
     gate, last = Gate(most=2), Gate()

@@ -19,7 +19,7 @@ def interpret(nodes: Nodes, root: str, data: Data) -> tuple[list[Data], bool]:
 
     One dict, or one for each Break where branches race for it.
     """
-    before = {name: [one for one in nodes if name in nodes[one]["next"]] for name in nodes}
+    before = {name: [node for node in nodes if name in nodes[node]["next"]] for name in nodes}
     readers = {
         name: [r for r in nodes for s, _ in nodes[r]["map"] if name in ([s] if s else before[r])] for name in nodes
     }
@@ -61,19 +61,19 @@ def interpret(nodes: Nodes, root: str, data: Data) -> tuple[list[Data], bool]:
         new: Data = {}
         error = None
         for source, pairs in nodes[name]["map"]:
-            for one in [source] if source else before[name]:
-                found = outputs[one][1]
-                new.update({"context": found["context"]} if "context" in found else {})
+            for node in [source] if source else before[name]:
+                output = outputs[node][1]
+                new.update({"context": output["context"]} if "context" in output else {})
                 for key, to in pairs:
-                    new.update({to: found[key]} if key in found else {})
-                    error = found.get("error", error) if to == "data" and key not in found else error
+                    new.update({to: output[key]} if key in output else {})
+                    error = output.get("error", error) if to == "data" and key not in output else error
         if "data" not in new:
             raise _Over({**new, "error": error or new.get("error", name)})
         return new
 
     breaks: list[Data] = []
     for name in nodes:
-        if name in outputs or not (name in inputs or (before[name] and all(one in outputs for one in before[name]))):
+        if name in outputs or not (name in inputs or (before[name] and all(node in outputs for node in before[name]))):
             continue
         try:
             if nodes[name]["map"]:
@@ -81,18 +81,18 @@ def interpret(nodes: Nodes, root: str, data: Data) -> tuple[list[Data], bool]:
             run(name)
         except _Over as over:
             breaks.append(over.args[0])
-    last = [dict(one) for one in breaks] or [{key: value for end in ends.values() for key, value in end.items()}]
+    last = [dict(end) for end in breaks] or [{key: value for end in ends.values() for key, value in end.items()}]
     data.pop("result", None)
     data.pop("error", None)
-    outcomes = [{**data, **one} for one in last]
-    for one in outcomes:
-        one.update({} if "result" in one or "error" in one else {"error": "none"})
+    outcomes = [{**data, **end} for end in last]
+    for outcome in outcomes:
+        outcome.update({} if "result" in outcome or "error" in outcome else {"error": "none"})
     return outcomes, bool(breaks)
 
 
 def _hidden(name: str, nodes: Nodes, before: Mapping[str, list[str]]) -> set[str]:
     inside = {name}
     for other in nodes:
-        if before[other] and all(one in inside for one in before[other]):
+        if before[other] and all(node in inside for node in before[other]):
             inside.add(other)
     return inside

@@ -20,8 +20,8 @@ def request(arrived: float, key: object = 0, deadline: float | None = None) -> R
 
 def batcher(timeout: float = 10.0, *requests: Request) -> Batcher:
     made = Batcher(timeout, lambda data: data["data"])
-    for one in requests:
-        made.add(one)
+    for each in requests:
+        made.add(each)
     return made
 
 
@@ -47,10 +47,10 @@ def test_the_timeout_counts_from_the_oldest_arrival(now: float, closes: bool) ->
 
 
 def test_without_company_on_the_way_nobody_waits() -> None:
-    one = request(0.0)
-    waiting = batcher(10.0, one)
+    lone = request(0.0)
+    waiting = batcher(10.0, lone)
     assert waiting.take(4, 0.0, quiet=False) is None
-    assert waiting.take(4, 0.0, quiet=True) == [one]
+    assert waiting.take(4, 0.0, quiet=True) == [lone]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_every_request_comes_out_once(actions: list[tuple[str, int, Any]], timeo
             assert held == 0 or (not quiet and close is not None and close > now)
             return False
         assert 1 <= len(batch) <= limit
-        assert len({one.data["data"] for one in batch}) == 1
+        assert len({each.data["data"] for each in batch}) == 1
         assert len(waiting) == held - len(batch)
         taken.extend(batch)
         return True
@@ -128,4 +128,4 @@ def test_every_request_comes_out_once(actions: list[tuple[str, int, Any]], timeo
         pass
     assert sorted(map(id, taken)) == sorted(map(id, added))
     for key in range(3):
-        assert [one for one in taken if one.data["data"] == key] == [one for one in added if one.data["data"] == key]
+        assert [out for out in taken if out.data["data"] == key] == [put for put in added if put.data["data"] == key]

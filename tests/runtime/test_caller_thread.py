@@ -65,7 +65,7 @@ def test_a_blocked_caller_runs_backends_as_far_as_they_allow(register: Register)
     with pipe(chain(free, f"S[{free},Identity]", bound, free)) as p:
         idle(p)(data := {"data": 1})
         here = threading.current_thread()
-        names = [one.name if one is not here else "caller" for one in data["result"]]
+        names = [thread.name if thread is not here else "caller" for thread in data["result"]]
         assert names == ["caller", "caller", "torchpipe-2-0", "torchpipe-3-0"]
         assert [node["requests"] for node in p.stats()["nodes"].values()] == [1, 1, 1, 1]
         assert all(not node["busy"] and not node["queued"] for node in p.stats()["nodes"].values())
@@ -74,7 +74,7 @@ def test_a_blocked_caller_runs_backends_as_far_as_they_allow(register: Register)
 def test_one_bound_backend_binds_its_sequence(register: Register) -> None:
     with pipe({"backend": f"S[{register(Where)},{register(AtHome)}]"}) as p:
         p(data := {"data": 1})
-    assert [one.name for one in data["result"]] == ["torchpipe-node-0"] * 2
+    assert [thread.name for thread in data["result"]] == ["torchpipe-node-0"] * 2
 
 
 def test_who_does_not_wait_for_one_answer_alone_runs_nothing(register: Register) -> None:

@@ -33,7 +33,7 @@ class Echo(ItemBackend):
 def pipe_threads() -> Threads:
     """The threads of the pipes that this test made."""
     before = set(threading.enumerate())
-    return lambda: [one for one in threading.enumerate() if one.name.startswith("torchpipe-") and one not in before]
+    return lambda: [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("torchpipe-")]
 
 
 # -- close --------------------------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ def graphs(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     for index, name in enumerate(names):
         earlier = names[:index]
         before = draw(st.lists(st.sampled_from(earlier), min_size=1, max_size=3, unique=True)) if earlier else []
-        ancestors[name] = [one for one in earlier if one in before or any(one in ancestors[b] for b in before)]
+        ancestors[name] = [node for node in earlier if node in before or any(node in ancestors[b] for b in before)]
         nodes[name] = {"next": [], "map": (), "filter": None}
-        for one in before:
-            nodes[one]["next"].append(name)
+        for node in before:
+            nodes[node]["next"].append(name)
         if len(before) > 1 or (before and draw(st.integers(0, 3)) == 0):
             nodes[name]["map"] = draw(maps(ancestors[name]))
         nodes[name]["filter"] = draw(st.sampled_from([None, *STATUSES]))
@@ -73,11 +73,11 @@ def maps(draw: st.DrawFn, ancestors: list[str]) -> tuple[tuple[str, tuple[tuple[
     sources = draw(st.lists(st.sampled_from(["", *ancestors]), min_size=1, max_size=3))
     keys = st.sampled_from(["result", "data", "request", "extra", *(f"at_{name}" for name in ancestors)])
     new = st.sampled_from(["x", "y", "data", "error"])
-    found = [(source, tuple(draw(st.lists(st.tuples(keys, new), min_size=1, max_size=3)))) for source in sources]
-    source, pairs = found[-1]
+    reads = [(source, tuple(draw(st.lists(st.tuples(keys, new), min_size=1, max_size=3)))) for source in sources]
+    source, pairs = reads[-1]
     last = draw(st.sampled_from(["result", "data"]))
-    found[-1] = (source, (*pairs, ("request", "request"), (last, "data")))
-    return tuple(found)
+    reads[-1] = (source, (*pairs, ("request", "request"), (last, "data")))
+    return tuple(reads)
 
 
 def as_config(nodes: dict[str, dict[str, Any]], backend: str, filters: dict[str, str]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_random_graphs(register: Register, nodes: dict[str, dict[str, Any]], con
     for index, data in enumerate(requests):
         plain = {"data": f"d{index}", "request": index, "extra": index, **({"context": [index]} if context else {})}
         expected, ends_early = interpret(as_reference(nodes, expected_seen), root, plain)
-        assert comparable(data) in [comparable(one) for one in expected]
+        assert comparable(data) in [comparable(outcome) for outcome in expected]
         if not ends_early:
             assert sharing(seen, index) == sharing(expected_seen, index)
     if not context:

@@ -216,7 +216,7 @@ def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> 
         for future in [first, *futures]:
             outcome(future)
     numbers = [
-        [next(i for i, value in enumerate(values) if value is one) for one in batch] for batch in gate.batches[1:]
+        [next(i for i, value in enumerate(values) if value is data) for data in batch] for batch in gate.batches[1:]
     ]
     assert numbers == [[0, 2], [1, 4], [3], [5], [6], [7]]
 
