@@ -65,14 +65,6 @@ def parse_arguments(arguments: Sequence[str], program: str) -> argparse.Namespac
     description = f"Load tester of the inference service. `{program} compare A.json B.json` compares two reports."
     parser = argparse.ArgumentParser(prog=program, description=description, epilog=_STATUSES)
     add_options(parser, clients="client processes")
-    _add_server_options(parser)
-    _add_arrival_options(parser)
-    _add_series_options(parser)
-    options = parser.parse_args(arguments, argparse.Namespace(total_number=None))
-    return complete(options)
-
-
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--host", default="127.0.0.1")
     option("--port", type=at_least(1, 65535), default=8888)
@@ -81,9 +73,6 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
     option("--csv", type=Path, metavar="FILE", help="write a line for each run to FILE")
     option("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing but itself, to FILE")
-
-
-def _add_arrival_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("when calls are sent").add_argument
     option(
         "--rate",
@@ -102,9 +91,6 @@ def _add_arrival_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to send for, in place of --total_number; of --search for each probe, default 10",
     )
-
-
-def _add_series_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument_group("judgement and several runs").add_argument
     limit = "99 %% of the calls must be answered within MS, from when they were due"
     option("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=limit)
@@ -114,6 +100,7 @@ def _add_series_options(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT=VALUES",
         help="a run for each value: clients=1,2,5 or rate=100:400:100 (start:stop:step, stop included)",
     )
+    return complete(parser.parse_args(arguments, argparse.Namespace(total_number=None)))
 
 
 def above_zero(what: str) -> Callable[[str], float]:

@@ -84,7 +84,9 @@ def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
     lines = [f"{row[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
     lines += ["", _interval_line(a, b), *differences(a, b)]
     for name, run in (("A", a), ("B", b)):
-        lines += [f"{name}: {warning}" for warning in _doubts(run)]
+        doubts = [*run["warnings"], *([] if run["valid"] else ["the run is not valid"])]
+        doubts += [f"unstable: {reason}" for reason in run.get("unstable_because", ())]
+        lines += [f"{name}: {doubt}" for doubt in doubts]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -94,18 +96,13 @@ def _row(title: str, a: float | None, b: float | None) -> tuple[str, str, str, s
 
 
 def _interval_line(a: dict[str, Any], b: dict[str, Any]) -> str:
-    interval = ratio_interval(whole_seconds(a), whole_seconds(b))
+    # Whole seconds: without the first one, in which clients set off, and the last, which is cut off.
+    interval = ratio_interval(*(run["images_ok_per_second"][1:-1] for run in (a, b)))
     if interval is None:
         return f"QPS ratio B/A: no interval, for both runs must have {LEAST_SECONDS} whole seconds"
     low, high = interval
     meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
     return f"QPS ratio B/A: {CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
-
-
-def whole_seconds(report: dict[str, Any]) -> list[int]:
-    """Images with a result in each second, without the first one, in which clients set off, and the last, cut off."""
-    series: list[int] = report["images_ok_per_second"]
-    return series[1:-1]
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[float, float] | None:
@@ -124,23 +121,15 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[f
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Settings, images and machines that are not the same, one a line."""
-    lines = []
-    for what in ("settings", "machine", "versions"):
-        before, after = a[what], b[what]
-        lines += _differences(what, before, after, sorted({*before, *after} - _IRRELEVANT))
-    return lines + _differences("images", a, b, ("image_files", "image_bytes_mean"))
-
-
-def _differences(what: str, a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> list[str]:
-    different = (name for name in names if a.get(name) != b.get(name))
-    return [f"DIFFERENT {what}: {name} is {a.get(name)} in A, {b.get(name)} in B" for name in different]
-
-
-def _doubts(report: dict[str, Any]) -> list[str]:
-    doubts = list(report["warnings"])
-    if not report["valid"]:
-        doubts.append("the run is not valid")
-    return doubts + [f"unstable: {reason}" for reason in report.get("unstable_because", ())]
+    parts = [(what, a[what], b[what]) for what in ("settings", "machine", "versions")]
+    images = [{key: run[key] for key in ("image_files", "image_bytes_mean")} for run in (a, b)]
+    parts.append(("images", images[0], images[1]))
+    return [
+        f"DIFFERENT {what}: {name} is {before.get(name)} in A, {after.get(name)} in B"
+        for what, before, after in parts
+        for name in sorted({*before, *after} - _IRRELEVANT)
+        if before.get(name) != after.get(name)
+    ]
 
 
 def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:

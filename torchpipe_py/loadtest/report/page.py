@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -41,42 +41,37 @@ svg .rule { stroke-width: 1.5; stroke-dasharray: 6 4; }
 summary { margin-top: 1.2rem; font-weight: 600; }
 """
 
+_COSTS = {
+    "server CPU": "server_cpu_percent",
+    "tester CPU": "tester_cpu_percent",
+    "busiest client": "tester_busiest_client_percent",
+    "other processes": "other_cpu_percent",
+}
 _LATENCY_NAMES = {name: name.replace("_", ".") for name in ("mean", "p50", "p90", "p99", "p99_9", "max", "min")}
 
 
 def page(report: dict[str, Any]) -> str:
     """The whole file, of one run or of several; everything that a server or a user named is escaped."""
-    title = f"Load test of {_server(report)}"
-    body = "\n".join(_several(report) if "runs" in report else _single(report))
-    return document(title, f"<h1>{escape(title)}</h1>\n{body}", STYLE)
-
-
-def _server(report: dict[str, Any]) -> str:
-    settings = (report["runs"][0] if "runs" in report else report)["settings"]
-    return f"{settings['host']}:{settings['port']}"
-
-
-def _single(report: dict[str, Any]) -> list[str]:
-    return [_about(report), *_run(report), *_circumstances(report)]
-
-
-def _several(report: dict[str, Any]) -> list[str]:
-    runs = report["runs"]
-    parts = [_about(runs[-1])]
-    if "search" in report:
-        search = report["search"]
-        state = "bad" if search["best_rate"] is None else "good" if search["valid"] else "doubtful"
-        parts.append(_badge(search_line(report), state))
-    elif report["stopped"] is not None:
-        parts.append(_badge(report["stopped"], "bad"))
-    parts.append(f"<h2>Runs ({len(runs)})</h2>")
-    parts.append(table(HEADS, map(run_cells, runs), kind="runs"))
-    parts.append(_plots(runs_plots(runs)))
-    for run in runs:
-        summary = f"{run['point']}: {verdict(run)}"
-        parts.append(f"<details><summary>{escape(summary)}</summary>")
-        parts += [*_run(run), "</details>"]
-    return parts + _circumstances(runs[-1])
+    runs = report.get("runs", [report])
+    last = runs[-1]
+    title = f"Load test of {last['settings']['host']}:{last['settings']['port']}"
+    parts = [f"<h1>{escape(title)}</h1>", _about(last)]
+    if "runs" not in report:
+        parts += _run(report)
+    else:
+        if "search" in report:
+            search = report["search"]
+            state = "bad" if search["best_rate"] is None else "good" if search["valid"] else "doubtful"
+            parts.append(_badge(search_line(report), state))
+        elif report["stopped"] is not None:
+            parts.append(_badge(report["stopped"], "bad"))
+        parts += [f"<h2>Runs ({len(runs)})</h2>", table(HEADS, map(run_cells, runs), kind="runs")]
+        parts.append(_plots(runs_plots(runs)))
+        for run in runs:
+            summary = f"<summary>{escape(run['point'])}: {escape(verdict(run))}</summary>"
+            parts += [f"<details>{summary}", *_run(run), "</details>"]
+    parts += _circumstances(last)
+    return document(title, "\n".join(parts), STYLE)
 
 
 def _about(report: dict[str, Any]) -> str:
@@ -142,40 +137,23 @@ def _error_table(report: dict[str, Any]) -> str:
 
 
 def _circumstances(report: dict[str, Any]) -> list[str]:
-    """Settings, machine and command; what costs CPU time."""
+    """Machine, what cost CPU time, settings and command; of several runs without what differs from run to run."""
+    several = "point" in report
     machine = {**report["machine"], **{f"{name} version": version for name, version in report["versions"].items()}}
-    if "point" not in report:
-        machine |= _costs(report)
-    command = escape(shlex.join(report["command"]))
+    if not several:
+        for title, key in _COSTS.items():
+            if report[key] is not None:
+                machine[title] = f"{report[key]:.0f} % of a core"
+        for gpu in report["gpus"] or ():
+            use, memory = gpu["utilization_mean"], gpu["memory_used_max_mib"]
+            shown = [f"{use:.0f} % busy" if use is not None else "", f"{memory:.0f} MiB" if memory is not None else ""]
+            machine[f"GPU {gpu['index']}"] = ", ".join([gpu["name"], *filter(None, shown)])
+    varying = {"request_client", "rate"} if several else set()
+    settings = {name: value for name, value in report["settings"].items() if value is not None and name not in varying}
+    settings["images"] = f"{report['image_files']}, {report['image_bytes_mean'] / 1000:.1f} kB each in the mean"
+    tables = [table(("", ""), [(name, str(value)) for name, value in rows.items()]) for rows in (machine, settings)]
     return [
-        '<div class="pair">',
-        f"<div><h2>Machine</h2>{table(('', ''), _pairs(machine))}</div>",
-        f"<div><h2>Settings</h2>{table(('', ''), _pairs(_settings(report)))}</div>",
-        f"</div>\n<h2>Command</h2><p><code>{command}</code></p>",
+        f'<div class="pair">\n<div><h2>Machine</h2>{tables[0]}</div>',
+        f"<div><h2>Settings</h2>{tables[1]}</div>\n</div>",
+        f"<h2>Command</h2><p><code>{escape(shlex.join(report['command']))}</code></p>",
     ]
-
-
-def _settings(report: dict[str, Any]) -> dict[str, Any]:
-    files = f"{report['image_files']}, {report['image_bytes_mean'] / 1000:.1f} kB each in the mean"
-    varying = {"request_client", "rate"} if "point" in report else set()
-    shown = {name: value for name, value in report["settings"].items() if value is not None and name not in varying}
-    return {**shown, "images": files}
-
-
-def _costs(report: dict[str, Any]) -> dict[str, Any]:
-    titles = {
-        "server CPU": "server_cpu_percent",
-        "tester CPU": "tester_cpu_percent",
-        "busiest client": "tester_busiest_client_percent",
-        "other processes": "other_cpu_percent",
-    }
-    costs = {title: f"{report[key]:.0f} % of a core" for title, key in titles.items() if report[key] is not None}
-    for gpu in report["gpus"] or ():
-        use, memory = gpu["utilization_mean"], gpu["memory_used_max_mib"]
-        shown = [f"{use:.0f} % busy" if use is not None else "", f"{memory:.0f} MiB" if memory is not None else ""]
-        costs[f"GPU {gpu['index']}"] = ", ".join([gpu["name"], *filter(None, shown)])
-    return costs
-
-
-def _pairs(values: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    return ((name, str(value)) for name, value in values.items())
