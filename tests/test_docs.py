@@ -169,7 +169,6 @@ class Reader:
             assert self.service.poll() is None, log.read_text(encoding="utf-8")
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(0.1)  # the rest of what it prints at its start
         return self.without_ports(log.read_text(encoding="utf-8"))
 
     def run_python(self, code: str) -> None:
