@@ -135,7 +135,7 @@ class Connection:
 
     def settle(self) -> None:
         """Tell the journal where all that was taken has begun."""
-        if self.is_settled:
+        if not self.backlog and not self.reader.pending_bytes:
             self.journal.settle()
 
     def attach(self, ticket: Cancellable) -> bool:

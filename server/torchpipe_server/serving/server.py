@@ -283,10 +283,9 @@ class Server:
         try:
             if connection.is_refused:
                 connection.end_after_replies()
-            method = self._service.method(message)
-            if connection.is_refused:
+                self._service.method(message)  # what is wrong with the message itself comes first
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
-            args = self._service.arguments(message, method)
+            method, args = self._service.decode(message)
             if self.counters.is_logging:
                 request_id = method.request_id(args)
             ticket = method.start(args, partial(self._finish, connection, head, began, request_id))

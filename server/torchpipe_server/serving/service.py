@@ -48,12 +48,8 @@ class UnknownMethodError(Exception):
     """A message for a method that the service does not have."""
 
 
-class Reply(NamedTuple):
-    """``data`` for the client, and what the request is counted as."""
-
-    data: bytes
-    method: str
-    outcome: str
+Reply = tuple[bytes, str, str]
+"""For the client: the bytes. For the counters: the method and the outcome."""
 
 
 class ThriftService:
@@ -80,42 +76,46 @@ class ThriftService:
             raise UnknownMethodError(f"no method {message.name!r}")
         return method
 
-    def arguments(self, message: Message, method: Method) -> Any:
-        """The message's arguments, an ``args`` of the method. Raises ``BadArgumentsError``."""
-        return self._codec.decode_args(message, method.args)
+    def decode(self, message: Message) -> tuple[Method, Any]:
+        """What the message calls, and the arguments. Raises what is wrong with either."""
+        method = self._methods.get(message.name)
+        if method is None or message.error is not None:
+            method = self.method(message)
+        return method, self._codec.decode_args(message, method.args)
 
     def reply(self, message: Message, result: Any) -> Reply:
-        """The answer that carries a result struct, or the exception there is in its place.
-
-        An error that the method does not declare becomes what every client understands.
-        """
+        """The answer that carries a result struct, or the exception there is in its place."""
         method = self._methods.get(message.name)
-        if isinstance(result, UnknownMethodError):
-            return self._exception(message, TApplicationException.UNKNOWN_METHOD, str(result), "unknown_method")
-        if isinstance(result, BadArgumentsError):
-            return self._exception(message, TApplicationException.PROTOCOL_ERROR, str(result), "bad_arguments")
         if isinstance(result, BaseException):
             try:
-                if method is None:
+                if method is None or isinstance(result, (UnknownMethodError, BadArgumentsError)):
                     raise result
                 result = method.fail(result)
             except BaseException as error:
-                outcome = "cancelled" if isinstance(error, CancelledError) else getattr(error, "code", "internal")
-                text = f"{type(error).__name__}: {describe_error(error)}"
-                return self._exception(message, TApplicationException.INTERNAL_ERROR, text, str(outcome))
+                return self._undeclared(message, error)
+        assert method is not None
         try:
-            assert method is not None
             data = b"" if message.type == ONEWAY else self._codec.encode_reply(message, result)
-            return Reply(data, message.name, method.outcome(result))
+            return data, message.name, method.outcome(result)
         except Exception as error:
             logger.exception("a result of %s cannot be encoded", message.name)
             return self._exception(message, TApplicationException.INTERNAL_ERROR, describe_error(error), "internal")
+
+    def _undeclared(self, message: Message, error: BaseException) -> Reply:
+        """An error that the method does not declare becomes what every client understands."""
+        if isinstance(error, UnknownMethodError):
+            return self._exception(message, TApplicationException.UNKNOWN_METHOD, str(error), "unknown_method")
+        if isinstance(error, BadArgumentsError):
+            return self._exception(message, TApplicationException.PROTOCOL_ERROR, str(error), "bad_arguments")
+        outcome = "cancelled" if isinstance(error, CancelledError) else getattr(error, "code", "internal")
+        text = f"{type(error).__name__}: {describe_error(error)}"
+        return self._exception(message, TApplicationException.INTERNAL_ERROR, text, str(outcome))
 
     def _exception(self, message: Message, kind: int, text: str, outcome: str) -> Reply:
         error = TApplicationException(kind, text)
         data = b"" if message.type == ONEWAY else self._codec.encode_exception(message, error)
         # NOTE: what a client makes up must not become a name among the counters.
-        return Reply(data, message.name if message.name in self._methods else "unknown", outcome)
+        return data, message.name if message.name in self._methods else "unknown", outcome
 
 
 def reason(data: Mapping[str, Any], key: str) -> BaseException:

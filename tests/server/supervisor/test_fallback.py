@@ -116,9 +116,9 @@ REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binar
 
 def reply_to(name: str, framing: Framing, idl: object) -> bytes:
     loop = Loop()
-    reply = Fallback(loop, idl).service.reply(Message(name, CALL, -3, framing), WorkerDied("it ended"))
+    reply, _, _ = Fallback(loop, idl).service.reply(Message(name, CALL, -3, framing), WorkerDied("it ended"))
     loop.close()
-    return reply.data
+    return reply
 
 
 @pytest.mark.parametrize("framing", REPLIES, ids=str)
