@@ -17,8 +17,6 @@ from thriftpy2.thrift import TApplicationException, TType
 from torchpipe_server.wire.protocol import EXCEPTION, REPLY, Message
 from torchpipe_server.wire.scanner import (
     I64_VARINT,
-    BinaryScanner,
-    CompactScanner,
     Limits,
     Scanner,
     compact_container,
@@ -94,10 +92,11 @@ class Decoder:
     Fields of unknown number are skipped; a known field or element of another type is refused, unlike in other readers.
     """
 
+    is_compact: ClassVar[bool]
     wire_types: ClassVar[dict[int, int]]  # of thriftpy2's types
 
-    def __init__(self, scanner: Scanner) -> None:
-        self._scanner = scanner
+    def __init__(self, limits: Limits) -> None:
+        self._scanner = Scanner(limits, self.is_compact)
         self._structs: dict[type, Read] = {}
 
     def struct(self, cls: type) -> Read:
@@ -176,12 +175,10 @@ class Decoder:
 class BinaryDecoder(Decoder):
     """Of the binary protocol, with or without a version in the header."""
 
+    is_compact = False
     wire_types: ClassVar = {ttype: ttype for ttype in (2, 3, 4, 6, 8, 10, 11, 12, 13, 14, 15)} | {
         TType.BINARY: TType.STRING
     }
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(BinaryScanner(limits))
 
     def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
         skip = self._skip
@@ -237,10 +234,8 @@ def _read_bytes(view: memoryview, at: int) -> tuple[bytes, int]:
 class CompactDecoder(Decoder):
     """Of the compact protocol."""
 
+    is_compact = True
     wire_types: ClassVar = {2: 1, 3: 3, 4: 7, 6: 4, 8: 5, 10: 6, 11: 8, 12: 12, 13: 11, 14: 10, 15: 9, TType.BINARY: 8}
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(CompactScanner(limits))
 
     def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
         skip = self._skip

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from torchpipe_server.wire.scanner import (
     I32_VARINT,
-    BinaryScanner,
     Buffer,
-    CompactScanner,
     Limits,
     ProtocolError,
     Scanner,
@@ -79,7 +77,7 @@ class MessageReader:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._framing: Framing | None = None
-        self._scanner: Scanner = BinaryScanner(limits)
+        self._scanner = Scanner(limits, is_compact=False)
         self._held = bytearray()  # an unfinished message, from its first byte
         self._header: Header | None = None  # of that message
         self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
@@ -187,7 +185,7 @@ class MessageReader:
         framing = detect(buffer, start, end)
         if framing is not None:
             self._framing = framing
-            self._scanner = (CompactScanner if framing.protocol == "compact" else BinaryScanner)(self._limits)
+            self._scanner = Scanner(self._limits, framing.protocol == "compact")
         return framing
 
 

@@ -79,17 +79,28 @@ def read_size(buffer: Buffer, at: int, end: int) -> tuple[int, int]:
     return size, at
 
 
+# What a type on the wire is: a size in bytes where that is fixed, else one of these.
+_BAD, _VARINT, _STRING, _STRUCT, _MAP, _LIST = range(-1, -7, -1)
+_BINARY = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 11: _STRING, 12: _STRUCT, 13: _MAP, 14: _LIST, 15: _LIST}
+_COMPACT = {1: 1, 2: 1, 3: 1, 4: _VARINT, 5: _VARINT, 6: _VARINT, 7: 8, 8: _STRING, 9: _LIST, 10: _LIST} | {
+    11: _MAP,
+    12: _STRUCT,
+}
+_BINARY_KINDS = [_BINARY.get(wire, _BAD) for wire in range(256)]
+_COMPACT_KINDS = [_COMPACT.get(wire, _BAD) for wire in range(16)]
+
+
 class Scanner:
-    """A position in a value that arrives in pieces.
+    """A position in a value that arrives in pieces, of the compact protocol or of the binary one.
 
     `advance` does not look again at what it passed: an interruption repeats at most one field header. `pos` may lie
     behind the bytes that have arrived, since strings and numbers of a fixed size are passed by arithmetic.
     """
 
-    __slots__ = ("_beyond", "_first", "_items", "_left", "_limits", "_second", "_stack", "limit", "pos")
+    __slots__ = ("_beyond", "_first", "_is_compact", "_items", "_left", "_limits", "_second", "_stack", "limit", "pos")
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, is_compact: bool) -> None:
+        self._limits, self._is_compact = limits, is_compact
         self.start_struct(0, 0)
 
     def start_struct(self, pos: int, limit: int, beyond: str = "too_large") -> None:
@@ -113,12 +124,113 @@ class Scanner:
 
     def advance(self, buffer: Buffer, end: int) -> bool:
         """Scan up to `end`; True when the value has ended, at `pos`. Raises `ProtocolError`."""
-        raise NotImplementedError
+        is_compact, limits, stack = self._is_compact, self._limits, self._stack
+        kinds = _COMPACT_KINDS if is_compact else _BINARY_KINDS
+        pos, left, first, second, items = self.pos, self._left, self._first, self._second, self._items
+        end = min(end, self.limit)
+        while True:
+            unread = items
+            if left < 0:
+                if pos >= end:
+                    break
+                wire = head = buffer[pos]
+                if is_compact:
+                    wire &= 15
+                if wire == 0:
+                    pos += 1
+                    if not stack:
+                        self.pos = pos
+                        return True
+                    left, first, second = stack.pop()
+                    continue
+                at = pos + 3
+                if is_compact:
+                    at = pos + 1
+                    if head < 16:
+                        _, at = read_varint(buffer, at, end, I32_VARINT)
+                        if not at:
+                            break
+                items -= 1
+                if items < 0:
+                    self._refuse_items(0)
+                if is_compact and wire < 3:  # a bool field: its type is its value
+                    pos = at
+                    continue
+            elif left:
+                wire = second if left & 1 else first
+                at = pos
+            else:
+                if not stack:
+                    self.pos = pos
+                    return True
+                left, first, second = stack.pop()
+                continue
 
-    def _suspend(self, pos: int, end: int, left: int, first: int, second: int, items: int) -> bool:
+            kind = kinds[wire]
+            if kind > 0:
+                pos = at + kind
+                left -= 1
+                continue
+            if kind == _STRING:
+                if is_compact:
+                    size, at = read_size(buffer, at, end)
+                    if not at:
+                        break
+                else:
+                    if at + 4 > end:
+                        break
+                    size = _i32_at(buffer, at)[0]
+                    at += 4
+                if not 0 <= size <= limits.string_bytes:
+                    self._refuse_string(size)
+                pos = at + size
+                left -= 1
+                continue
+            if kind == _VARINT:
+                at = _skip_varint(buffer, at, end)
+                if not at:
+                    break
+                pos = at
+                left -= 1
+                continue
+            if kind == _BAD:
+                raise ProtocolError("bad_type", f"type {wire}")
+
+            if len(stack) + 2 > limits.depth:
+                self._refuse_depth()
+            if kind == _STRUCT:
+                stack.append((left - 1, first, second))
+                pos, left = at, -1
+                continue
+            is_map = kind == _MAP
+            if is_compact:
+                size, key, value, at = compact_container(buffer, at, end, is_map)
+                if not at:
+                    break
+            else:
+                body = at + 5 + is_map
+                if body > end:
+                    break
+                size, key, value, at = _i32_at(buffer, body - 4)[0], buffer[at], buffer[body - 5], body
+            items -= size
+            if size < 0 or items < 0:
+                self._refuse_items(size)
+            pos = at
+            if size == 0:
+                left -= 1
+                continue
+            key_kind, value_kind = kinds[key], kinds[value]
+            if key_kind == _BAD or value_kind == _BAD:
+                raise ProtocolError("bad_type", f"a container of types {key}, {value}")
+            if key_kind > 0 and value_kind > 0:
+                pos += size * (key_kind + value_kind if is_map else value_kind)
+                left -= 1
+                continue
+            stack.append((left - 1, first, second))
+            left, first, second = (2 * size if is_map else size), key, value
         if pos > self.limit or end >= self.limit:
             raise ProtocolError(self._beyond, "the message goes on after its limit or the end of its frame")
-        self.pos, self._left, self._first, self._second, self._items = pos, left, first, second, items
+        self.pos, self._left, self._first, self._second, self._items = pos, left, first, second, unread
         return False
 
     def _refuse_string(self, size: int) -> NoReturn:
@@ -133,200 +245,6 @@ class Scanner:
 
     def _refuse_depth(self) -> NoReturn:
         raise ProtocolError("too_deep", f"more than {self._limits.depth} nested structs and containers")
-
-
-def _table(entries: dict[int, int], size: int) -> list[int]:
-    return [entries.get(wire_type, -1) for wire_type in range(size)]
-
-
-_STRING, _STRUCT, _MAP = 11, 12, 13
-# Bytes of a value; 0: it begins with a header, of so many bytes; negative: there is no such type.
-_BINARY_SIZES = _table({2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 11: 0, 12: 0, 13: 0, 14: 0, 15: 0}, 256)
-_BINARY_HEADERS = _table({11: 4, 12: 0, 13: 6, 14: 5, 15: 5}, 256)
-
-
-class BinaryScanner(Scanner):
-    """Of the binary protocol."""
-
-    __slots__ = ()
-
-    def advance(self, buffer: Buffer, end: int) -> bool:
-        limits, stack, sizes = self._limits, self._stack, _BINARY_SIZES
-        pos, left, first, second, items = self.pos, self._left, self._first, self._second, self._items
-        end = min(end, self.limit)
-        while True:
-            unread = items
-            if left < 0:
-                if pos >= end:
-                    break
-                wire = buffer[pos]
-                if wire == 0:
-                    pos += 1
-                    if not stack:
-                        self.pos = pos
-                        return True
-                    left, first, second = stack.pop()
-                    continue
-                items -= 1
-                if items < 0:
-                    self._refuse_items(0)
-                at = pos + 3
-            elif left:
-                wire = second if left & 1 else first
-                at = pos
-            else:
-                if not stack:
-                    self.pos = pos
-                    return True
-                left, first, second = stack.pop()
-                continue
-
-            size = sizes[wire]
-            if size > 0:
-                pos = at + size
-                left -= 1
-                continue
-            if size < 0:
-                raise ProtocolError("bad_type", f"type {wire}")
-            body = at + _BINARY_HEADERS[wire]
-            if body > end:
-                break
-            if wire == _STRING:
-                size = _i32_at(buffer, at)[0]
-                if not 0 <= size <= limits.string_bytes:
-                    self._refuse_string(size)
-                pos = body + size
-                left -= 1
-                continue
-
-            if len(stack) + 2 > limits.depth:
-                self._refuse_depth()
-            pos = body
-            if wire == _STRUCT:
-                stack.append((left - 1, first, second))
-                left = -1
-                continue
-            size = _i32_at(buffer, body - 4)[0]
-            items -= size
-            if size < 0 or items < 0:
-                self._refuse_items(size)
-            if size == 0:
-                left -= 1
-                continue
-            key, value = buffer[at], buffer[body - 5]
-            key_size, value_size = sizes[key], sizes[value]
-            if key_size < 0 or value_size < 0:
-                raise ProtocolError("bad_type", f"a container of types {key}, {value}")
-            if key_size and value_size:
-                pos += size * (key_size + value_size if wire == _MAP else value_size)
-                left -= 1
-                continue
-            stack.append((left - 1, first, second))
-            left, first, second = (2 * size if wire == _MAP else size), key, value
-        return self._suspend(pos, end, left, first, second, unread)
-
-
-_C_BINARY, _C_MAP, _C_STRUCT = 8, 11, 12
-_VARINT = 9  # stands for a size in the table below; 0: the value begins with a header
-_COMPACT_SIZES = _table(
-    {1: 1, 2: 1, 3: 1, 4: _VARINT, 5: _VARINT, 6: _VARINT, 7: 8, 8: 0, 9: 0, 10: 0, 11: 0, 12: 0}, 16
-)
-
-
-class CompactScanner(Scanner):
-    """Of the compact protocol."""
-
-    __slots__ = ()
-
-    def advance(self, buffer: Buffer, end: int) -> bool:
-        limits, stack, sizes = self._limits, self._stack, _COMPACT_SIZES
-        pos, left, first, second, items = self.pos, self._left, self._first, self._second, self._items
-        end = min(end, self.limit)
-        while True:
-            unread = items
-            if left < 0:
-                if pos >= end:
-                    break
-                head = buffer[pos]
-                wire = head & 15
-                if wire == 0:
-                    pos += 1
-                    if not stack:
-                        self.pos = pos
-                        return True
-                    left, first, second = stack.pop()
-                    continue
-                at = pos + 1
-                if head < 16:
-                    _, at = read_varint(buffer, at, end, I32_VARINT)
-                    if not at:
-                        break
-                items -= 1
-                if items < 0:
-                    self._refuse_items(0)
-                if wire < 3:  # a bool field: its type is its value
-                    pos = at
-                    continue
-            elif left:
-                wire = second if left & 1 else first
-                at = pos
-            else:
-                if not stack:
-                    self.pos = pos
-                    return True
-                left, first, second = stack.pop()
-                continue
-
-            size = sizes[wire]
-            if size < 0:
-                raise ProtocolError("bad_type", f"type {wire}")
-            if size == _VARINT:
-                at = _skip_varint(buffer, at, end)
-                if not at:
-                    break
-                pos = at
-                left -= 1
-                continue
-            if size:
-                pos = at + size
-                left -= 1
-                continue
-            if wire == _C_BINARY:
-                size, at = read_size(buffer, at, end)
-                if not at:
-                    break
-                if size > limits.string_bytes:
-                    self._refuse_string(size)
-                pos = at + size
-                left -= 1
-                continue
-
-            if len(stack) + 2 > limits.depth:
-                self._refuse_depth()
-            if wire == _C_STRUCT:
-                stack.append((left - 1, first, second))
-                pos, left = at, -1
-                continue
-            size, key, value, at = compact_container(buffer, at, end, wire == _C_MAP)
-            if not at:
-                break
-            items -= size
-            if items < 0:
-                self._refuse_items(size)
-            pos = at
-            if size == 0:
-                left -= 1
-                continue
-            key_size, value_size = sizes[key], sizes[value]
-            if key_size < 0 or value_size < 0:
-                raise ProtocolError("bad_type", f"a container of types {key}, {value}")
-            if key_size and value_size and key_size != _VARINT and value_size != _VARINT:
-                pos += size * (key_size + value_size if wire == _C_MAP else value_size)
-                left -= 1
-                continue
-            stack.append((left - 1, first, second))
-            left, first, second = (2 * size if wire == _C_MAP else size), key, value
-        return self._suspend(pos, end, left, first, second, unread)
 
 
 def compact_container(buffer: Buffer, at: int, end: int, is_map: bool) -> tuple[int, int, int, int]:
