@@ -66,8 +66,8 @@ def test_check_tells_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     lines = printed.err.splitlines()
     assert printed.out == ""
     assert all(line.startswith(f"torchpipe: {path}: ") for line in lines)
-    found = [line.removeprefix(f"torchpipe: {path}: ").split(": ", 2)[:2] for line in lines]
-    assert sorted(found) == [
+    places = [line.removeprefix(f"torchpipe: {path}: ").split(": ", 2)[:2] for line in lines]
+    assert sorted(places) == [
         ["global", "key 'resize_h'"],
         ["node 'a'", "key 'resize_w'"],
         ["node 'a'", "key 'resize_ww'"],

@@ -180,4 +180,4 @@ def test_a_postprocessor_is_split_where_it_can_be(make: Any) -> None:
     expected = whole.forward([torch.cat([sums(mat) for mat in mats])])
     assert [label for label, _ in split] == [label for label, _ in expected]
     kept = run(make(postprocessor=Cpu), mats)
-    assert all(torch.equal(one, sums(mat)) for one, mat in zip(kept, mats, strict=True))
+    assert all(torch.equal(result, sums(mat)) for result, mat in zip(kept, mats, strict=True))

@@ -75,7 +75,7 @@ def test_built_once_then_loaded(tmp_path: Path, built: list[str]) -> None:
     assert cached_engine(TRT, SPEC, path, GPU) == "engine of model"
     assert cached_engine(TRT, SPEC, path, GPU) == "engine of model"
     assert built == ["fp16"]
-    assert sorted(one.name for one in Path(path).parent.iterdir()) == ["m.trt", "m.trt.key", "m.trt.lock"]
+    assert sorted(file.name for file in Path(path).parent.iterdir()) == ["m.trt", "m.trt.key", "m.trt.lock"]
 
 
 def test_without_a_cache_it_is_built_each_time(built: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -255,9 +255,9 @@ def test_a_model_in_half_precision_is_near_and_keeps_its_inputs_and_outputs(clas
     content = model_bytes(classifier, (10.0, 20.0, 30.0), (50.0,))
     half = half_model(content, ())
     model = onnx.load_from_string(half)
-    types = {one.data_type for one in model.graph.initializer}
+    types = {tensor.data_type for tensor in model.graph.initializer}
     assert onnx.TensorProto.FLOAT16 in types
-    full, small = (onnxruntime.InferenceSession(one, providers=["CPUExecutionProvider"]) for one in (content, half))
+    full, small = (onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]) for model in (content, half))
     (given,) = full.get_inputs()
     shape = [dim if isinstance(dim, int) else 2 for dim in given.shape]
     feed = {given.name: np.random.default_rng(0).uniform(0, 255, shape).astype(np.float32)}

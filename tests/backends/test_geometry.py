@@ -196,7 +196,7 @@ def test_aligned_widths_are_the_nearest_ones() -> None:
                 item = {"data": np.zeros((height, width, 1), np.uint8)}
                 p(item)
                 exact = width * 48 / height
-                best = min(abs(exact - one) for one in range(16, 161, 16))
+                best = min(abs(exact - width) for width in range(16, 161, 16))
                 assert item["resize_w"] in range(16, 161, 16)
                 assert abs(exact - item["resize_w"]) == best
 

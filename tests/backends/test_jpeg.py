@@ -136,7 +136,7 @@ class ByOpenCV:
     def decode(self, encoded: list[bytes]) -> list[Any]:
         assert all(encoded)
         flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-        mats = [cv2.imdecode(np.frombuffer(one, np.uint8), flags) for one in encoded]
+        mats = [cv2.imdecode(np.frombuffer(content, np.uint8), flags) for content in encoded]
         return [
             DecodeError("too wide") if mat.shape[1] > 60 else torch.from_numpy(mat).permute(2, 0, 1) for mat in mats
         ]
@@ -150,7 +150,7 @@ def test_decode_tensor_gives_each_item_its_image_or_its_error(color: str) -> Non
     data = [b"no image", by_pillow(exif=exif), wide, np.frombuffer(by_pillow(), np.uint8), b""]
     backend = DecodeTensor(BackendConfig(params={"color": color, "decoder": "torchvision", "max_batch": 8}))
     backend._jpegs = ByOpenCV()  # type: ignore[assignment]
-    items = [{"data": one} for one in data]
+    items = [{"data": content} for content in data]
     backend.forward_guarded(items)
     assert [str(item.get("error", "")) for item in items] == [
         "8 bytes are no JPEG",

@@ -316,14 +316,14 @@ def test_postprocessors(register: Register, classifier: str, count: int) -> None
     values = tensors(count, 3, 8, 8)
     (logits,) = reference(classifier, x=torch.cat(values))
     softmax = torch.from_numpy(logits).softmax(1)
-    found = {
+    results = {
         name: [item["result"] for item in run_together(register, values, model=classifier, max=4, postprocessor=name)]
         for name in ("cpu", "SoftmaxCpu", "SoftmaxMax")
     }
     for index in range(count):
-        torch.testing.assert_close(found["cpu"][index], torch.from_numpy(logits[index : index + 1]))
-        torch.testing.assert_close(found["SoftmaxCpu"][index], softmax[index : index + 1])
-        label, score = found["SoftmaxMax"][index]
+        torch.testing.assert_close(results["cpu"][index], torch.from_numpy(logits[index : index + 1]))
+        torch.testing.assert_close(results["SoftmaxCpu"][index], softmax[index : index + 1])
+        label, score = results["SoftmaxMax"][index]
         assert (label, type(label), type(score)) == (int(logits[index].argmax()), int, float)
         assert score == pytest.approx(softmax[index].max().item(), abs=1e-6)
 

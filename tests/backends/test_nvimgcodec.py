@@ -60,7 +60,7 @@ class Library(ModuleType):
             self.calls.append((name, encoded))
             if not self.works[kinds] or (name == "engines" and b"poison" in encoded and len(encoded) > 1):
                 return [None] * len(encoded)
-            return [self._image(one.decode(), name) for one in encoded]
+            return [self._image(content.decode(), name) for content in encoded]
 
         return SimpleNamespace(decode=decode)
 
@@ -87,18 +87,18 @@ def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
 
 
 def described(images: list[Any]) -> list[Any]:
-    return [str(one) if isinstance(one, DecodeError) else (*one.shape[1:], int(one.max())) for one in images]
+    return [str(image) if isinstance(image, DecodeError) else (*image.shape[1:], int(image.max())) for image in images]
 
 
 def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> None:
     codec = NvImageCodec(CPU, STREAM, TRIAL)
     library.calls.clear()
-    found = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
+    images = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
     problem = "11 bytes: nvImageCodec cannot decode them (PYNVIMGCODEC_VERBOSITY=2 makes it say why)"
-    assert described(found) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), problem, (4, 5, 1)]
+    assert described(images) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), problem, (4, 5, 1)]
     assert library.calls == [
         ("engines", [b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"]),
-        *(("engines", [one]) for one in (b"4x5 cores", b"6x7 nothing", b"4x5 cores")),
+        *(("engines", [content]) for content in (b"4x5 cores", b"6x7 nothing", b"4x5 cores")),
         ("cores", [b"4x5 cores", b"6x7 nothing", b"4x5 cores"]),
         ("cores", [b"6x7 nothing"]),
     ]
@@ -125,10 +125,10 @@ def test_images_are_copies_whether_their_sizes_differ_or_not(library: Library) -
     library._image = lambda text, name: given.append(image(text, name)) or given[-1]  # type: ignore[method-assign]
     for batch in ([b"2x3"], [b"2x3", b"2x3"], [b"2x3", b"3x2"]):
         given.clear()
-        found = codec.decode(batch)
-        for one in given:
-            one.fill_(9)
-        assert [int(one.max()) for one in found] == [0] * len(batch)
+        images = codec.decode(batch)
+        for array in given:
+            array.fill_(9)
+        assert [int(image.max()) for image in images] == [0] * len(batch)
 
 
 def test_a_gpu_without_engines_decodes_on_its_cores_and_says_so(

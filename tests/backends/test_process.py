@@ -56,8 +56,8 @@ def nothing_left() -> Iterator[None]:
 def shared_memory() -> set[str]:
     """But for what other programs beside the tests have of ``multiprocessing`` and PyTorch, and no backend here."""
     mine = f"torch_{os.getpid()}_"
-    found = os.listdir("/dev/shm")
-    return {name for name in found if name.startswith(mine) or not name.startswith(("sem.mp-", "torch_"))}
+    names = os.listdir("/dev/shm")
+    return {name for name in names if name.startswith(mine) or not name.startswith(("sem.mp-", "torch_"))}
 
 
 def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:
@@ -68,20 +68,20 @@ def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:
 
 @pytest.fixture
 def obedient() -> Iterator[Process]:
-    one = backend(process_backends.Obedient)
-    one.setup()
-    yield one
-    one.close()
+    process = backend(process_backends.Obedient)
+    process.setup()
+    yield process
+    process.close()
 
 
-def forward(one: Process, data: Any, **more: Any) -> Data:
+def forward(process: Process, data: Any, **more: Any) -> Data:
     item = {"data": data, **more}
-    one.forward([item])
+    process.forward([item])
     return item
 
 
-def pid_of(one: Process) -> int:
-    return int(forward(one, "pid")["result"][0])
+def pid_of(process: Process) -> int:
+    return int(forward(process, "pid")["result"][0])
 
 
 # -- the same as without ------------------------------------------------------------------------------------------
@@ -208,18 +208,18 @@ def assert_same(left: Any, right: Any) -> None:
         for key, value in left.items():
             assert_same(value, right[key])
     elif isinstance(left, (list, tuple)):
-        for one, other in zip(left, right, strict=True):
-            assert_same(one, other)
+        for value, other in zip(left, right, strict=True):
+            assert_same(value, other)
     else:
         assert left == right
 
 
 @pytest.fixture(scope="module")
 def inspect() -> Iterator[Process]:
-    one = backend(process_backends.Inspect)
-    one.setup()
-    yield one
-    one.close()
+    process = backend(process_backends.Inspect)
+    process.setup()
+    yield process
+    process.close()
 
 
 @pytest.mark.parametrize("name", VALUES)

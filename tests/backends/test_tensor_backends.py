@@ -87,9 +87,9 @@ def to_mat(tensor: torch.Tensor) -> np.ndarray:
 def sizes(count: int, seed: int, most: int = 90) -> list[tuple[int, int, int, int]]:
     """Height and width before and after: up, down, mixed, one pixel wide, one side unchanged."""
     rng = np.random.default_rng(seed)
-    found = [tuple(int(one) for one in rng.integers(1, most, 4)) for _ in range(count)]
-    found += [(1, 1, 7, 5), (1, 40, 9, 3), (40, 1, 3, 9), (30, 50, 1, 1), (20, 30, 20, 7), (20, 30, 7, 30)]
-    return [*found, (20, 30, 40, 60), (40, 60, 20, 30), (20, 30, 20, 30), (2, 300, 300, 2)]
+    sizes = [tuple(int(side) for side in rng.integers(1, most, 4)) for _ in range(count)]
+    sizes += [(1, 1, 7, 5), (1, 40, 9, 3), (40, 1, 3, 9), (30, 50, 1, 1), (20, 30, 20, 7), (20, 30, 7, 30)]
+    return [*sizes, (20, 30, 40, 60), (40, 60, 20, 30), (20, 30, 20, 30), (2, 300, 300, 2)]
 
 
 # -- colors -------------------------------------------------------------------------------------------------------
@@ -481,12 +481,12 @@ def test_a_result_with_a_gradient_becomes_a_mat() -> None:
 def test_vector(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     result = run("Tensor2Vector", torch.arange(6).to(dtype).reshape(shape))["result"]
     assert result == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert all(type(one) is float for one in result)
+    assert all(type(value) is float for value in result)
 
 
 def test_a_vector_keeps_float32_and_row_major_order() -> None:
     tensor = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).T
-    assert run("Tensor2Vector", tensor)["result"] == [float(one) for one in tensor.contiguous().numpy().ravel()]
+    assert run("Tensor2Vector", tensor)["result"] == [float(value) for value in tensor.contiguous().numpy().ravel()]
     assert run("Tensor2Vector", torch.zeros(0))["result"] == []
 
 
@@ -650,7 +650,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatc
     replace = os.replace
 
     def watched(unfinished: str, path: str) -> None:
-        seen.append(([one.name for one in tmp_path.glob("*.pt")], os.path.getsize(unfinished)))
+        seen.append(([file.name for file in tmp_path.glob("*.pt")], os.path.getsize(unfinished)))
         replace(unfinished, path)
 
     monkeypatch.setattr(files.os, "replace", watched)

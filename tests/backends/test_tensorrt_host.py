@@ -145,15 +145,15 @@ def test_the_profile_is_that_of_the_whole_shape(build: Any) -> None:
 
 def test_contexts_go_with_the_shapes_they_are_for(build: Any) -> None:
     _, config = build((-1, 3, -1, -1), [((1, 3, 1, 1), (1, 3, 99, 99))])
-    one = {"data": picture(4, 4)}
+    item = {"data": picture(4, 4)}
     with pipe(config) as run:
         for side in range(5, 60):
             run({"data": picture(side, 4)})
-        run(one)
-        instance = next(iter(run._engine.nodes.values())).instances[0]
+        run(item)
+        instance = next(iter(run._runtime.nodes.values())).instances[0]
         kept: Any = instance.backend
         assert len(kept._contexts) <= 16
-    assert one["result"].shape == (1, 2)
+    assert item["result"].shape == (1, 2)
 
 
 def test_a_gap_between_profiles_is_padded_over(build: Any) -> None:

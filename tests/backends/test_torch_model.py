@@ -45,7 +45,7 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
         expected = Small()((torch.cat(planes) - 10) / torch.tensor([1.0, 2.0, 4.0]).reshape(1, 3, 1, 1))
     config = {"backend": "TorchTensor", "model": model, "max": 8, "mean": 10, "std": "1, 2, 4", "batching_timeout": 20}
     with pipe(config) as run:
-        for values in (mats, planes, [one[0] for one in planes], [one.numpy() for one in planes]):
+        for values in (mats, planes, [plane[0] for plane in planes], [plane.numpy() for plane in planes]):
             items: list[dict[str, Any]] = [{"data": value} for value in values]
             run(items)
             torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)

@@ -114,7 +114,7 @@ def test_nothing_hides_a_box(picture: Picture) -> None:
 @settings(max_examples=100)
 def test_arrows_lead_from_right_sides_to_left_sides(picture: Picture) -> None:
     layout = lay_out(picture)
-    placed = {one.box.name: one for one in layout.boxes}
+    placed = {box.box.name: box for box in layout.boxes}
     assert sorted(map(repr, picture.arrows)) == sorted(repr(route.arrow) for route in layout.routes)
     for route in layout.routes:
         (x, y), (to_x, to_y) = route.points[0], route.points[-1]
@@ -183,7 +183,7 @@ def test_mermaid_texts_can_be_read_back(text: str) -> None:
     written = quoted(text)
     assert not re.search(r'["<>&`$%;\\]', re.sub(r"#\d+;", "", written))
     assert not re.search(r"style|classDef|:fa", written)
-    assert re.sub(r"#(\d+);", lambda found: chr(int(found[1])), written) == clean(text)
+    assert re.sub(r"#(\d+);", lambda match: chr(int(match[1])), written) == clean(text)
 
 
 @given(pictures())
@@ -287,7 +287,7 @@ def test_columns_follow_the_order_of_what_leads_to_them() -> None:
 @given(pictures())
 @settings(max_examples=60)
 def test_live_boxes_have_room_below_their_texts(picture: Picture) -> None:
-    found = []
+    names = []
     for group in ElementTree.fromstring(svg(picture)).iter("{http://www.w3.org/2000/svg}g"):
         rects = [element for element in group if element.tag.endswith("}rect")]
         if [element for element in rects if element.get("class") == "live"]:
@@ -297,8 +297,8 @@ def test_live_boxes_have_room_below_their_texts(picture: Picture) -> None:
             assert room.bottom < box.bottom
             assert min(room.width, room.height) > 30
             assert max(float(element.get("y", 0)) for element in group if element.tag.endswith("}text")) < room.y
-            found.append(group.get("data-node"))
-    assert sorted(found) == sorted(clean(box.name) for box in picture.boxes if box.live)
+            names.append(group.get("data-node"))
+    assert sorted(names) == sorted(clean(box.name) for box in picture.boxes if box.live)
 
 
 def place(rect: ElementTree.Element) -> Rect:

@@ -131,9 +131,9 @@ def test_exactly_one_is_not_more_than_one() -> None:
 
 
 def test_the_worst_is_the_farthest_from_zero() -> None:
-    found = spread([1.0, -5.0, 3.0], ["x", "y", "z"])
-    assert (found.median, found.worst, found.worst_name) == (1.0, -5.0, "y")
-    assert found.mean == pytest.approx(-1 / 3)
+    figure = spread([1.0, -5.0, 3.0], ["x", "y", "z"])
+    assert (figure.median, figure.worst, figure.worst_name) == (1.0, -5.0, "y")
+    assert figure.mean == pytest.approx(-1 / 3)
     assert spreads([]) == {}
 
 
@@ -155,18 +155,18 @@ def test_a_wilson_interval_holds_the_share(counts: tuple[int, int]) -> None:
 def classified(*labels: tuple[str, str, float, float]) -> list[Compared]:
     nothing = Difference(0, 0, 0, 0)
     return [
-        Compared(str(index), nothing, Prediction(a, one), Prediction(b, two))
-        for index, (a, b, one, two) in enumerate(labels)
+        Compared(str(index), nothing, Prediction(a, score_a), Prediction(b, score_b))
+        for index, (a, b, score_a, score_b) in enumerate(labels)
     ]
 
 
 def test_agreement_counts_labels_and_compares_scores_of_the_same() -> None:
     compared = classified(("x", "x", 0.9, 0.8), ("x", "y", 0.6, 0.1), ("y", "y", 0.5, 0.8), ("z", "z", 0.5, 0.5))
-    found = agreement([*compared, Compared("unclassified", Difference(0, 0, 0, 0))])
-    assert found is not None
-    assert (found.same, found.total, found.share) == (3, 4, 0.75)
-    assert found.score_mean == pytest.approx(0.4 / 3)
-    assert found.score_max == pytest.approx(0.3)
+    agreed = agreement([*compared, Compared("unclassified", Difference(0, 0, 0, 0))])
+    assert agreed is not None
+    assert (agreed.same, agreed.total, agreed.share) == (3, 4, 0.75)
+    assert agreed.score_mean == pytest.approx(0.4 / 3)
+    assert agreed.score_max == pytest.approx(0.3)
     assert disagreeing(compared) == [("1", Prediction("x", 0.6), Prediction("y", 0.1))]
     assert agreement([]) is None
 
@@ -187,7 +187,7 @@ def test_the_difference_is_shown_sixteen_times_as_strong() -> None:
     assert shown_a[0, 0].tolist() == [100, 100, 100]
     assert shown_b[0, 0].tolist() == [100, 98, 140]
     assert amplified[0, 0].tolist() == [0, 32, 255]
-    assert {one.dtype for one in (shown_a, shown_b, amplified)} == {np.dtype(np.uint8)}
+    assert {shown.dtype for shown in (shown_a, shown_b, amplified)} == {np.dtype(np.uint8)}
 
 
 @given(st.lists(st.floats(0, 255), max_size=40))
@@ -226,9 +226,9 @@ def test_pixels_are_rgb_whatever_they_came_as() -> None:
         {"result": planes.flip(1).to(torch.bfloat16), "color": "bgr"},
         {"result": planes.to(torch.float16)},
     ):
-        found = values(item)
-        assert found.dtype == np.float32
-        assert np.array_equal(found, red)
+        pixels = values(item)
+        assert pixels.dtype == np.float32
+        assert np.array_equal(pixels, red)
 
 
 def test_where_pixels_came_from_is_said() -> None:
@@ -316,7 +316,7 @@ def test_equal_configurations_do_not_differ(parity: Parity, write: Write, images
     run = parity(config, config, images, "--model", model, "--max-mean", "0", "--min-agreement", "1")
     assert run.status == 0
     assert run.json["counts"] == {"found": 5, "compared": 5, "refused": 0, "shapes_differ": 0, "unclassified": 0}
-    assert {one["worst"] for one in run.json["summary"].values()} == {0.0}
+    assert {figure["worst"] for figure in run.json["summary"].values()} == {0.0}
     assert run.json["agreement"]["share"] == 1.0
     assert run.json["worst"] == []
     assert [bar["ok"] for bar in run.json["bars"]] == [True, True]
@@ -333,15 +333,15 @@ def test_another_resize_differs(parity: Parity, write: Write, images: Path, othe
 
 def test_the_figures_are_those_of_the_images(parity: Parity, write: Write, images: Path) -> None:
     run = parity(write("a", BILINEAR), write("b", AREA), images)
-    for one in run.json["images"]:
-        mat = cv2.imread(str(images / one["name"]))
+    for image in run.json["images"]:
+        mat = cv2.imread(str(images / image["name"]))
         a, b = (cv2.resize(mat, (64, 64), interpolation=way) for way in (cv2.INTER_LINEAR, cv2.INTER_AREA))
         delta = b.astype(np.float64) - a
-        assert one["max"] == np.abs(delta).max()
-        assert one["mean"] == pytest.approx(np.abs(delta).mean())
-        assert one["share"] == (np.abs(delta) > 1).mean()
-        assert one["shift"] == pytest.approx(delta.mean())
-    means = [one["mean"] for one in run.json["images"]]
+        assert image["max"] == np.abs(delta).max()
+        assert image["mean"] == pytest.approx(np.abs(delta).mean())
+        assert image["share"] == (np.abs(delta) > 1).mean()
+        assert image["shift"] == pytest.approx(delta.mean())
+    means = [image["mean"] for image in run.json["images"]]
     assert run.json["summary"]["mean"]["median"] == pytest.approx(np.median(means))
     assert run.json["summary"]["mean"]["worst"] == max(means)
 
@@ -358,9 +358,9 @@ def test_images_are_found_recursively_and_sorted(parity: Parity, write: Write, i
     (images / "readme.txt").write_text("no image")
     config = write("a", BILINEAR)
     run = parity(config, config, images)
-    assert [one["name"] for one in run.json["images"]] == ["0.jpg", "1.jpg", "2.jpg", "3.jpg", "more/4.JPEG"]
+    assert [image["name"] for image in run.json["images"]] == ["0.jpg", "1.jpg", "2.jpg", "3.jpg", "more/4.JPEG"]
     run = parity(config, config, images, "--limit", "2")
-    assert [one["name"] for one in run.json["images"]] == ["0.jpg", "1.jpg"]
+    assert [image["name"] for image in run.json["images"]] == ["0.jpg", "1.jpg"]
     assert run.json["counts"]["found"] == 5
     assert "the first 2 of 5 images" in run.out
 
@@ -388,7 +388,7 @@ def test_a_file_that_cannot_be_read_is_listed(parity: Parity, write: Write, imag
 def test_different_shapes_are_listed(parity: Parity, write: Write, images: Path) -> None:
     (images / "square.png").write_bytes(encode(picture(64, 64), ".png"))
     run = parity(write("a", AS_DECODED), write("b", RGB_TENSOR), images)
-    assert [one["name"] for one in run.json["images"]] == ["square.png"]
+    assert [image["name"] for image in run.json["images"]] == ["square.png"]
     assert run.json["shapes_differ"][0] == {"name": "0.jpg", "a": [100, 150, 3], "b": [64, 64, 3]}
     assert "100x150x3" in run.out
     assert "100x150x3" in run.html
@@ -446,7 +446,7 @@ def test_more_images_than_may_be_in_flight(parity: Parity, write: Write, images:
         (images / f"more_{index}.jpg").write_bytes(encode(picture(30, 40, index)))
     run = parity(write("a", f"max_inflight = 3\n{BILINEAR}"), write("b", f"[node]\n{PILLOW}"), images)
     assert run.json["counts"]["compared"] == 5 + 2 * BATCH
-    names = [one["name"] for one in run.json["images"]]
+    names = [image["name"] for image in run.json["images"]]
     assert names == sorted(names)
 
 
@@ -458,12 +458,12 @@ def test_the_demo_model_agrees_with_itself_after_another_resize(parity: Parity, 
     demo, model = ROOT / "configs" / "demo" / "images", write("model", LABELLED)
     run = parity(write("a", RGB_TENSOR), write("b", pillow), demo, "--model", model, "--min-agreement", "0.9")
     assert run.status == 0
-    found = run.json["agreement"]
-    assert found["total"] == 48
-    assert 0.9 <= found["low"] <= found["share"] <= found["high"] <= 1
-    assert 0 < found["score_mean"] < found["score_max"] < 1
+    agreed = run.json["agreement"]
+    assert agreed["total"] == 48
+    assert 0.9 <= agreed["low"] <= agreed["share"] <= agreed["high"] <= 1
+    assert 0 < agreed["score_mean"] < agreed["score_max"] < 1
     labels = (ROOT / "configs" / "demo" / "labels.txt").read_text("utf-8").split()
-    assert {one["a"]["label"] for one in run.json["images"]} <= set(labels)
+    assert {image["a"]["label"] for image in run.json["images"]} <= set(labels)
     assert "top-1 agreement" in run.out
     assert "95 % interval" in run.out
 
@@ -473,7 +473,7 @@ def test_logits_are_a_class_without_a_score(parity: Parity, write: Write, images
     run = parity(config, config, images, "--model", write("model", DEMO_MODEL))
     assert run.json["agreement"]["share"] == 1
     assert run.json["agreement"]["score_mean"] is None
-    assert all(isinstance(one["a"]["label"], int) and one["a"]["score"] is None for one in run.json["images"])
+    assert all(isinstance(image["a"]["label"], int) and image["a"]["score"] is None for image in run.json["images"])
 
 
 class ByWidth(ItemBackend):
@@ -504,8 +504,8 @@ def test_disagreeing_images_are_listed(parity: Parity, write: Write, tmp_path: P
     run = parity(write("a", AS_DECODED), b, folder, "--model", model, "--min-agreement", "0.6")
     assert run.status == 1
     assert (run.json["agreement"]["same"], run.json["agreement"]["total"]) == (1, 2)
-    (one,) = run.json["agreement"]["disagreeing"]
-    assert (one["name"], one["a"]["label"], one["b"]["label"]) == ("red.png", "<r>", "<b>")
+    (image,) = run.json["agreement"]["disagreeing"]
+    assert (image["name"], image["a"]["label"], image["b"]["label"]) == ("red.png", "<r>", "<b>")
     assert "&lt;r&gt; (0.3882)" in run.html
     assert "<r>" not in run.html
     (unclassified,) = run.json["unclassified"]
@@ -672,15 +672,15 @@ def test_the_page_is_self_contained(parity: Parity, write: Write, images: Path) 
     assert not page.tags & {"script", "link", "iframe", "object", "b"}
     assert not re.search(r"https?:|//|@import|url\(", re.sub(r"base64,[^\"]*", "", run.html))
     assert len(page.pictures) == 3 * 5
-    assert {one.shape for one in page.pictures} == {(64, 64, 3)}
+    assert {shown.shape for shown in page.pictures} == {(64, 64, 3)}
     text = "".join(page.words)
     assert "|B - A| × 16" in text
-    assert all(one["name"] in text for one in run.json["images"])
+    assert all(image["name"] in text for image in run.json["images"])
 
 
 def test_the_worst_come_first_and_their_pictures_are_right(parity: Parity, write: Write, images: Path) -> None:
     run = parity(write("a", BILINEAR), write("b", AREA), images, "--worst", "2")
-    means = {one["name"]: one["mean"] for one in run.json["images"]}
+    means = {image["name"]: image["mean"] for image in run.json["images"]}
     worst = sorted(means, key=lambda name: -means[name])[:2]
     assert run.json["worst"] == worst
     page = Page(run.html)
@@ -730,7 +730,7 @@ def test_odd_shapes_have_pictures(
     a, b = write("a", f'backend = "S[DecodeMat,{gray}]"'), write("b", f'backend = "S[DecodeMat,{gray},{gray}]"')
     run = parity(a, b, folder)
     assert run.json["images"][0]["shift"] == 26 - 51
-    assert all(max(one.shape) <= 320 for one in Page(run.html).pictures)
+    assert all(max(shown.shape) <= 320 for shown in Page(run.html).pictures)
 
 
 def test_json_says_everything(parity: Parity, write: Write, images: Path) -> None:
@@ -742,15 +742,15 @@ def test_json_says_everything(parity: Parity, write: Write, images: Path) -> Non
     }
     assert (run.json["schema"], run.json["a"], run.json["b"], run.json["model"]) == (1, a, b, None)
     assert set(run.json["summary"]) == {"max", "mean", "share", "shift"}
-    for one in run.json["summary"].values():
-        assert set(one) == {"median", "mean", "worst", "worst_name"}
+    for figure in run.json["summary"].values():
+        assert set(figure) == {"median", "mean", "worst", "worst_name"}
     assert set(run.json["images"][0]) == {"name", "max", "mean", "share", "shift"}
 
 
 def test_without_files_no_pictures_are_kept(write: Write, images: Path) -> None:
-    found = compare_configs(Settings(write("a", BILINEAR), write("b", AREA), str(images)))
-    assert len(found.worst) == 5
-    assert found.views == []
+    compared = compare_configs(Settings(write("a", BILINEAR), write("b", AREA), str(images)))
+    assert len(compared.worst) == 5
+    assert compared.views == []
 
 
 # -- the images to compare with ---------------------------------------------------------------------------------------
@@ -781,6 +781,6 @@ def test_made_images_go_through(parity: Parity, write: Write, tmp_path: Path) ->
     run = parity(write("a", BILINEAR), write("b", PILLOW), tmp_path / "made")
     assert run.status == 0
     assert run.json["counts"]["found"] == 17 + 7
-    assert {one["name"] for one in run.json["refused"]} >= {"odd_empty.jpg", "odd_no_image.jpg"}
-    assert all(one["name"].startswith("odd_") for one in run.json["refused"])
-    assert any(one["name"] == "odd_cmyk.jpg" for one in run.json["images"])
+    assert {image["name"] for image in run.json["refused"]} >= {"odd_empty.jpg", "odd_no_image.jpg"}
+    assert all(image["name"].startswith("odd_") for image in run.json["refused"])
+    assert any(image["name"] == "odd_cmyk.jpg" for image in run.json["images"])

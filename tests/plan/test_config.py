@@ -70,8 +70,8 @@ def params(config: Any, node: str = "node") -> dict[str, Any]:
     ],
 )
 def test_values_are_typed(written: dict[str, Any], typed: dict[str, Any]) -> None:
-    found = params(written)
-    assert {key: found[key] for key in typed} == typed
+    given = params(written)
+    assert {key: given[key] for key in typed} == typed
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_lists_and_the_comma_form(register: Register, numbers: Any) -> None:
         words = Param(to_strings, doc="words")
 
     words = ["a", "b"] if isinstance(numbers, list) else "a,b"
-    found = params({"backend": register(Lists), "numbers": numbers, "words": words})
-    assert found == {"numbers": (123.675, 116.28, 103.53), "words": ("a", "b")}
+    given = params({"backend": register(Lists), "numbers": numbers, "words": words})
+    assert given == {"numbers": (123.675, 116.28, 103.53), "words": ("a", "b")}
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_defaults_of_the_top_level_fill_in_and_nodes_win(write: Write) -> None:
         device_id = 1
     """
     spec = load_config(write(text))
-    one, two = spec.nodes["one"], spec.nodes["two"]
-    assert (one.instance_num, one.batching_timeout, one.device_id, one.next) == ((8,), 5.0, 0, ("two",))
-    assert (two.instance_num, two.batching_timeout, two.device_id, two.next) == ((2,), 5.0, 1, ())
+    first, second = spec.nodes["one"], spec.nodes["two"]
+    assert (first.instance_num, first.batching_timeout, first.device_id, first.next) == ((8,), 5.0, 0, ("two",))
+    assert (second.instance_num, second.batching_timeout, second.device_id, second.next) == ((2,), 5.0, 1, ())
     assert [params(write(text), name)["color"] for name in ("one", "two")] == ["rgb", "bgr"]
 
 
@@ -158,8 +158,8 @@ def test_the_key_form_of_a_list_has_no_composition() -> None:
 def test_a_value_for_each_position() -> None:
     sizes = {"resize_h": "1 | 2", "ResizeMat::resize_w": "3|4"}
     backend = plans({"backend": "S[ResizeMat,DecodeMat,ResizeMat]", **sizes})["node"].backends[0]
-    found = [(child.params["resize_h"], child.params["resize_w"]) for child in backend.children[::2]]
-    assert found == [(1, 3), (2, 4)]
+    sizes = [(child.params["resize_h"], child.params["resize_w"]) for child in backend.children[::2]]
+    assert sizes == [(1, 3), (2, 4)]
 
 
 def test_parse_toml_gives_what_pipe_takes(write: Write) -> None:
@@ -409,9 +409,9 @@ std="58.395, 57.120, 57.375" # 255*"0.229, 0.224, 0.225"
 
 
 def test_the_file_of_the_tutorial_plans(write: Write, classifier: str) -> None:
-    found = plans(write(SEED.replace("MODEL.onnx", classifier)))
-    assert list(found) == ["cpu_decoder", "cpu_posdecoder", "resnet50"]
-    model = found["resnet50"].backends[0].children[0].params
+    nodes = plans(write(SEED.replace("MODEL.onnx", classifier)))
+    assert list(nodes) == ["cpu_decoder", "cpu_posdecoder", "resnet50"]
+    model = nodes["resnet50"].backends[0].children[0].params
     assert (model["precision"], model["cache"], model["max_batch"]) == ("fp16", "MODEL.trt", to_bounds(4))
     assert model["mean"] == (123.675, 116.28, 103.53)
 

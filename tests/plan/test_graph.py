@@ -28,25 +28,25 @@ def graph(**successors: str) -> Graph:
     ],
 )
 def test_order_and_roots(successors: dict[str, str], order: tuple[str, ...], roots: tuple[str, ...]) -> None:
-    found = graph(**successors)
-    assert (found.order, found.roots) == (order, roots)
+    made = graph(**successors)
+    assert (made.order, made.roots) == (order, roots)
 
 
 def test_upstream_is_everything_before() -> None:
-    found = graph(c="", b="c", a="b", other="")
-    assert found.upstream == {
+    made = graph(c="", b="c", a="b", other="")
+    assert made.upstream == {
         "a": frozenset(),
         "b": frozenset("a"),
         "c": frozenset("ab"),
         "other": frozenset(),
     }
-    assert found.successors == {"a": ("b",), "b": ("c",), "c": (), "other": ()}
+    assert made.successors == {"a": ("b",), "b": ("c",), "c": (), "other": ()}
 
 
 def test_a_long_chain_needs_no_recursion() -> None:
     nodes = {f"n{index}": {"next": f"n{index + 1}"} for index in range(3000)}
-    found = build_graph(load_config({**nodes, "n3000": {}}))
-    assert (found.order[0], found.order[-1], len(found.upstream["n3000"])) == ("n0", "n3000", 3000)
+    made = build_graph(load_config({**nodes, "n3000": {}}))
+    assert (made.order[0], made.order[-1], len(made.upstream["n3000"])) == ("n0", "n3000", 3000)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from torchpipe_py.backends.base import Backend, BackendConfig, Data
 from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
-LONG_SECONDS = 0.002  # shorter work is spun for: a nap gives up the GIL once more, and the core's waking comes on top
+LONG_SECONDS = 0.002  # shorter work is spun for: a sleep gives up the GIL once more, and the core's waking comes on top
 SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
-SHORTEST_NAP, LONGEST_NAP = 0.0003, 0.002
+SHORTEST_SLEEP, LONGEST_SLEEP = 0.0003, 0.002
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
 
@@ -73,8 +73,8 @@ def _new_stream(device: Any) -> Any:
 _streams = _StreamPool()
 
 
-class Patience:
-    """How an instance waits for its stream: it naps while a batch of that size is known to take, then it spins.
+class StreamWait:
+    """How an instance waits for its stream: it sleeps while a batch of that size is known to take, then it spins.
 
     To spin is quick (on an H200, sleeping until the GPU's interrupt took 300 µs longer, as long as a model itself) but
     keeps a core; where several processes share a GPU, batches take many times as long, and so would all their cores.
@@ -91,8 +91,8 @@ class Patience:
             return
         began, usual = self._clock(), self._usual.get(batch, 0.0)
         # NOTE: in slices, since the last batch may have been slow for once.
-        while usual >= LONG_SECONDS and (nap := began + usual - SPIN_SECONDS - self._clock()) >= SHORTEST_NAP:
-            self._sleep(min(nap, LONGEST_NAP))
+        while usual >= LONG_SECONDS and (left := began + usual - SPIN_SECONDS - self._clock()) >= SHORTEST_SLEEP:
+            self._sleep(min(left, LONGEST_SLEEP))
             if stream.query():
                 self._usual[batch] = min(0.9 * usual, self._clock() - began)  # overslept: it took less than that
                 return
@@ -124,7 +124,7 @@ class StreamGuard:
         self._default = torch.cuda.default_stream(self.device)
         self._is_outermost = not getattr(_nesting, "depth", 0)
         self._hands_over = config.reaches_caller
-        self._patience = Patience()
+        self._stream_wait = StreamWait()
         self.stream: Any = torch.cuda.current_stream(self.device)
         self._is_borrowed = bool(self.stream == self._default)
         if self._is_borrowed:
@@ -142,7 +142,7 @@ class StreamGuard:
 
     def synchronize(self, batch: int = 1) -> None:
         """Wait until the stream's work is done, the work of so many items, without the GIL."""
-        self._patience.wait(self.stream, batch)
+        self._stream_wait.wait(self.stream, batch)
 
     def run(self, forward: Callable[[list[Data]], None], items: list[Data]) -> None:
         """``forward(items)`` on the stream, and wait."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from torchpipe_py.backends.cuda import LONG_SECONDS, LONGEST_NAP, SPIN_SECONDS, Patience
+from torchpipe_py.backends.cuda import LONG_SECONDS, LONGEST_SLEEP, SPIN_SECONDS, StreamWait
 
-SLOW = SPIN_SECONDS + LONGEST_NAP  # in one nap
+SLOW = SPIN_SECONDS + LONGEST_SLEEP  # in one sleep
 
 
 class Gpu:
-    """A clock, and a stream on it: work takes a while; naps may last longer than they should."""
+    """A clock, and a stream on it: work takes a while; a sleep may last longer than they should."""
 
     def __init__(self) -> None:
         self.now, self.done_at, self.late = 0.0, 0.0, 0.0
-        self.naps: list[float] = []
+        self.sleeps: list[float] = []
         self.spins = 0
-        self.patience = Patience(self.sleep, lambda: self.now)
+        self.stream_wait = StreamWait(self.sleep, lambda: self.now)
 
     def query(self) -> bool:
         return self.now >= self.done_at
@@ -26,14 +26,14 @@ class Gpu:
         self.now = max(self.now, self.done_at)
 
     def sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
+        self.sleeps.append(seconds)
         self.now += seconds + self.late
 
     def work(self, seconds: float, batch: int = 1) -> float:
         """A batch of that length; how long it was waited for."""
         began = self.now
         self.done_at = began + seconds
-        self.patience.wait(self, batch)
+        self.stream_wait.wait(self, batch)
         assert self.query()
         return self.now - began
 
@@ -45,19 +45,19 @@ def gpu() -> Gpu:
 
 def test_an_idle_stream_is_not_waited_for(gpu):
     assert gpu.work(0.0) == 0.0
-    assert (gpu.naps, gpu.spins) == ([], 0)
+    assert (gpu.sleeps, gpu.spins) == ([], 0)
 
 
 def test_short_work_is_spun_for(gpu):
     for _ in range(5):
         assert gpu.work(0.9 * LONG_SECONDS) == pytest.approx(0.9 * LONG_SECONDS)
-    assert (gpu.naps, gpu.spins) == ([], 5)
+    assert (gpu.sleeps, gpu.spins) == ([], 5)
 
 
 def test_long_work_is_slept_through_but_for_its_end(gpu):
     waits = [gpu.work(SLOW) for _ in range(5)]
     assert waits == pytest.approx([SLOW] * 5)
-    assert gpu.naps == pytest.approx([SLOW - SPIN_SECONDS] * 4)
+    assert gpu.sleeps == pytest.approx([SLOW - SPIN_SECONDS] * 4)
 
 
 def test_each_batch_size_has_its_time(gpu):
@@ -65,14 +65,14 @@ def test_each_batch_size_has_its_time(gpu):
     gpu.work(SPIN_SECONDS, batch=1)
     gpu.work(SLOW, batch=8)
     gpu.work(SPIN_SECONDS, batch=1)
-    assert gpu.naps == pytest.approx([SLOW - SPIN_SECONDS])
+    assert gpu.sleeps == pytest.approx([SLOW - SPIN_SECONDS])
 
 
 def test_work_that_becomes_quick_is_slept_through_ever_shorter(gpu):
     """One wait in a thousand that was slow must not make the next ones slow."""
     gpu.work(1000 * SLOW)
     waits = [gpu.work(SLOW) for _ in range(60)]
-    assert max(waits) <= SLOW + LONGEST_NAP
+    assert max(waits) <= SLOW + LONGEST_SLEEP
     assert max(waits[20:]) == pytest.approx(SLOW)
 
 
@@ -80,10 +80,10 @@ def test_work_that_becomes_slow_is_learned_bit_by_bit(gpu):
     gpu.work(SLOW)
     waits = [gpu.work(3 * SLOW) for _ in range(40)]
     assert waits == pytest.approx([3 * SLOW] * 40)
-    gpu.naps.clear()
+    gpu.sleeps.clear()
     gpu.work(3 * SLOW)
-    assert sum(gpu.naps) == pytest.approx(3 * SLOW - SPIN_SECONDS)
-    assert max(gpu.naps) <= LONGEST_NAP
+    assert sum(gpu.sleeps) == pytest.approx(3 * SLOW - SPIN_SECONDS)
+    assert max(gpu.sleeps) <= LONGEST_SLEEP
 
 
 def test_a_machine_that_oversleeps_stops_sleeping(gpu):
