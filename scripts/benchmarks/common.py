@@ -15,6 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torchpipe_py.loadtest.measure.cpu import cpu_model
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 Call = Callable[[], object]
@@ -123,12 +125,8 @@ def test_jpeg() -> bytes:
 
 def machine() -> dict[str, Any]:
     """What this ran on."""
-    model = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": model, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": cpu_model(), "cores": cores, "python": platform.python_version(), "system": platform.platform()}
 
 
 def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:

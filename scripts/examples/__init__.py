@@ -1,1 +1,1 @@
-"""What ``make_examples.py`` is made of: the drawings, the networks, and how good they are."""
+"""What the demo and the examples are made of: pictures, networks and their export, and a client."""
