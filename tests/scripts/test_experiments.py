@@ -30,17 +30,17 @@ def predictions(classes: list[int]) -> Predictions:
 
 def test_a_difference_counts_the_images_on_which_two_runs_disagree() -> None:
     labels = np.zeros(100, np.int64)
-    one, other = predictions([0] * 90 + [1] * 10), predictions([0] * 84 + [1] * 4 + [0] * 2 + [1] * 10)
-    found = Difference.of(labels, one, other)
+    first, second = predictions([0] * 90 + [1] * 10), predictions([0] * 84 + [1] * 4 + [0] * 2 + [1] * 10)
+    difference = Difference.of(labels, first, second)
     # Of 100 images 4 are right in the first run alone, and none in the second alone.
-    assert found.value == pytest.approx(0.04)
+    assert difference.value == pytest.approx(0.04)
     half = 1.96 * (4 - 4**2 / 100) ** 0.5 / 100
-    assert (found.low, found.high) == pytest.approx((0.04 - half, 0.04 + half), abs=1e-4)
+    assert (difference.low, difference.high) == pytest.approx((0.04 - half, 0.04 + half), abs=1e-4)
 
 
 def test_runs_that_agree_do_not_differ() -> None:
-    one = predictions([0, 1, 1])
-    assert Difference.of(np.array([0, 1, 0]), one, one) == Difference(0.0, 0.0, 0.0)
+    same = predictions([0, 1, 1])
+    assert Difference.of(np.array([0, 1, 0]), same, same) == Difference(0.0, 0.0, 0.0)
 
 
 def test_the_lines_of_epochs_are_understood() -> None:

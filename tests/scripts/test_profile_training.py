@@ -59,13 +59,13 @@ def test_what_a_gpu_did() -> None:
         copy("Memcpy DtoH (Device -> Pageable)", 4, 181, 182),
         {"ph": "M", "name": "process_name"},
     ]
-    found = gpu_use(events)
-    assert found is not None
-    assert found.busy == pytest.approx((20 + 40 + 50 + 5) / 200)
-    assert found.model == pytest.approx((40 + 50 + 5) / 200)
-    assert found.loader == pytest.approx((20 + 10) / 200)
-    assert found.starved == pytest.approx((20 + 20) / 200)  # copies alone are no work
-    assert found.copies == {"Pageable": Copies(1, 10, 0.001), "Pinned": Copies(2, 4000, 0.012)}
+    use = gpu_use(events)
+    assert use is not None
+    assert use.busy == pytest.approx((20 + 40 + 50 + 5) / 200)
+    assert use.model == pytest.approx((40 + 50 + 5) / 200)
+    assert use.loader == pytest.approx((20 + 10) / 200)
+    assert use.starved == pytest.approx((20 + 20) / 200)  # copies alone are no work
+    assert use.copies == {"Pageable": Copies(1, 10, 0.001), "Pinned": Copies(2, 4000, 0.012)}
 
 
 def test_traces_without_kernels_or_annotations() -> None:
@@ -101,7 +101,7 @@ def test_on_the_cpu(options: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     assert len([line for line in lines if " calls  " in line]) == OPERATORS
     assert not any(WAIT in line for line in lines)
     assert lines[-1].startswith("there is no GPU in this training: the CPU's loop waited for data ")
-    named = [one["name"] for one in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]]
+    named = [event["name"] for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]]
     assert named.count(WAIT) == named.count(STEP) == 4
     assert not checkpoint.exists()
 

@@ -74,10 +74,10 @@ def test_both_solutions_agree(
     printed = capsys.readouterr().out
     assert "top-1 agreement 1.0000" in printed
     report = json.loads(file.read_text(encoding="utf-8"))
-    one, other = report["solutions"]["pipe"], report["solutions"]["torch"]
-    assert one["images"] == 7
-    del one["images_per_s"], other["images_per_s"]
-    assert one == other
+    by_pipe, by_torch = report["solutions"]["pipe"], report["solutions"]["torch"]
+    assert by_pipe["images"] == 7
+    del by_pipe["images_per_s"], by_torch["images_per_s"]
+    assert by_pipe == by_torch
     assert report["agreement"]["share"] == 1.0
     assert report["agreement"]["largest"] < (1e-5 if precision == "fp32" else 1e-2)
 
@@ -100,11 +100,11 @@ def test_logits_of_the_served_model_are_those_of_pytorch(trained: Path, tmp_path
     model = load_model(trained / "last.pt", "small", CLASSES)
     with pipe(config) as served, pipe(trained / "cpu.toml") as preprocessing:
         for path in images(trained):
-            served(one := {"data": path.read_bytes()})
+            served(request := {"data": path.read_bytes()})
             preprocessing(other := {"data": path.read_bytes()})
             with torch.inference_mode():
                 expected = model(Normalise()(other["result"]))
-            torch.testing.assert_close(one["result"], expected, atol=1e-3, rtol=0)
+            torch.testing.assert_close(request["result"], expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("precision", "engine"), [("fp32", "onnx"), ("fp16", None)])
@@ -116,9 +116,9 @@ def test_the_configuration_as_a_file_is_the_same(
     file = tmp_path / "served.toml"
     file.write_text(to_toml(config), encoding="utf-8")
     data = images(trained)[0].read_bytes()
-    with pipe(config) as one, pipe(str(file)) as other:
-        one(first := {"data": data})
-        other(second := {"data": data})
+    with pipe(config) as built, pipe(str(file)) as loaded:
+        built(first := {"data": data})
+        loaded(second := {"data": data})
     assert first["result"] == second["result"]
     assert first["result"][0] in CLASSES
 
@@ -132,9 +132,9 @@ def test_the_pipe_that_was_tested_can_be_served(
     monkeypatch.chdir(trained)  # from anywhere
     with pipe(str(tmp_path / "kept \x7f 😀" / "served.toml")) as served, pipe(config_in(tmp_path, trained)) as tested:
         data = images(trained)[0].read_bytes()
-        served(one := {"data": data})
-        tested(other := {"data": data})
-    assert one["result"] == other["result"]
+        served(first := {"data": data})
+        tested(second := {"data": data})
+    assert first["result"] == second["result"]
 
 
 def test_the_checkpoint_knows_its_network(trained: Path, tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_scores_of_what_does_not_fit(labels: list[int], named: list[int]) -> Non
 
 
 def test_agreement() -> None:
-    one = Predictions(np.array([0, 1, -1]), np.array([0.9, 0.6, 0.0]))
-    other = Predictions(np.array([0, 0, 1]), np.array([0.8, 0.55, 0.7]))
-    found = Agreement.of(one, other)
-    assert found.share == pytest.approx(1 / 3)
-    assert found.largest == pytest.approx(0.1)
+    first = Predictions(np.array([0, 1, -1]), np.array([0.9, 0.6, 0.0]))
+    second = Predictions(np.array([0, 0, 1]), np.array([0.8, 0.55, 0.7]))
+    agreement = Agreement.of(first, second)
+    assert agreement.share == pytest.approx(1 / 3)
+    assert agreement.largest == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

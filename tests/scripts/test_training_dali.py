@@ -50,14 +50,14 @@ def pixels(images: Any) -> Any:
 
 
 def epoch_of(loader: DaliLoader) -> list[tuple[Any, ...]]:
-    found = [(batch.indices.tolist(), batch.labels.tolist(), batch.images.clone()) for batch in loader]
+    batches = [(batch.indices.tolist(), batch.labels.tolist(), batch.images.clone()) for batch in loader]
     loader.reset()
-    return found
+    return batches
 
 
-def same(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
-    return len(one) == len(other) and all(
-        left[:2] == right[:2] and torch.equal(left[2], right[2]) for left, right in zip(one, other, strict=True)
+def same(batches: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> bool:
+    return len(batches) == len(others) and all(
+        left[:2] == right[:2] and torch.equal(left[2], right[2]) for left, right in zip(batches, others, strict=True)
     )
 
 
@@ -72,17 +72,19 @@ def test_each_validation_image_comes_once_as_opencv_resizes_it(folder: Path) -> 
         for epoch in range(2):
             batches = list(loader)
             assert [len(batch.images) for batch in batches] == [4, 1]
-            assert [int(one) for batch in batches for one in batch.indices] == list(range(5))
-            assert [int(one) for batch in batches for one in batch.labels] == [label for _, label in dataset.samples]
+            assert [int(value) for batch in batches for value in batch.indices] == list(range(5))
+            assert [int(value) for batch in batches for value in batch.labels] == [
+                label for _, label in dataset.samples
+            ]
             assert [(batch.epoch, batch.number) for batch in batches] == [(epoch, 0), (epoch, 1)]
             loader.reset()
         images = torch.cat([batch.images for batch in batches])
         assert loader.stats()["samples"] == 10
     assert images.dtype == torch.float32
     assert images.shape == (5, 3, SIZE, SIZE)
-    for found, (path, _) in zip(pixels(images), dataset.samples, strict=True):
+    for shown, (path, _) in zip(pixels(images), dataset.samples, strict=True):
         wanted = cv2.cvtColor(cv2.resize(cv2.imread(path), (SIZE, SIZE)), cv2.COLOR_BGR2RGB)
-        assert np.abs(found.astype(int) - wanted.astype(int)).max() <= 3
+        assert np.abs(shown.astype(int) - wanted.astype(int)).max() <= 3
 
 
 @pytest.mark.usefixtures("dali")
@@ -92,12 +94,12 @@ def test_training_is_shuffled_flipped_and_drops_the_last(folder: Path) -> None:
     orders, flips = set(), 0
     with loader_of(folder / "val", True, batch_size=2) as loader:
         for _ in range(8):
-            found = epoch_of(loader)
-            assert [len(indices) for indices, *_ in found] == [2, 2]
-            taken = [index for indices, *_ in found for index in indices]
+            batches = epoch_of(loader)
+            assert [len(indices) for indices, *_ in batches] == [2, 2]
+            taken = [index for indices, *_ in batches for index in indices]
             assert len(set(taken)) == 4
             orders.add(tuple(taken))
-            for index, image in zip(taken, torch.cat([images for *_, images in found]), strict=True):
+            for index, image in zip(taken, torch.cat([images for *_, images in batches]), strict=True):
                 is_flipped = not torch.allclose(image, plain[index], atol=1e-4)
                 assert torch.allclose(image, plain[index].flip(-1) if is_flipped else plain[index], atol=1e-4)
                 flips += is_flipped
@@ -189,9 +191,9 @@ def test_the_script_goes_on_with_the_next_epoch(
     printed = trained("whole.pt", 2)
     assert [seen for _, seen in accuracies(printed)] == [5, 5]
     assert accuracies(trained("parts.pt", 1)) + accuracies(trained("parts.pt", 2)) == accuracies(printed)
-    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "parts.pt"))
-    assert torch.equal(one["loader"]["pipeline"], other["loader"]["pipeline"])
-    assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+    whole, parts = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "parts.pt"))
+    assert torch.equal(whole["loader"]["pipeline"], parts["loader"]["pipeline"])
+    assert all(torch.equal(whole["model"][name], parts["model"][name]) for name in whole["model"])
 
 
 @pytest.mark.usefixtures("dali")

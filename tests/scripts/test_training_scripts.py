@@ -65,8 +65,8 @@ def test_it_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) ->
     second = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
     losses = re.compile(r"loss [\d.]+, accuracy [\d.]+")
     assert losses.findall(first) + losses.findall(second) == losses.findall(printed)
-    one, other = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    unbroken, resumed = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
 def test_two_processes(folder: Path, tmp_path: Path) -> None:

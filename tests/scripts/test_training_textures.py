@@ -20,14 +20,14 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_layout_and_size(tmp_path: Path) -> None:
     write_set(tmp_path, train=3, val=2, classes=2)
-    found = contents(tmp_path)
+    files = contents(tmp_path)
     names = [f"{split}/texture{kind:02d}/{number:04d}.jpg" for split, count in (("train", 3), ("val", 2))
              for kind in range(2) for number in range(count)]  # fmt: skip
-    assert sorted(found) == sorted(names)
-    for jpeg in found.values():
+    assert sorted(files) == sorted(names)
+    for jpeg in files.values():
         assert cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_UNCHANGED).shape == (375, 500, 3)
         assert 35_000 < len(jpeg) < 90_000
-    assert len(set(found.values())) == len(found)
+    assert len(set(files.values())) == len(files)
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
@@ -124,9 +124,9 @@ def spectra(kind: int, count: int = 6) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", range(0, len(KINDS), 3))
 def test_a_class_has_its_own_waves_in_luminance_and_in_chrominance(kind: int) -> None:
     for spectrum, choices, own in zip(spectra(kind), (LUMA, CHROMA), KINDS[kind], strict=True):
-        found = {grating: power_near(spectrum, grating) for grating in choices}
-        assert max(found, key=found.__getitem__) == own
-        assert found[own] > 1.5 * max(power for grating, power in found.items() if grating != own)
+        powers = {grating: power_near(spectrum, grating) for grating in choices}
+        assert max(powers, key=powers.__getitem__) == own
+        assert powers[own] > 1.5 * max(power for grating, power in powers.items() if grating != own)
 
 
 def test_gratings_are_finer_than_a_quarter_and_within_what_the_input_can_hold() -> None:

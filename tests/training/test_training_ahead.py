@@ -76,13 +76,13 @@ def test_the_pipes_limit_is_kept(tmp_path: Path, limit: int, policy: str) -> Non
 
 def test_the_limit_of_shares_is_kept(tmp_path: Path) -> None:
     dataset = write_images(tmp_path / "images", 16)
-    found = []
+    epochs = []
     for most in (10000, 6):
         toml = {"max_inflight": most, "decode": DECODE}
         plain = DataLoader(dataset, batch_size=10)
         with wrap_dataloader_torchpipe("dp", plain, toml, devices=["cpu", "cpu"]) as loader:
-            found.append(taken(loader))
-    assert same(*found)
+            epochs.append(taken(loader))
+    assert same(*epochs)
 
 
 class DiesLater:

@@ -93,7 +93,7 @@ def test_workers_read_a_packed_folder(folder: Path, tmp_path: Path, toml: str) -
     packed = LmdbImages(tmp_path / "packed")
     assert packed[0]  # open here before the workers start
     with wrapped(packed, toml, workers=2) as loader, wrapped(ImageFolder(folder), toml) as plain:
-        assert [one[1] for one in taken(loader)] == [one[1] for one in taken(plain)]
+        assert [batch[1] for batch in taken(loader)] == [batch[1] for batch in taken(plain)]
     packed.close()
 
 

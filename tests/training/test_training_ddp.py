@@ -19,13 +19,13 @@ def run_ranks(folder: Path, names: list[str]) -> list[Any]:
     """What each rank told; ``None`` for one that did not come to an end."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=main, args=(rank, str(folder), names)) for rank in range(RANKS)]
-    for one in processes:
-        one.start()
+    for process in processes:
+        process.start()
     end = time.monotonic() + 90
-    for one in processes:
-        one.join(max(0.0, end - time.monotonic()))
-        one.kill()
-        one.join()
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
+        process.join()
     files = [folder / f"told_{rank}.pickle" for rank in range(RANKS)]
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
@@ -42,19 +42,19 @@ def seen(steps: Any) -> list[int]:
 
 
 def test_each_validation_sample_is_seen_once(told: list[dict[str, Any]]) -> None:
-    by_rank = [one["validate"] for one in told]
+    by_rank = [rank["validate"] for rank in told]
     assert sorted(index for steps in by_rank for index in seen(steps)) == list(range(9))
     assert [len(steps) for steps in by_rank] == [3, 3]
     assert by_rank[0][2] == ([8], [True], [2])
 
 
 def test_a_rank_that_skips_a_whole_batch_makes_its_step(told: list[dict[str, Any]]) -> None:
-    (zero, *facts_0), (one, *facts_1) = (rank["skip_on_one_rank"] for rank in told)
-    assert [len(zero), len(one)] == [3, 3]
+    (rank_0, *facts_0), (rank_1, *facts_1) = (rank["skip_on_one_rank"] for rank in told)
+    assert [len(rank_0), len(rank_1)] == [3, 3]
     assert facts_0 == [3, 2]
     assert facts_1 == [3, 1]  # it has a batch less
-    assert sorted(seen(zero) + seen(one)) == [0, 1, 2, 3, 5, 7]
-    assert zero[1] == ([-1], [False], [-100])
+    assert sorted(seen(rank_0) + seen(rank_1)) == [0, 1, 2, 3, 5, 7]
+    assert rank_0[1] == ([-1], [False], [-100])
 
 
 def test_workers_that_decode(told: list[dict[str, Any]]) -> None:
@@ -63,10 +63,10 @@ def test_workers_that_decode(told: list[dict[str, Any]]) -> None:
 
 
 def test_masks_on_one_rank(told: list[dict[str, Any]]) -> None:
-    zero, one = (rank["mask_on_one_rank"] for rank in told)
-    assert [len(zero), len(one)] == [3, 3]
-    assert zero[1] == ([4, 6], [False, False], [-100, -100])
-    assert sorted(seen(zero) + seen(one)) == [0, 1, 2, 3, 5, 7]
+    rank_0, rank_1 = (rank["mask_on_one_rank"] for rank in told)
+    assert [len(rank_0), len(rank_1)] == [3, 3]
+    assert rank_0[1] == ([4, 6], [False, False], [-100, -100])
+    assert sorted(seen(rank_0) + seen(rank_1)) == [0, 1, 2, 3, 5, 7]
 
 
 def test_a_bad_sample_on_one_rank_stops_both_at_its_step(told: list[dict[str, Any]]) -> None:
@@ -94,16 +94,16 @@ def test_mistakes_are_told_on_every_rank(told: list[dict[str, Any]], name: str, 
 
 
 def test_a_mistake_of_one_rank_is_told_on_the_other(told: list[dict[str, Any]]) -> None:
-    zero, one = (rank["a_toml_is_missing_on_one_rank"] for rank in told)
-    assert one[0] == "ConfigError"
-    assert zero[0] == "PeerFailed"
-    assert "rank 1 stopped with ConfigError: missing.toml: no such file" in zero[1]
+    rank_0, rank_1 = (rank["a_toml_is_missing_on_one_rank"] for rank in told)
+    assert rank_1[0] == "ConfigError"
+    assert rank_0[0] == "PeerFailed"
+    assert "rank 1 stopped with ConfigError: missing.toml: no such file" in rank_0[1]
 
 
 def test_training_deals_out_and_resumes(told: list[dict[str, Any]]) -> None:
     (orders_0, left_0, resumed_0), (orders_1, left_1, resumed_1) = (rank["train_and_resume"] for rank in told)
-    for zero, one in zip(orders_0, orders_1, strict=True):
-        assert sorted(zero + one) == list(range(10))
+    for rank_0, rank_1 in zip(orders_0, orders_1, strict=True):
+        assert sorted(rank_0 + rank_1) == list(range(10))
     assert orders_0[0] != orders_0[1]
     assert len(left_0) == len(left_1) == 2
     assert same(left_0, resumed_0)
@@ -111,10 +111,10 @@ def test_training_deals_out_and_resumes(told: list[dict[str, Any]]) -> None:
 
 
 def test_a_rank_that_dies_is_an_error_on_the_other(tmp_path: Path) -> None:
-    zero, one = run_ranks(tmp_path, ["a_rank_dies"])
-    assert one is None
-    assert zero is not None, "rank 0 hung"
-    error, seconds = zero["a_rank_dies"]
+    rank_0, rank_1 = run_ranks(tmp_path, ["a_rank_dies"])
+    assert rank_1 is None
+    assert rank_0 is not None, "rank 0 hung"
+    error, seconds = rank_0["a_rank_dies"]
     assert error in ("RuntimeError", "DistBackendError")
     assert seconds < TIMEOUT
 
@@ -123,9 +123,9 @@ def test_a_rank_that_dies_is_an_error_on_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [0, 1, 7, 20])
 def test_the_eval_sampler_deals_each_sample_out_once(ranks: int, count: int) -> None:
     samplers = [DistributedEvalSampler(range(count), ranks, rank) for rank in range(ranks)]
-    dealt = [list(one) for one in samplers]
-    assert sorted(index for one in dealt for index in one) == list(range(count))
-    assert [len(one) for one in samplers] == [len(one) for one in dealt]
+    dealt = [list(indices) for indices in samplers]
+    assert sorted(index for indices in dealt for index in indices) == list(range(count))
+    assert [len(indices) for indices in samplers] == [len(indices) for indices in dealt]
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 

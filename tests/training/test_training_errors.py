@@ -59,10 +59,10 @@ def test_skip_drops_and_counts(tmp_path: Path, toml: str, share: float) -> None:
         batches = taken(loader)
         stats = loader.stats()
         assert loader.state_dict()["position"] == 3
-    assert [one[2] for one in batches] == [[2, 3], [8, 9]]
+    assert [entry[2] for entry in batches] == [[2, 3], [8, 9]]
     assert (stats["samples"], stats["skipped"], stats["batches"]) == (4, 7, 2)
     assert stats["bad"]["kinds"] == {"corrupt": 5, "unreadable": 2}
-    named = {one["index"]: (one["kind"], one["name"]) for one in stats["bad"]["samples"]}
+    named = {entry["index"]: (entry["kind"], entry["name"]) for entry in stats["bad"]["samples"]}
     assert named[10][0] == "unreadable"
     assert "image_010.jpg" in named[10][1]
 
@@ -72,16 +72,16 @@ def test_mask_keeps_the_size(tmp_path: Path, toml: str, share: float) -> None:
     dataset = write_images(tmp_path / "images", 8, corrupt=[1, 4, 5, 6, 7])
     options: dict[str, Any] = {"transforms_cpu": OnTheCpu(), "cpu_percentage": share, "bad_samples": "mask"}
     with wrapped(dataset, toml, **options) as loader:
-        one, other = list(loader)
+        first, second = list(loader)
         assert loader.stats()["masked"] == 5
-    assert one.images.shape == other.images.shape == (4, 3, 24, 20)
-    assert one.mask.tolist() == [True, False, True, True]
-    assert one.labels.tolist() == [0, -100, 2, 0]
-    assert not one.images[1].any()
-    assert one.images[0].any()
-    assert other.labels.tolist() == [-100] * 4
-    assert not other.mask.any()
-    assert torch.isfinite(torch.nn.functional.cross_entropy(torch.zeros(4, 3), one.labels))
+    assert first.images.shape == second.images.shape == (4, 3, 24, 20)
+    assert first.mask.tolist() == [True, False, True, True]
+    assert first.labels.tolist() == [0, -100, 2, 0]
+    assert not first.images[1].any()
+    assert first.images[0].any()
+    assert second.labels.tolist() == [-100] * 4
+    assert not second.mask.any()
+    assert torch.isfinite(torch.nn.functional.cross_entropy(torch.zeros(4, 3), first.labels))
 
 
 def test_masks_for_other_labels(tmp_path: Path, toml: str) -> None:

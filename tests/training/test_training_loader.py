@@ -27,7 +27,7 @@ pytestmark = FORKS
 
 def threads() -> set[threading.Thread]:
     """All but those with which PyTorch feeds its workers: they end a moment after those."""
-    return {one for one in threading.enumerate() if one.name != "QueueFeederThread"}
+    return {thread for thread in threading.enumerate() if thread.name != "QueueFeederThread"}
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def test_the_usual_loop(dataset: ImageFiles, toml: str) -> None:
             batches = list(loader)
             assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 24, 20)] * 2 + [(3, 3, 24, 20)]
             assert all(images.dtype == torch.float32 and images.max() <= 1 for images, _ in batches)
-            orders.append([int(one) for batch in batches for one in batch.indices])
+            orders.append([int(index) for batch in batches for index in batch.indices])
             loader.reset()
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(11))
         assert orders[0] != orders[1]
@@ -87,26 +87,26 @@ def test_batches_are_the_same_for_any_number_of_workers(dataset: ImageFiles, tmp
                 loader.reset()
     assert same(epochs[0], epochs[1])
     assert same(epochs[0], epochs[2])
-    assert {one[4] for one in epochs[0]} == {True, False}
-    assert len({float(one[0].sum()) for one in epochs[0]}) == 9  # and every epoch differs
+    assert {batch[4] for batch in epochs[0]} == {True, False}
+    assert len({float(batch[0].sum()) for batch in epochs[0]}) == 9  # and every epoch differs
 
 
 def test_a_sample_is_augmented_alike_in_any_batch(dataset: ImageFiles, toml: str) -> None:
-    found = []
+    images_of_epochs = []
     for size in (3, 5):
         with wrapped(dataset, toml, batch_size=size, transforms_gpu=RandomOffset()) as loader:
-            found.append(torch.cat([images for images, _ in loader]))
-    assert torch.equal(found[0], found[1])
-    drawn = found[0].reshape(11, -1).min(dim=1).values
-    assert len({round(float(one), 4) for one in drawn}) == 11
+            images_of_epochs.append(torch.cat([images for images, _ in loader]))
+    assert torch.equal(images_of_epochs[0], images_of_epochs[1])
+    drawn = images_of_epochs[0].reshape(11, -1).min(dim=1).values
+    assert len({round(float(offset), 4) for offset in drawn}) == 11
 
 
 def test_seeds_differ(dataset: ImageFiles, toml: str) -> None:
-    found = []
+    epochs = []
     for seed in (0, 1):
         with wrapped(dataset, toml, transforms_gpu=RandomOffset(), seed=seed) as loader:
-            found.append(taken(loader))
-    assert not same(found[0], found[1])
+            epochs.append(taken(loader))
+    assert not same(epochs[0], epochs[1])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -141,7 +141,7 @@ def test_the_order_does_not_depend_on_a_generators_past(dataset: ImageFiles, tom
         before = generator.get_state()
         plain = DataLoader(dataset, batch_size=4, sampler=sampler)
         with wrap_dataloader_torchpipe("single", plain, toml) as loader:
-            orders.append([one.indices.tolist() for one in loader])
+            orders.append([batch.indices.tolist() for batch in loader])
         assert torch.equal(generator.get_state(), before)
     assert orders[0] == orders[1]
 
@@ -153,18 +153,18 @@ def test_transforms_batch_sees_the_whole_batch_under_its_key(dataset: ImageFiles
         shapes.append(tuple(images.shape))
         return images - torch.rand(1)
 
-    found = []
+    epochs = []
     for _ in range(2):
         with wrapped(dataset, toml, transforms_batch=normalise) as loader:
-            found.append(taken(loader))
-    assert same(found[0], found[1])
+            epochs.append(taken(loader))
+    assert same(epochs[0], epochs[1])
     assert shapes[:3] == [(4, 3, 24, 20), (4, 3, 24, 20), (3, 3, 24, 20)]
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 3)])
 def test_the_share_of_transforms_cpu(dataset: ImageFiles, toml: str, share: float, expected: int) -> None:
     with wrapped(dataset, toml, transforms_cpu=OnTheCpu(), cpu_percentage=share) as loader:
-        assert sum(one[4] for one in taken(loader)) == expected == loader.stats()["cpu_batches"]
+        assert sum(batch[4] for batch in taken(loader)) == expected == loader.stats()["cpu_batches"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -207,12 +207,12 @@ def test_a_loop_that_stops_early(dataset: ImageFiles, toml: str, workers: int) -
     with wrapped(dataset, toml, workers=workers, prefetch=1) as loader:
         for _ in loader:
             break
-        assert [one.number for one in loader] == [1, 2]  # goes on
+        assert [batch.number for batch in loader] == [1, 2]  # goes on
         loader.reset()
         for _ in loader:
             break
         loader.reset()  # drops the rest
-        assert [one.number for one in loader] == [0, 1, 2]
+        assert [batch.number for batch in loader] == [0, 1, 2]
 
 
 def test_an_epoch_that_is_over_is_not_an_empty_one(dataset: ImageFiles, toml: str) -> None:
@@ -233,7 +233,7 @@ def test_closing_ends_all_threads_and_workers(dataset: ImageFiles, toml: str) ->
     loader.close()
     loader.close()
     assert threads() == before
-    assert not any(one.is_alive() for one in workers)
+    assert not any(worker.is_alive() for worker in workers)
     with pytest.raises(TrainingError, match="closed"):
         next(loader)
     with pytest.raises(TrainingError, match="closed"):
@@ -289,7 +289,7 @@ def test_dp_deals_the_batch_out(dataset: ImageFiles, toml: str, gather: bool) ->
             assert same(taken(loader), expected)
             return
         for batch, (images, labels, *_) in zip(loader, expected, strict=True):
-            assert [len(one) for one in batch.images] == [len(one) for one in batch.labels]
+            assert [len(part) for part in batch.images] == [len(part) for part in batch.labels]
             assert len(batch.images) == (2 if len(images) == 4 else 3)
             assert torch.equal(torch.cat(batch.images), images)
             assert torch.cat(batch.labels).tolist() == labels

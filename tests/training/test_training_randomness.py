@@ -32,11 +32,11 @@ def test_borrowed_generators_come_back_as_they_were() -> None:
     threads = torch.get_num_threads()
     with forked() as fork:
         fork.seed(7)
-        one = drawn()
+        first = drawn()
         fork.seed(7)
-        assert drawn() == one
+        assert drawn() == first
         fork.seed(8)
-        assert drawn() != one
+        assert drawn() != first
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == threads
     assert drawn() == expected

@@ -37,7 +37,7 @@ def test_bad_samples(tmp_path: Path, policy: str, prefetch: int) -> None:
     toml = write_toml(tmp_path)
     fast, slow = both(dataset=dataset, toml=toml, bad_samples=policy, prefetch=prefetch)
     assert same(fast, slow)
-    assert [len(one[1]) for one in fast] == ([3, 3, 2] if policy == "skip" else [4, 4, 4, 2])
+    assert [len(batch[1]) for batch in fast] == ([3, 3, 2] if policy == "skip" else [4, 4, 4, 2])
 
 
 def test_batches_on_the_cpu_in_between(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_batches_on_the_cpu_in_between(tmp_path: Path) -> None:
     options: dict[str, Any] = {"transforms_cpu": OnTheCpu(), "cpu_percentage": 0.5, "shuffle": True, "workers": 1}
     fast, slow = both(dataset=dataset, toml=write_toml(tmp_path), **options)
     assert same(fast, slow)
-    assert {one[4] for one in fast} == {True, False}
+    assert {batch[4] for batch in fast} == {True, False}
 
 
 def test_a_bad_sample_is_raised_at_its_batch(tmp_path: Path) -> None:
@@ -68,6 +68,6 @@ def test_shares(tmp_path: Path, policy: str) -> None:
     with opened() as fast, opened(transforms_gpu=unchanged) as slow:
         assert same(taken(fast), taken(slow))
     with opened(gather=False) as apart, opened(gather=False, transforms_gpu=unchanged) as other:
-        for one, two in zip(apart, other, strict=True):
-            assert [images.tolist() for images in one.images] == [images.tolist() for images in two.images]
-            assert [labels.tolist() for labels in one.labels] == [labels.tolist() for labels in two.labels]
+        for left, right in zip(apart, other, strict=True):
+            assert [images.tolist() for images in left.images] == [images.tolist() for images in right.images]
+            assert [labels.tolist() for labels in left.labels] == [labels.tolist() for labels in right.labels]

@@ -114,18 +114,18 @@ def epochs(dataset: Any, toml: str, **options: Any) -> tuple[list[Any], dict[str
         loader.reset(7)
         next(loader)
         loader.load_state_dict(state)
-        found = [*first, *taken(loader)]
+        batches = [*first, *taken(loader)]
         stats = loader.stats()
-    return found, stats
+    return batches, stats
 
 
 @pytest.mark.parametrize("policy", ["mask", "skip"])
 def test_batches_are_those_of_the_training_process(tmp_path: Path, toml: str, policy: str) -> None:
     dataset = write_images(tmp_path / "images", 22, corrupt=[3, 17], missing=[4, 5])
     expected, counted = epochs(dataset, toml, bad_samples=policy, collate_labels=Labels())
-    found, stats = epochs(dataset, toml, bad_samples=policy, collate_labels=Labels(), workers=2)
-    assert same(found, expected)
-    assert {on_cpu for *_, on_cpu in found} == {True, False}
+    batches, stats = epochs(dataset, toml, bad_samples=policy, collate_labels=Labels(), workers=2)
+    assert same(batches, expected)
+    assert {on_cpu for *_, on_cpu in batches} == {True, False}
     for name in ("samples", "batches", "cpu_batches", "skipped", "masked", "bad"):
         assert stats[name] == counted[name]
     assert all(stats["stages_s"][name] > 0 for name in ("read", "decode", "transform"))
@@ -134,20 +134,20 @@ def test_batches_are_those_of_the_training_process(tmp_path: Path, toml: str, po
 def test_without_the_background_thread_and_with_one_worker(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 9)
     expected, _ = epochs(dataset, toml)
-    found, _ = epochs(dataset, toml, workers=1, prefetch=0)
-    assert same(found, expected)
+    batches, _ = epochs(dataset, toml, workers=1, prefetch=0)
+    assert same(batches, expected)
 
 
 def test_in_shares(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 11)
-    found = []
+    both = []
     for workers in (0, 2):
         plain = DataLoader(dataset, batch_size=4, num_workers=workers)
         with wrap_dataloader_torchpipe(
             "dp", plain, toml, devices=["cpu"] * 3, gather=False, workers_decode=bool(workers)
         ) as loader:
-            found.append([(batch.images, batch.labels) for batch in loader])
-    for (images, labels), (expected_images, expected_labels) in zip(*found, strict=True):
+            both.append([(batch.images, batch.labels) for batch in loader])
+    for (images, labels), (expected_images, expected_labels) in zip(*both, strict=True):
         assert all(map(torch.equal, images, expected_images))
         assert all(map(torch.equal, labels, expected_labels))
 
@@ -289,13 +289,13 @@ def test_a_pipe_that_workers_cannot_build(tmp_path: Path) -> None:
 def test_a_batch_in_pieces_larger_than_the_pipe_admits(tmp_path: Path) -> None:
     """Pieces are started one after the other, and the pipe lets in but one and a half."""
     dataset = write_images(tmp_path / "images", 50, corrupt=[20, 49])
-    found = []
+    both = []
     for most, workers in ((10000, 0), (24, 1)):
         toml = {"max_inflight": most, "decode": DECODE}
         with by_workers(dataset, toml, workers, batch_size=41, transforms_gpu=None, bad_samples="mask") as loader:
-            found.append(taken(loader))
-    assert same(*found)
-    assert [len(labels) for _, labels, *_ in found[0]] == [41, 9]
+            both.append(taken(loader))
+    assert same(*both)
+    assert [len(labels) for _, labels, *_ in both[0]] == [41, 9]
 
 
 class Learned:
@@ -321,9 +321,9 @@ def test_what_a_transform_has_learned_goes_along(tmp_path: Path, toml: str) -> N
     with wrapped(dataset, toml, transforms_batch=transform) as loader:
         expected = [images.detach() for images, _ in loader]
     with by_workers(dataset, toml, transforms_batch=transform) as loader:
-        found = [images for images, _ in loader]
-    assert not any(images.requires_grad for images in found)
-    assert all(map(torch.equal, found, expected))
+        batches = [images for images, _ in loader]
+    assert not any(images.requires_grad for images in batches)
+    assert all(map(torch.equal, batches, expected))
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error(tmp_path: Path, toml: str) -> None:
@@ -350,13 +350,13 @@ class Vectors:
 
 def test_ignored_labels_look_like_others_of_other_workers(tmp_path: Path, toml: str) -> None:
     dataset = Vectors(write_images(tmp_path / "images", 12, missing=[4, 5, 6, 7]))
-    found = []
+    both = []
     for workers in (0, 2):
         with by_workers(dataset, toml, workers, bad_samples="mask") as loader:
-            found.append([labels for _, labels in loader])
-    assert all(map(torch.equal, *found))
-    assert found[1][1].dtype == torch.float32
-    assert found[1][1].tolist() == [[-100.0, -100.0]] * 4
+            both.append([labels for _, labels in loader])
+    assert all(map(torch.equal, *both))
+    assert both[1][1].dtype == torch.float32
+    assert both[1][1].tolist() == [[-100.0, -100.0]] * 4
 
 
 class Tagged(ImageFiles):
@@ -431,7 +431,7 @@ if __name__ == "__main__":
     loader = DataLoader(ImageFiles([(path, 0) for path in sys.argv[2:]]), 2, num_workers=2)
     batches = wrap_dataloader_torchpipe("single", loader, sys.argv[1], workers_decode=True)
     next(batches)
-    print(*(one.pid for one in multiprocessing.active_children()), flush=True)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     os.kill(os.getpid(), 9)
 """
 
@@ -551,6 +551,6 @@ def test_a_new_generation_has_new_slots() -> None:
     ],
 )
 def test_errors_arrive_as_they_are_or_as_ours(error: Exception, arrives: str) -> None:
-    found = Failure.of(error).error(TrainingError)
-    assert str(found).startswith(arrives)
-    assert type(found) is (TrainingError if isinstance(error, (Unsendable, Unreadable)) else type(error))
+    arrived = Failure.of(error).error(TrainingError)
+    assert str(arrived).startswith(arrives)
+    assert type(arrived) is (TrainingError if isinstance(error, (Unsendable, Unreadable)) else type(error))

@@ -90,9 +90,9 @@ def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
     ]
 
 
-def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
+def same(batches: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:
     """Bit for bit."""
-    return len(one) == len(other) and all(
+    return len(batches) == len(others) and all(
         torch.equal(left[0], right[0]) and left[0].dtype == right[0].dtype and left[1:] == right[1:]
-        for left, right in zip(one, other, strict=True)
+        for left, right in zip(batches, others, strict=True)
     )
