@@ -1,4 +1,4 @@
-"""Keys and the borrowed generators."""
+"""Keys, and generators that are put back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_keys_depend_on_every_part() -> None:
     assert key_of(1, 2, 3) == 6839638155163434425
 
 
-def test_borrowed_generators_come_back_as_they_were() -> None:
+def test_generators_come_back_as_they_were() -> None:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)

@@ -27,7 +27,7 @@ from benchmarks.common import machine
 from recipes.experiments.subjects import SUBJECTS, Setting
 
 LEAST = 3  # batches to warm up with, and to measure
-PATIENCE = 10  # times --seconds: how long one measurement may take
+LONGEST = 10  # times --seconds: how long one measurement may take
 RATIOS = (
     ("ours-gpu", "dali-gpu", None),
     ("ours-workers", "dali-gpu", None),
@@ -142,7 +142,7 @@ def images_per_second(batches: Iterator[Any], setting: Setting, seconds: float) 
     for made, images in enumerate(batches, 1):
         count += len(images)
         elapsed = perf_counter() - began
-        if (elapsed >= seconds and made >= enough) or elapsed >= PATIENCE * seconds:
+        if (elapsed >= seconds and made >= enough) or elapsed >= LONGEST * seconds:
             break
     _synchronise(setting.device)
     return count / (perf_counter() - began)

@@ -22,7 +22,7 @@ def key_of(*parts: int) -> int:
 
 
 class Fork:
-    """The global generators of Python, NumPy and PyTorch while they are borrowed."""
+    """The global generators of Python, NumPy and PyTorch while a block reseeds them."""
 
     def __init__(self, generators: Sequence[Any]) -> None:
         self._generators = generators
@@ -37,7 +37,7 @@ class Fork:
 
 @contextmanager
 def forked(devices: Sequence[Any] = ()) -> Iterator[Fork]:
-    """Borrow the global generators, with those of CUDA ``devices``; afterwards they are as they were.
+    """Let a block reseed the global generators, with those of CUDA ``devices``; afterwards they are as they were.
 
     PyTorch meanwhile works on one thread of the CPU, as it does in a DataLoader's workers: a sum is the same here and
     there, and small images are not handed to threads that the pipe keeps busy.
