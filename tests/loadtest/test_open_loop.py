@@ -24,6 +24,10 @@ from thriftpy2.transport import TServerSocket
 from torchpipe_py.loadtest.measure.cpu import find_server
 
 
+STEADY = ("--rate", 40)
+"""A rate at which 16 calls stay stable on a busy machine: the last answer may take 45 ms, and so few show no trend."""
+
+
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     with toy_servers() as start:
@@ -130,10 +134,10 @@ def test_interrupt_while_nothing_is_due(serve: Serve, images: Images, tmp_path: 
 # --- judgement
 
 
-@pytest.mark.parametrize("pace", [("--rate", 200), ()])
+@pytest.mark.parametrize("pace", [STEADY, ()])
 @pytest.mark.parametrize(("limit", "status"), [(100_000, 0), (0.0001, 3)])
 def test_slo(pace: tuple[object, ...], limit: float, status: int, serve: Serve, images: Images) -> None:
-    done, report = load(images(a="ok:a"), serve().port, "--total_number", 40, "--slo-p99", limit, *pace)
+    done, report = load(images(a="ok:a"), serve().port, "--total_number", 16, "--slo-p99", limit, *pace)
     assert done.returncode == status, done.stdout
     assert report["slo"]["met"] is (status == 0)
     assert report["slo"]["p99_ms"] == report["latency_ms"]["p99"]
@@ -157,10 +161,10 @@ def test_sweep(serve: Serve, images: Images, tmp_path: Path) -> None:
 
 
 def test_sweep_of_rates_has_the_worst_status(serve: Serve, images: Images) -> None:
-    options = ("--sweep", "rate=100,200", "--total_number", 20, "--slo-p99", 0.0001)
+    options = ("--sweep", "rate=20,40", "--total_number", 16, "--slo-p99", 0.0001)
     done, report = load(images(a="ok:a"), serve().port, *options)
     assert done.returncode == 3
-    assert [run["settings"]["rate"] for run in report["runs"]] == [100, 200]
+    assert [run["settings"]["rate"] for run in report["runs"]] == [20, 40]
     assert {run["settings"]["arrivals"] for run in report["runs"]} == {"constant"}
 
 
@@ -232,7 +236,7 @@ class Recipe:
         return IDL.InferenceResult(label="1", score=0.5)
 
 
-@pytest.mark.parametrize("pace", [("--rate", 100), ()])
+@pytest.mark.parametrize("pace", [STEADY, ()])
 def test_server_with_ping_and_infer_batch_only(pace: tuple[object, ...], images: Images) -> None:
     """As `scripts/baseline_server.py` is: thriftpy2's own server, and nothing else of the IDL."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -241,13 +245,13 @@ def test_server_with_ping_and_infer_batch_only(pace: tuple[object, ...], images:
     server = TThreadedServer(TProcessor(IDL.InferenceService, Recipe()), transport, daemon=True)
     thread = threading.Thread(target=server.serve)
     thread.start()
-    done, report = load(images(a="jpeg"), listener.getsockname()[1], "--total_number", 30, *pace)
+    done, report = load(images(a="jpeg"), listener.getsockname()[1], "--total_number", 16, *pace)
     server.closed = True
     socket.create_connection(listener.getsockname()).close()  # it looks once more
     thread.join()
     listener.close()
     assert done.returncode == 0, done.stderr
-    assert report["images_ok"] == 30
+    assert report["images_ok"] == 16
 
 
 _WORKERS = """
