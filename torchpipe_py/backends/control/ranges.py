@@ -53,9 +53,6 @@ class Range(Wrapper):
     def min(self) -> int:
         return int(self.limits[0])
 
-    def any_thread(self) -> bool:
-        return self.inner.any_thread()
-
 
 def _is_sum(size: int, low: int, high: int) -> bool:
     """Whether ``size`` is a sum of numbers from ``low`` to ``high``: with as few of them as possible, or not at all."""
