@@ -14,13 +14,11 @@ if [[ $# -gt 0 ]]; then exec "$bin/python" -m pytest "$@"; fi
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
-# NOTE: test_process.py looks for shared memory that is left over, and training has some of its own.
-process=tests/backends/test_process.py
 supervision=tests/server/supervisor/test_supervision.py
-run slow tests/chaos tests/training tests/scripts $supervision $process & first=$!
+run slow tests/chaos tests/training tests/scripts $supervision & first=$!
 run server tests/server tests/loadtest --ignore=$supervision & second=$!
 status=0
-run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts} --ignore=$process || status=$?
+run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts} || status=$?
 wait $first || status=$?
 wait $second || status=$?
 cat "$logs"/slow "$logs"/server "$logs"/rest
