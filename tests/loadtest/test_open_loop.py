@@ -23,7 +23,6 @@ from thriftpy2.transport import TServerSocket
 
 from torchpipe_py.loadtest.measure.cpu import find_server
 
-
 STEADY = ("--rate", 40)
 """A rate at which 16 calls stay stable on a busy machine: the last answer may take 45 ms, and so few show no trend."""
 
