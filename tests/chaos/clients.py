@@ -45,19 +45,19 @@ class Load:
         self._is_over = threading.Event()
         self._tallies = [Tally() for _ in range(clients)]
         self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, args=(one,), daemon=True) for one in range(clients)]
+        self._threads = [threading.Thread(target=self._run, args=(index,), daemon=True) for index in range(clients)]
 
     @property
     def tally(self) -> Tally:
         """Of all clients, so far."""
         whole = Tally()
-        for one in self._tallies:
-            whole += one
+        for tally in self._tallies:
+            whole += tally
         return whole
 
     @property
     def sent(self) -> int:
-        return sum(one.sent for one in self._tallies)
+        return sum(tally.sent for tally in self._tallies)
 
     @property
     def is_running(self) -> bool:

@@ -68,13 +68,13 @@ def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
 
     of, state = InferenceHandler._outcome, [0, (None, None)]
 
-    def outcome(self: Any, data: Any, error: Any) -> Any:
-        found = of(self, data, error)
+    def changed(self: Any, data: Any, error: Any) -> Any:
+        outcome = of(self, data, error)
         state[0] += 1
-        last, state[1] = state[1], found
-        return change(state[0], found, last if last != (None, None) else found)
+        last, state[1] = state[1], outcome
+        return change(state[0], outcome, last if last != (None, None) else outcome)
 
-    InferenceHandler._outcome = outcome  # type: ignore[method-assign]
+    InferenceHandler._outcome = changed  # type: ignore[method-assign]
 
 
 def _die_of_garbage() -> None:

@@ -12,24 +12,24 @@ AFTER_KILL = 2.0  # seconds in which a kill may close a connection
 
 def answered(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> list[str]:
     """Every request has one answer, its own, of these codes and in time."""
-    allowed, found = set(codes), []
+    allowed, problems = set(codes), []
     counted = sum(tally.codes.values()) + len(tally.closed) + tally.abandoned + tally.lost + tally.crossed
     if not tally.ok:
-        found.append("no request was served")
+        problems.append("no request was served")
     if counted != tally.sent:
-        found.append(f"{tally.sent} requests sent, the fate of {counted} known")
+        problems.append(f"{tally.sent} requests sent, the fate of {counted} known")
     if tally.lost:
-        found.append(f"{tally.lost} requests without an answer")
+        problems.append(f"{tally.lost} requests without an answer")
     if tally.crossed:
-        found.append(f"{tally.crossed} answers that are another request's, or a second one")
+        problems.append(f"{tally.crossed} answers that are another request's, or a second one")
     if tally.refused:
-        found.append(f"{tally.refused} connections refused")
+        problems.append(f"{tally.refused} connections refused")
     strange = {code: count for code, count in tally.codes.items() if code not in allowed}
     if strange:
-        found.append(f"answers {strange}")
+        problems.append(f"answers {strange}")
     if tally.longest > within:
-        found.append(f"an answer after {tally.longest:.2f} s, {within:g} s are allowed")
-    return found
+        problems.append(f"an answer after {tally.longest:.2f} s, {within:g} s are allowed")
+    return problems
 
 
 def closed_by_kills(closed: Sequence[float], kills: Sequence[float]) -> list[str]:
@@ -42,17 +42,17 @@ def overloaded(
     peak: float, goodput: float, tally: Tally, p99: float, hints: Sequence[int | None], share: float = 0.9
 ) -> list[str]:
     """peak, goodput: answers a second at capacity and beyond it. p99: what a rejection may take, seconds."""
-    found = []
+    problems = []
     if goodput < share * peak:
-        found.append(f"{goodput:.0f} answers a second under overload, {peak:.0f} at capacity")
+        problems.append(f"{goodput:.0f} answers a second under overload, {peak:.0f} at capacity")
     if not tally.codes["overloaded"]:
-        found.append("nothing was rejected")
+        problems.append("nothing was rejected")
     spent = percentile(tally.seconds.get("overloaded", []), 0.99)
     if spent > p99:
-        found.append(f"p99 of rejections is {1000 * spent:.1f} ms, {1000 * p99:g} are allowed")
+        problems.append(f"p99 of rejections is {1000 * spent:.1f} ms, {1000 * p99:g} are allowed")
     if any(hint is None or hint <= 0 for hint in hints):
-        found.append("a rejection that does not say when to come back")
-    return found
+        problems.append("a rejection that does not say when to come back")
+    return problems
 
 
 def grew(samples: Sequence[int], most: int, what: str = "memory") -> list[str]:

@@ -239,9 +239,9 @@ def corrupt_item(size: int = 32, positions: Sequence[int] = range(32), fault: st
         clean = wire.receive().answers
         for position in positions:
             wire.send(pack_many([*images[:position], images[position][:40], *images[position + 1 :]]))
-            found = wire.receive().answers
+            answers = wire.receive().answers
             expected = [*clean[:position], ("decode_error", -1.0), *clean[position + 1 :]]
-            if found != expected:
+            if answers != expected:
                 wrong.append(position)
     problems = [f"positions {wrong} change what others get"] if wrong or len(clean) != size else []
     return Report("corrupt item", {"positions": len(positions), "wrong": len(wrong)}, problems)
@@ -260,7 +260,7 @@ def soak(seconds: float = 6.0, most: float = 20 * MEBIBYTE, leak_bytes: int = 0,
             while time.monotonic() < until:
                 time.sleep(max(0.05, seconds / 400))
                 resident.append(it.memory())
-                devices.append(sum(one["used_bytes"] for one in it.stats()["gpus"]))
+                devices.append(sum(gpu["used_bytes"] for gpu in it.stats()["gpus"]))
         tally = load.tally
         figures = {
             "seconds": seconds,
@@ -331,7 +331,7 @@ def mixed(
                 now = time.monotonic()
                 if now >= next_kill:
                     # A worker that has only just started counts as one that cannot, if it dies.
-                    able = [one for one in it.stats()["workers"] if one["state"] == "ready" and one["uptime_s"] > 1.5]
+                    able = [row for row in it.stats()["workers"] if row["state"] == "ready" and row["uptime_s"] > 1.5]
                     if able:
                         with suppress(ProcessLookupError):
                             os.kill(rng.choice(able)["pid"], signal.SIGKILL)

@@ -140,10 +140,10 @@ class Process:
 
     def wait_started(self) -> Process:
         line = self.process.stdout.readline()
-        found = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)$", line.strip())
-        assert found, f"{line!r} {self.stderr}"
-        self.port = int(found[1])
-        assert int(found[2]) == self.pid
+        match = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)$", line.strip())
+        assert match, f"{line!r} {self.stderr}"
+        self.port = int(match[1])
+        assert int(match[2]) == self.pid
         return self
 
     @property
@@ -152,7 +152,7 @@ class Process:
         supervisor = psutil.Process(self.pid)
         while True:
             try:
-                return sorted(two.pid for one in supervisor.children() for two in one.children())
+                return sorted(worker.pid for server in supervisor.children() for worker in server.children())
             except psutil.NoSuchProcess:
                 continue  # one has ended meanwhile
 
@@ -282,8 +282,8 @@ class Client:
 
     def receive(self, seqid: int | None = None) -> Any:
         """The next answer; an error that it carries is raised."""
-        name, kind, found = self._protocol.readMessageBegin()
-        assert seqid is None or found == seqid
+        name, kind, answered = self._protocol.readMessageBegin()
+        assert seqid is None or answered == seqid
         if kind == TMessageType.EXCEPTION:
             error = TApplicationException()
             error.read(self._protocol)
@@ -324,10 +324,10 @@ class Client:
     def error_of(self, method: str, **args: Any) -> Any:
         """The `InferenceError` that the call is answered with."""
         try:
-            found = self.call(method, **args)
+            result = self.call(method, **args)
         except IDL.InferenceError as error:
             return error
-        raise AssertionError(f"no error but {found!r}")
+        raise AssertionError(f"no error but {result!r}")
 
     def close(self) -> None:
         self._transport.close()

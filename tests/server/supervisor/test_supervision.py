@@ -107,7 +107,7 @@ def test_the_figures_are_told_before_any_worker_has_told_its_own(folder):
 
 def http_ports(process: Process) -> list[int]:
     """The second port it listens on, before it has said so."""
-    listening = [one.laddr.port for one in psutil.Process(process.pid).net_connections() if one.status == "LISTEN"]
+    listening = [each.laddr.port for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"]
     return [port for port in listening if is_http(port)]
 
 
