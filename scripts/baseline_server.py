@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.baseline import main
+from benchmarks.gpu.baseline import main
 
 if __name__ == "__main__":
     sys.exit(main())

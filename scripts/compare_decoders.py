@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.compare_decoders import main
+from benchmarks.decoders.compare import main
 
 if __name__ == "__main__":
     sys.exit(main())

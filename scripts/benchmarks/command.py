@@ -11,22 +11,23 @@ from functools import partial
 
 from torchpipe_server.worker.worker import limit_threads
 
-from benchmarks import gpu, in_process
 from benchmarks.common import Report, machine, show, write_json
-from benchmarks.detector import detector
-from benchmarks.gpu_service import served
-from benchmarks.mean import mean
-from benchmarks.processes import processes
-from benchmarks.service import service
+from benchmarks.gpu import in_process as gpu
+from benchmarks.gpu.service import served
+from benchmarks.in_process import nodes
+from benchmarks.in_process.detector import detector
+from benchmarks.in_process.processes import processes
+from benchmarks.service.mean import mean
+from benchmarks.service.models import service
 
 Benchmark = Callable[[float, int], Report | list[Report]]
 """Takes the seconds of each measurement and the rounds whose median is shown."""
 
 ON_CPU: dict[str, Benchmark] = {
-    "schedule": in_process.schedule,
-    "graphs": in_process.graphs,
-    "batching": in_process.batching,
-    "decode": in_process.decode,
+    "schedule": nodes.schedule,
+    "graphs": nodes.graphs,
+    "batching": nodes.batching,
+    "decode": nodes.decode,
     "processes": processes,
     "detector": detector,
     "service": service,

@@ -18,7 +18,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from benchmarks import baseline
+from benchmarks.gpu import baseline
 from conftest import encode, picture
 from fakes import WAIT
 
@@ -132,9 +132,8 @@ def test_a_failure_is_a_typed_error_and_the_connection_lives_on() -> None:
 
 def script(setup: str, *args: str) -> subprocess.Popen[str]:
     """The script in a process of its own, after some lines of Python in which it is `script`."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from benchmarks import baseline as script\n{setup}\n"
-    )
+    path = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})"
+    code = f"{path}; from benchmarks.gpu import baseline as script\n{setup}\n"
     command = [sys.executable, "-c", code + "sys.exit(script.main(sys.argv[1:]))", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -12,9 +12,9 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from benchmarks import decoders
-from benchmarks.compare_decoders import Outcome, batch_call, compare_pixels, main, measure, read_images, sideways, table
-from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
+from benchmarks.decoders import decoders
+from benchmarks.decoders.compare import Outcome, batch_call, compare_pixels, main, measure, read_images, sideways, table
+from benchmarks.decoders.decoders import Decoder, NotMeasuredError, by_opencv, subjects
 from conftest import encode, picture
 
 # torchvision 0.29 says that TorchCodec will take over; where torchvision is installed, it is compared all the same.

@@ -14,7 +14,7 @@ from threading import local
 from typing import Any
 
 import torch
-from benchmarks.servers import serving
+from benchmarks.service.servers import serving
 from examples.textures import write_set
 
 from recipes.data import pipe_on_cpu, pipe_on_gpu

@@ -1,24 +1,41 @@
-"""Pure Python work on two instances: threads, which share one GIL, against ``Process[...]``."""
+"""Pure Python work on two instances: threads, which share one GIL, against ``Process[...]``.
+
+Run as a program it measures the loop alone: ``python -m benchmarks.in_process.processes``, then seconds on each line.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, interleave, python, run_threads
-from benchmarks.python_loop import PythonLoop, total
+from benchmarks.common import Load, Report, interleave, python, run_threads
+from torchpipe_py import ItemBackend, pipe, register_backend
 
 INSTANCES, CLIENTS, LAST = 2, 4, 100_000
 
 
+def total(last: int = LAST) -> int:
+    """The sum of 1 to ``last``, by hand: a loop that holds the GIL."""
+    result = 0
+    for number in range(1, last + 1):
+        result += number
+    return result
+
+
+class PythonLoop(ItemBackend):
+    """``result`` is the sum of 1 to ``data``; worker processes import it from here."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        item["result"] = total(item["data"])
+
+
 def processes(seconds: float, rounds: int) -> Report:
     """P6: a loop of Python in processes of its own, QPS against the same in threads."""
-    from torchpipe_py import pipe, register_backend
-
     register_backend(PythonLoop, "PythonLoop")
     threads = f"torchpipe_py, threads, {CLIENTS} clients"
     ours = f"torchpipe_py, Process[...], {CLIENTS} clients"
@@ -46,8 +63,8 @@ class _BareProcesses:
     """Processes that do nothing but the loop, all at the same time."""
 
     def __init__(self) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": REPOSITORY / "scripts"}
-        self._processes = [python("-m", "benchmarks.python_loop", **pipes) for _ in range(INSTANCES)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._processes = [python("-m", "benchmarks.in_process.processes", **pipes) for _ in range(INSTANCES)]
         for process in self._processes:
             assert process.stdout is not None
             process.stdout.readline()
@@ -64,3 +81,13 @@ class _BareProcesses:
     def close(self) -> None:
         for process in self._processes:
             process.communicate()
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(astuple(run_threads(total, 1, float(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

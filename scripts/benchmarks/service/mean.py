@@ -12,8 +12,8 @@ import cv2
 import numpy as np
 
 from benchmarks.common import Load, Report, interleave, run_threads, test_jpeg
-from benchmarks.servers import run_clients, serving
-from benchmarks.service import CLIENTS, mosec_subjects
+from benchmarks.service.peer import CLIENTS, mosec_subjects
+from benchmarks.service.servers import run_clients, serving
 
 _BACKEND = '''
 import cv2

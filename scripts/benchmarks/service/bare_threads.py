@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,18 +23,32 @@ from torchpipe_py.backends.models.onnx_graph import normalized_model
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
-def worker(session: Any, jpeg: bytes, size: int, batch: int) -> Callable[[], int]:
+class Classifier:
+    """JPEGs to probabilities in the calling thread: what every side of the benchmark computes."""
+
+    def __init__(self, model: str, options: Any) -> None:
+        content = normalized_model(model, MEAN, STD)
+        self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        self._input = self._session.get_inputs()[0].name
+
+    def __call__(self, jpegs: Sequence[bytes], stack: np.ndarray) -> np.ndarray:
+        """N×classes; ``stack``, float32 N×3×H×W, is overwritten with the decoded images, resized to H×W."""
+        height, width = stack.shape[2:]
+        for row, jpeg in zip(stack, jpegs, strict=True):
+            image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR_RGB)
+            np.copyto(row, np.stack(cv2.split(cv2.resize(image, (width, height)))))
+        logits = self._session.run(None, {self._input: stack})[0]
+        exp = np.exp(logits - logits.max(1, keepdims=True))
+        probabilities: np.ndarray = exp / exp.sum(1, keepdims=True)
+        return probabilities
+
+
+def worker(classify: Classifier, jpeg: bytes, size: int, batch: int) -> Callable[[], int]:
     """A function that computes one batch and returns how many images that were."""
-    name = session.get_inputs()[0].name
-    stack = np.empty((batch, 3, size, size), np.float32)
+    jpegs, stack = [jpeg] * batch, np.empty((batch, 3, size, size), np.float32)
 
     def compute() -> int:
-        for row in stack:
-            image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR_RGB)
-            np.copyto(row, np.stack(cv2.split(cv2.resize(image, (size, size)))))
-        logits = session.run(None, {name: stack})[0]
-        exp = np.exp(logits - logits.max(1, keepdims=True))
-        (exp / exp.sum(1, keepdims=True)).max(1).tolist()
+        classify(jpegs, stack).max(1).tolist()
         return batch
 
     return compute
@@ -58,14 +72,13 @@ def measure(computes: list[Callable[[], int]], seconds: float) -> float:
     return sum(counts) / (perf_counter() - start)
 
 
-def sessions(model: str, cores: int) -> dict[int, Any]:
-    """A session for each number of threads inside one run."""
-    content = normalized_model(model, MEAN, STD)
+def classifiers(model: str, cores: int) -> dict[int, Classifier]:
+    """One for each number of threads inside one run."""
     made = {}
     for inside in {1, cores}:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = inside
-        made[inside] = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        made[inside] = Classifier(model, options)
     return made
 
 
@@ -79,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     cv2.setNumThreads(1)
     jpeg, cores = Path(args.jpeg).read_bytes(), cv2.getNumberOfCPUs()
-    by_inside = sessions(args.model, cores)
+    by_inside = classifiers(args.model, cores)
     combinations = itertools.product((1, cores, 2 * cores), (1, 2, 4, 8), sorted(by_inside))
     if args.only:
         combinations = iter([tuple(map(int, args.only.split(",")))])  # type: ignore[assignment]

@@ -112,7 +112,7 @@ def running(config: dict[str, Any], encoded: bytes) -> Iterator[Callable[[], obj
 
 def baseline(engines: Engines) -> Callable[[bytes], object]:
     """The classic recipe, in process."""
-    from benchmarks.baseline import Baseline, LockedEngine
+    from benchmarks.gpu.baseline import Baseline, LockedEngine
 
     return Baseline(LockedEngine(engines.engine(1), SIDE), SIDE)
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Call, Load, Report, interleave, python, run_threads, test_jpeg
+from benchmarks.common import Call, Load, Report, interleave, python, run_threads, test_jpeg
 
 CPP_PACKAGE = "torchpipe"
 
@@ -160,10 +160,9 @@ def identity_nodes(count: int) -> dict[str, dict[str, Any]]:
 # library tries for most of a minute to compile extensions that nothing here needs.
 _CPP_SCRIPT = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
 from benchmarks.common import run_threads
 import torchpipe
-run = torchpipe.pipe(json.loads(sys.argv[2]))
+run = torchpipe.pipe(json.loads(sys.argv[1]))
 print("RESULT ready", flush=True)
 for line in sys.stdin:
     clients, seconds = line.split()
@@ -182,8 +181,7 @@ class _CppLibrary:
             return
         settings = json.dumps({"global": {"batching_timeout": 0}, **config})
         self._process = python(
-            "-c", _CPP_SCRIPT, str(REPOSITORY / "scripts"), settings,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            "-c", _CPP_SCRIPT, settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             self._result()

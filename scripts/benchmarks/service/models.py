@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
-from benchmarks import http_load
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, test_jpeg
-from benchmarks.servers import SCRIPTS, free_port, run_clients, serving
+from benchmarks.service.peer import CLIENTS, SAME_BATCH, mosec_subjects
+from benchmarks.service.servers import SCRIPTS, run_clients, serving
 
 SATURATING = 20  # the load tester's usual number of clients; fewer leave the cores idle now and then
-CLIENTS = 10
-SAME_BATCH = 8  # of configs/demo.toml, with its timeout
-SAME_TIMEOUT_MS = 2
 
 
 @dataclass(frozen=True)
@@ -115,53 +109,7 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
 def _bare(work: Work, jpeg: Path, seconds: float, combination: str | None) -> dict[str, Any]:
     args = ["--model", work.model, "--size", str(work.size), "--jpeg", str(jpeg), "--seconds", str(seconds)]
     only = ["--only", combination] if combination else []
-    with python(str(SCRIPTS / "benchmarks" / "bare_threads.py"), *args, *only, stdout=subprocess.PIPE) as process:
+    with python("-m", "benchmarks.service.bare_threads", *args, *only, stdout=subprocess.PIPE) as process:
         out, _ = process.communicate()
     best: dict[str, Any] = json.loads(out.splitlines()[-1])
     return best
-
-
-def mosec_subjects(
-    stack: ExitStack, settings: Mapping[str, str], body: bytes, seconds: float, report: Report
-) -> dict[str, Callable[[], Load]]:
-    """mosec without and with batches, for many clients and for one; nothing but a remark where it is not installed."""
-    if importlib.util.find_spec("mosec") is None:
-        report.remarks.append("no mosec: not installed (extra 'bench')")
-        return {}
-    subjects: dict[str, Callable[[], Load]] = {}
-    for batch in (1, SAME_BATCH):
-        port = stack.enter_context(mosec(settings, batch))
-        for clients in (CLIENTS, 1):
-            name = f"mosec, 2 workers, batch {batch}, {clients} clients"
-            subjects[name] = partial(http_load.run, port, body, clients, seconds)
-    return subjects
-
-
-@contextmanager
-def mosec(work: Mapping[str, str], batch: int) -> Iterator[int]:
-    """mosec with two workers; ``work`` is what ``mosec_service.py`` is to do. The port it listens on."""
-    port = free_port()
-    settings = {**work, "BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": "2"}
-    command = [str(SCRIPTS / "benchmarks" / "mosec_service.py"), "--port", str(port)]
-    process = python(
-        *command, "--address", "127.0.0.1", "--log-level", "warning", environment=settings, stderr=subprocess.DEVNULL
-    )
-    try:
-        _wait_for(port)
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-
-
-def _wait_for(port: int) -> None:
-    end = monotonic() + 60
-    while monotonic() < end:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-        except OSError:
-            sleep(0.2)
-    else:
-        raise RuntimeError("mosec did not start")
-    http_load.run(port, test_jpeg(), 1, 0.1)

@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 
 from benchmarks.common import Load, interleave, machine, run_threads
-from benchmarks.decoders import Decoder, NotMeasuredError, by_opencv, subjects
+from benchmarks.decoders.decoders import Decoder, NotMeasuredError, by_opencv, subjects
 from torchpipe_py.images import JPEG_SUFFIXES, find_images
 from torchpipe_py.loadtest.options import above_zero, at_least
 

@@ -1,0 +1,1 @@
+"""JPEG decoders side by side."""
