@@ -1,11 +1,14 @@
-"""A node: its instances with a thread each, and the lane on which requests come to them."""
+"""A node: its instances with a thread each, their backends, and the lane on which requests come to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, DeferredBackend
+from torchpipe_py.backends.base import Backend, BackendConfig, DeferredBackend, Graphs, Shared
+from torchpipe_py.backends.control.ranges import Composed
+from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes import BatchingLane, DeferredLane, Fail, Lane, SingleLane
 from torchpipe_py.runtime.statistics import summed
@@ -89,3 +92,27 @@ class Node:
             "busy": sum(1 for instance in self.instances if instance.busy),
             **summed([instance.record for instance in self.instances]),
         }
+
+
+def creators(plan: NodePlan, graphs: Graphs) -> list[Callable[[int], Backend]]:
+    """One function for each instance, from its index to its backend: several parts of an ``&`` are one backend."""
+    counts = plan.spec.instance_num
+    shared = [Shared() for _ in plan.backends]
+
+    def create(instance: int) -> Backend:
+        config = BackendConfig(
+            label=plan.label,
+            device_id=plan.spec.device_id,
+            instance=instance,
+            instance_num=max(counts),
+            reaches_caller=plan.reaches_caller,
+            graphs=graphs,
+        )
+        parts = [
+            backend.create(replace(config, shared=own, instance_num=count))
+            for backend, count, own in zip(plan.backends, counts, shared, strict=True)
+            if instance < count
+        ]
+        return parts[0] if len(parts) == 1 else Composed(replace(config, children=tuple(parts)))
+
+    return [create] * max(counts)

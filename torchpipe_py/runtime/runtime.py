@@ -15,9 +15,8 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
-from torchpipe_py.runtime.creation import creators
 from torchpipe_py.runtime.lanes import BatchingLane
-from torchpipe_py.runtime.node import Node
+from torchpipe_py.runtime.node import Node, creators
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after, nobody_waits
 from torchpipe_py.runtime.routes import Enter, Routes
 
