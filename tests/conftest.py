@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,16 @@ def no_thread_left() -> Iterator[None]:
     yield
     left = {thread.name for thread in threading.enumerate() if thread not in before}
     assert {name for name in left if name.startswith("torchpipe-")} == set()
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """The root logger has the handlers and the level afterwards that it had before."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

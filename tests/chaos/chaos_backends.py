@@ -10,7 +10,7 @@ import faults
 
 from torchpipe_py import Backend, register_backend
 from torchpipe_py.backends.base import Param
-from torchpipe_py.values import to_float, to_int
+from torchpipe_py.values import to_bool, to_float, to_int
 
 Data = dict[str, Any]
 
@@ -42,17 +42,17 @@ class ChaosEcho(Backend):
 
 @register_backend
 class ChaosCrash(ChaosEcho):
-    """Ends its process: in ``setup`` (``at`` 0), or ``at`` seconds after it."""
+    """Ends its process: in ``setup``, or right after its worker has said that it is ready."""
 
-    at = Param(to_float, 0.0, doc="seconds")
+    once_ready = Param(to_bool, False, doc="not in setup")
 
     def setup(self) -> None:
         super().setup()
-        if not self.at:
+        if not self.once_ready:
             os._exit(3)
-        import threading
+        from torchpipe_server.serving.loop import Loop
 
-        threading.Timer(self.at, os._exit, (3,)).start()
+        Loop.run = lambda loop: os._exit(3)  # type: ignore[method-assign]  # what a worker does once it has said so
 
 
 @register_backend

@@ -121,6 +121,13 @@ class Service:
         self._seen.update(found)
         return found
 
+    def shared_files(self) -> list[str]:
+        """The files in ``/dev/shm`` that its processes have open, or mapped."""
+        files = set()
+        for process in self.processes():
+            files.update(each.path for each in [*process.open_files(), *process.memory_maps()])
+        return sorted(file for file in files if file.startswith("/dev/shm/"))
+
     def alive(self) -> list[psutil.Process]:
         """Of those that were ever seen."""
         return [one for one in self._seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -56,6 +56,7 @@ class ToyServer(socketserver.ThreadingTCPServer):
         framed: bool = False,
         deaf: bool = False,
         on_stall: Callable[[], None] | None = None,
+        before_answer: Callable[[], object] | None = None,
         freeze_at: int | None = None,
     ) -> None:
         super().__init__(("127.0.0.1", 0), ToyConnection)
@@ -67,6 +68,7 @@ class ToyServer(socketserver.ThreadingTCPServer):
         self.is_paused = False
         self.delay_s = 0.0  # of each single answer
         self.on_stall = on_stall or (lambda: None)
+        self.before_answer = before_answer or (lambda: None)  # of each single one
         self.ended = threading.Event()
         self.uuids: list[str] = []
         self.call_sizes: list[int] = []
@@ -114,6 +116,7 @@ class ToyConnection(socketserver.BaseRequestHandler):
         self.server.uuids.append(params.uuid)
         self.server.call_sizes.append(1)
         self.server.ended.wait(self.server.delay_s)
+        self.server.before_answer()
         with self.server.whole:
             if len(self.server.call_sizes) == self.server.freeze_at:
                 self.server.freeze_at = None

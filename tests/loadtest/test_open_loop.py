@@ -279,13 +279,20 @@ def test_workers_with_one_socket_are_all_found() -> None:
 
 
 def test_gpus_are_sampled_where_there_is_a_program_for_it(serve: Serve, images: Images, tmp_path: Path) -> None:
-    directory, server, tools = images(a="ok:a"), serve(), tmp_path / "bin"
+    directory, tools, sampled = images(a="ok:a"), tmp_path / "bin", tmp_path / "sampled"
     tools.mkdir()
     program = tools / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, NVIDIA H200, 30, 1000, 143771'\nexec sleep 60\n")
+    program.write_text(f"#!/bin/sh\necho '0, NVIDIA H200, 30, 1000, 143771'\n: > '{sampled}'\nexec sleep 60\n")
     program.chmod(0o755)
     path = tmp_path / "report.json"
-    arguments = command(directory, server.port, "--rate", 50, "--duration", 1, "--json", path)
+
+    def wait_sampled() -> None:
+        while not (sampled.exists() or server.ended.is_set()):
+            time.sleep(0.005)
+
+    server = serve(before_answer=wait_sampled)
+    options = ("--total_number", 4, "--warmup", 0, "--timeout", 30, "--json", path)
+    arguments = command(directory, server.port, *options)
     done = run(arguments, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     (gpu,) = json.loads(path.read_text())["gpus"]

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from datetime import datetime, timezone
@@ -40,14 +39,9 @@ class Lines:
 
 
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
-    """Logging is as it was afterwards."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers[:] = []
-    yield Lines(capsys)
-    root.handlers[:] = handlers
-    root.setLevel(level)
+def lines(capsys: pytest.CaptureFixture[str], restored_logging: None) -> Lines:
+    logging.getLogger().handlers[:] = []
+    return Lines(capsys)
 
 
 def set_up(**options: Any) -> logging.Logger:

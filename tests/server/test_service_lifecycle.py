@@ -236,8 +236,8 @@ WRONG_LINES = {
 
 
 @pytest.mark.parametrize("name", WRONG_LINES)
-def test_a_wrong_command_line_ends_with_a_line_that_says_why(files, name, capfd, monkeypatch):
-    monkeypatch.setattr(cli, "_on_signals", lambda handler, *numbers: None)
+def test_a_wrong_command_line_ends_with_a_line_that_says_why(files, name, capfd, monkeypatch, restored_logging):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     args, word = WRONG_LINES[name]
     try:
         code = cli.main([arg.format(files=files) for arg in args])
