@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from training_data import same
-from training_ranks import RANKS, SCENARIOS, TIMEOUT, main
+from training_ranks import RANKS, SCENARIOS, TIMEOUT, have_started, main
 
 from torchpipe_py.training import DistributedEvalSampler
+
+START_SECONDS = 300  # only a rank that never starts is to fail: an interpreter that imports PyTorch takes its time
 
 
 def run_ranks(folder: Path, names: list[str]) -> list[Any]:
@@ -21,6 +23,13 @@ def run_ranks(folder: Path, names: list[str]) -> list[Any]:
     processes = [context.Process(target=main, args=(rank, str(folder), names)) for rank in range(RANKS)]
     for process in processes:
         process.start()
+    latest_start = time.monotonic() + START_SECONDS
+    while (
+        not have_started(folder)
+        and all(process.is_alive() for process in processes)
+        and time.monotonic() < latest_start
+    ):
+        time.sleep(0.01)
     end = time.monotonic() + 90
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))

@@ -22,8 +22,11 @@ TIMEOUT = 20
 
 
 def main(rank: int, folder: str, names: list[str]) -> None:
-    """Run the scenarios by name and write down what each returned or raised."""
+    """Run the scenarios by name, once all ranks have started, and write down what each returned or raised."""
     place = Path(folder)
+    (place / f"started_{rank}").touch()
+    while not have_started(place):
+        time.sleep(0.01)
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
     )
@@ -37,6 +40,11 @@ def main(rank: int, folder: str, names: list[str]) -> None:
             told[name] = (type(error).__name__, str(error))
     (place / f"told_{rank}.pickle").write_bytes(pickle.dumps(told))
     dist.destroy_process_group()
+
+
+def have_started(place: Path) -> bool:
+    """Whether every rank has imported what it needs, which takes as long as the machine is busy."""
+    return all((place / f"started_{rank}").exists() for rank in range(RANKS))
 
 
 Scenario = Callable[[int, Path], Any]

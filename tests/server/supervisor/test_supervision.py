@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -96,7 +98,7 @@ def test_the_figures_are_told_before_any_worker_has_told_its_own(folder):
     """A probe of a service whose model takes minutes to load."""
     with serve(folder, "--http-port", "0", BLOCK_SETUP="1") as process:
         eventually((folder / "in-setup").exists)
-        (port,) = http_ports(process)
+        port = http_port(process)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=WAIT) as answer:
             figures = json.load(answer)
         assert (figures["state"], figures["workers"][0]["state"]) == ("starting", "starting")
@@ -105,19 +107,17 @@ def test_the_figures_are_told_before_any_worker_has_told_its_own(folder):
         assert process.wait() == 0
 
 
-def http_ports(process: Process) -> list[int]:
-    """The second port it listens on, before it has said so."""
+def http_port(process: Process) -> int:
+    """The one of its two ports at which HTTP is answered, before it has said so. Nobody answers at the other yet."""
     listening = [each.laddr.port for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"]
-    return [port for port in listening if is_http(port)]
-
-
-def is_http(port: int) -> bool:
-    with connect(port, 1.0) as sock:
-        sock.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
-        try:
-            return sock.recv(4) == b"HTTP"
-        except TimeoutError:
-            return False
+    with ExitStack() as stack:
+        ports = {stack.enter_context(connect(port)): port for port in listening}
+        for sock in ports:
+            sock.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        answered, _, _ = select.select(list(ports), [], [], WAIT)
+        (sock,) = answered
+        assert sock.recv(4) == b"HTTP"
+        return ports[sock]
 
 
 def test_a_worker_whose_child_holds_its_descriptors_is_replaced(folder):
