@@ -15,7 +15,7 @@ import logging
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,14 +162,20 @@ def open_session(path: Path, threads: int = 0) -> onnxruntime.InferenceSession:
 
 
 def max_difference(model: torch.nn.Module, path: Path, size: Size, batches: Sequence[int]) -> tuple[float, float]:
-    """Over Gaussian inputs: the logits' largest absolute difference, PyTorch to ONNX Runtime, and largest magnitude."""
-    session = open_session(path)
+    """As ``compare_logits``, over Gaussian inputs of these batch sizes."""
     generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(batch, 3, *_sides(size), generator=generator) for batch in batches]
+    return compare_logits(model.eval(), open_session(path), inputs)
+
+
+def compare_logits(
+    model: Callable[[torch.Tensor], torch.Tensor], session: Any, inputs: Iterable[torch.Tensor]
+) -> tuple[float, float]:
+    """The logits' largest absolute difference, PyTorch to ONNX Runtime, and largest magnitude."""
     worst = scale = 0.0
-    for batch in batches:
-        images = torch.randn(batch, 3, *_sides(size), generator=generator)
+    for images in inputs:
         with torch.inference_mode():
-            expected = model.eval()(images)
+            expected = model(images)
         (actual,) = session.run(["logits"], {"input": images.numpy()})
         difference = (expected - torch.from_numpy(actual)).abs().max().item()
         if not difference <= worst:  # NOTE: written so that NaN is kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,15 +222,7 @@ class DaliLoader:
 
 def dali_loaders(args: argparse.Namespace, place: Place) -> Loaders:
     """As ``Loaders``, with DALI. ``TrainingError`` without it, and for ``--decode gpu`` without a CUDA device."""
-    return Loaders(args, place, _training_loader, _validation_loader)
-
-
-def _training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> DaliLoader:
-    return _loader(args, place, dataset, True)
-
-
-def _validation_loader(args: argparse.Namespace, place: Place, dataset: Any) -> DaliLoader:
-    return _loader(args, place, dataset, False)
+    return Loaders(args, place, partial(_loader, is_training=True), partial(_loader, is_training=False))
 
 
 def _loader(args: argparse.Namespace, place: Place, dataset: Any, is_training: bool) -> DaliLoader:

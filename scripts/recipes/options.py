@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchpipe_py import TorchpipeError
+from torchpipe_py.training.options import BAD_SAMPLES
 
 INTERRUPTED = 130  # as a shell says of Ctrl-C
-
-POLICIES = ("raise", "skip", "mask")
 
 
 def to_device(text: str) -> int | str:
@@ -37,7 +36,7 @@ def make_parser(description: str | None, toml: bool = True) -> argparse.Argument
     parser.add_argument("--workers", type=whole(0), default=2, help="processes that read files (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
-    parser.add_argument("--bad-samples", choices=POLICIES, default="raise", help="(default: %(default)s)")
+    parser.add_argument("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
     parser.add_argument("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
     parser.add_argument("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
     parser.add_argument("--save-every", type=whole(0), default=0, help="also after so many steps (default: never)")

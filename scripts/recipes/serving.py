@@ -8,7 +8,7 @@ from typing import Any
 
 import onnxruntime
 import torch
-from examples.export import ExportError, save_onnx
+from examples.export import ExportError, compare_logits, save_onnx
 from examples.files import to_toml
 from torch import nn
 
@@ -112,10 +112,7 @@ def _export(model: nn.Module, path: Path, size: int) -> None:
     mean, std = ([255 * value for value in values] for values in (MEAN, STD))
     served = onnxruntime.InferenceSession(normalized_model(str(path), mean, std), providers=["CPUExecutionProvider"])
     pixels = torch.randint(0, 256, (3, 3, size, size), generator=torch.Generator().manual_seed(0)).float()
-    with torch.inference_mode():
-        expected = model(Normalise()(pixels))
-    (logits,) = served.run(None, {"input": pixels.numpy()})
-    difference, scale = (expected - torch.from_numpy(logits)).abs().max().item(), expected.abs().max().item()
+    difference, scale = compare_logits(lambda batch: model(Normalise()(batch)), served, [pixels])
     if not difference <= TOLERANCE * max(1.0, scale):  # NOTE: written so that NaN is refused
         raise TrainingError(
             f"{path.name}: its logits differ from PyTorch's by {difference:.2g}, of {scale:.2g} at most"

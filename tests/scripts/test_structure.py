@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import structure
+from benchmarks import structure
 
 FILES = {
     "README.md": "12345",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,15 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _plots() -> Any:
+@contextmanager
+def _axes(path: Path, width: float, height: float) -> Iterator[Any]:
+    """To draw a plot on, of so many inches, which is written to ``path``."""
     pyplot = library("matplotlib.pyplot", "matplotlib", "a plot of the report")
     pyplot.switch_backend("agg")
-    return pyplot
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    yield axes
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 # -- accuracy -------------------------------------------------------------------------------------------------------
@@ -79,17 +85,14 @@ def _gap(row: Figures, gap: Figures) -> list[str]:
 
 
 def _plot_accuracy(figures: Figures, path: Path) -> None:
-    pyplot = _plots()
     rows = [row for row in figures["rows"] if "accuracy" in row][::-1]
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.2), layout="constrained")
-    for place, row in enumerate(rows):
-        value, low, high = (100 * row[key] for key in ("accuracy", "low", "high"))
-        axes.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", capsize=4, color="tab:blue")
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axes.set_xlabel(f"top-1 accuracy of {figures['images']} images, %, with 95 % intervals")
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with _axes(path, 9, 0.6 * len(rows) + 1.2) as axes:
+        for place, row in enumerate(rows):
+            value, low, high = (100 * row[key] for key in ("accuracy", "low", "high"))
+            axes.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", capsize=4, color="tab:blue")
+        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axes.set_xlabel(f"top-1 accuracy of {figures['images']} images, %, with 95 % intervals")
+        axes.grid(axis="x", alpha=0.3)
 
 
 # -- throughput -----------------------------------------------------------------------------------------------------
@@ -115,27 +118,22 @@ def _rate(row: Figures | None) -> str:
 
 
 def _plot_throughput(figures: Figures, path: Path) -> None:
-    pyplot = _plots()
     rows = [row for row in figures["rows"] if row.get("images_per_s")]
     if not rows:
         return
-    size = max(row["batch_size"] for row in rows)
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for name in dict.fromkeys(row["name"] for row in rows):
-        points = sorted(
-            (row["workers"], row["images_per_s"]) for row in rows if (row["name"], row["batch_size"]) == (name, size)
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    workers = sorted({row["workers"] for row in rows})
-    axes.set_xticks(workers, list(map(str, workers)))
-    axes.set_xlabel(f"workers (threads of DALI); batches of {size}")
-    axes.set_ylabel("images/s")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    size, workers = max(row["batch_size"] for row in rows), sorted({row["workers"] for row in rows})
+    with _axes(path, 9, 5) as axes:
+        for name in dict.fromkeys(row["name"] for row in rows):
+            mine = [row for row in rows if (row["name"], row["batch_size"]) == (name, size)]
+            points = sorted((row["workers"], row["images_per_s"]) for row in mine)
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(workers, list(map(str, workers)))
+        axes.set_xlabel(f"workers (threads of DALI); batches of {size}")
+        axes.set_ylabel("images/s")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------------
@@ -162,14 +160,11 @@ def _epochs(figures: Figures) -> str:
 
 
 def _plot_epochs(figures: Figures, path: Path) -> None:
-    pyplot = _plots()
     rows = [row for row in figures["rows"] if "images_per_s" in row][::-1]
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
-    axes.barh([row["name"] for row in rows], [row["images_per_s"] for row in rows])
-    axes.set_xlabel(f"images/s, {figures['arch']}")
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with _axes(path, 8, 0.5 * len(rows) + 1.2) as axes:
+        axes.barh([row["name"] for row in rows], [row["images_per_s"] for row in rows])
+        axes.set_xlabel(f"images/s, {figures['arch']}")
+        axes.grid(axis="x", alpha=0.3)
 
 
 PARTS: dict[str, tuple[str, Callable[[Figures], str], Callable[[Figures, Path], None]]] = {
