@@ -70,7 +70,7 @@ def pictures(draw: st.DrawFn) -> Picture:
                 arrows.append(Arrow(names[start], "", "skip", draw(LABELS)))
             continue
         arrows.append(Arrow(names[start], names[end], kind, draw(LABELS)))
-    entered = {arrow.end for arrow in arrows}
+    entered = {arrow.end for arrow in arrows if arrow.end or arrow.kind != "skip"}  # a skip to "" ends the request
     roots = [name for name in names if name not in entered]
     for start_name, label in jumps:
         arrows.append(Arrow(start_name, draw(st.sampled_from(roots)), "jump", label))

@@ -6,12 +6,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
 from fakes import WAIT, Gate, outcome
 
-from torchpipe_py import BackendError, ConfigError, ItemBackend, Jump, NoResult, PipeClosed, pipe
+from torchpipe_py import BackendError, ConfigError, ItemBackend, Jump, MapReduce, NoResult, PipeClosed, pipe
 
 
 class Token:
@@ -136,3 +137,44 @@ def test_one_mistake_is_told_once() -> None:
     with pytest.raises(ConfigError) as caught:
         pipe({"a": {"backend": "ResizeMat[", "resize_h": 1}, "b": {"next": "c,c"}, "c": {"filter": "swop"}})
     assert len(str(caught.value).splitlines()) == 3
+
+
+class GivesUpBetween(set):
+    """Requests in flight; once, what is done to the first that is removed comes before its removal."""
+
+    before: Callable[[], None] | None = None
+
+    def remove(self, request: Any) -> None:
+        before, self.before = self.before, None
+        if before is not None and request in self:
+            before()
+        super().remove(request)
+
+
+def test_a_jump_that_starts_while_its_request_is_given_up_leaves_nothing_running(register: Callable[..., str]) -> None:
+    """``complete`` had looked for what the request's jumps had started before they did."""
+    gate = Gate()
+    entered, given_up = threading.Event(), threading.Event()
+
+    class Late(MapReduce):
+        def split(self, data: Any) -> Any:
+            entered.set()
+            assert given_up.wait(WAIT)
+            return super().split(data)
+
+    each = {"backend": register(gate.backend)}
+    with pipe({"root": {"backend": register(Late), "jump": "each"}, "each": each}) as p, gate:
+        inflight = p._runtime._inflight = GivesUpBetween()
+        outcome: Future[Any] = Future()
+        ticket = p.dispatch({"data": [1, 2, 3], "node_name": "root"}, lambda data, error: outcome.set_result(error))
+        assert entered.wait(WAIT)
+
+        def start_children() -> None:
+            given_up.set()
+            gate.wait_entered()  # the first of the children runs
+
+        inflight.before = start_children
+        assert ticket.cancel()
+        assert isinstance(outcome.result(WAIT), CancelledError)
+        assert not p._runtime._inner
+        gate.open()

@@ -345,8 +345,9 @@ def test_infer_many_beyond_max_inflight_fails_only_the_excess(register: Register
     with serving(config) as server, gate, Client(server.port) as client:
         seqid = client.send("infer_many", params=[IDL.InferenceParams(uuid="x", data=b"x")] * 5)
         gate.wait_entered()
+        eventually(lambda: server.run.stats()["rejected"] == 2)
         gate.open()
-        codes = [one.error.code for one in client.receive(seqid)]
+        codes = [outcome.error.code for outcome in client.receive(seqid)]
         assert codes == ["no_result"] * 3 + ["overloaded"] * 2  # bytes are no label
 
 

@@ -176,7 +176,7 @@ def test_the_wait_is_measured_and_an_idle_service_refuses_nothing(register: Regi
             super().forward(items)
 
     with serving(register(Slow)) as server, gate, Client(server.port) as client, Client(server.port) as other:
-        assert receive(client, send(client, "infer", 1)) == ["deadline_exceeded"], "nothing is measured yet: tried"
+        assert receive(client, send(client, "infer", 1000)) == ["deadline_exceeded"], "nothing is measured yet: tried"
         gate.wait_entered()
         gate.open()
         eventually(lambda: server.run.stats()["inflight"] == 0)

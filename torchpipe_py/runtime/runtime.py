@@ -67,15 +67,14 @@ class Runtime:
                 node.start()
             for name in self.nodes:
                 error = error or self._setup_error(name)
+            if error is not None:
+                raise error
+            self._connect()
+            for node in self.nodes.values():
+                node.open()
         except BaseException:
             self.close()
             raise
-        if error is not None:
-            self.close()
-            raise error
-        self._connect()
-        for node in self.nodes.values():
-            node.open()
 
     def _connect(self) -> None:
         """Settle where requests go from each lane, and from which lanes they come."""
@@ -186,6 +185,7 @@ class Runtime:
             on_done(data, error)
         except BaseException:
             logger.exception("%s: the callback of a finished request failed", self.name)
+        links = request.links  # NOTE: anew, since a jump may have made them until the request was done.
         if links is not None:
             # Nobody waits any more for what the request's jumps have started.
             for child in links.children:

@@ -84,7 +84,7 @@ class Connection:
     @property
     def waits_for_loop(self) -> bool:
         """Whether the I/O thread has to go on with it once its request is answered."""
-        return self.state is not OPEN or self.work is SENDING or bool(self.backlog)
+        return self.state not in (OPEN, CLOSED) or self.work is SENDING or bool(self.backlog)
 
     def is_full(self, most_messages: int, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""

@@ -114,8 +114,8 @@ class Connections:
         request, is_lost = self.journal.read(slot)
         if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
-            reply, _, _ = self._fallback.service.reply(request, error)
-            self._fallback_server.counters.add(request.name, error.code, 0.0, "")
+            reply, name, outcome = self._fallback.service.reply(request, error)
+            self._fallback_server.counters.add(name, outcome, 0.0, "")
             is_lost = not self._write(slot, reply) or is_lost
         if is_lost or self._is_ending:
             self._close(slot)
