@@ -315,7 +315,7 @@ def test_a_pipe_knows_the_names_of_its_registry() -> None:
     with pytest.raises(ConfigError, match="no filter 'never'"):
         pipe({"a": {"backend": "Named", "by": 1, "filter": "never"}}, registry=others)
     with pytest.raises(ConfigError, match="no backend 'Named'"):
-        pipe({"backend": "Named"})
+        pipe({"backend": "Named"}, registry=None)
     with mine.restored() as registry_inside:
         registry_inside.register_backend(Shift, "Gone")
     assert mine.find_backend("Gone") is None

@@ -32,6 +32,11 @@ pytestmark = FORKS
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
+def test_an_unknown_option_names_the_call_and_the_nearest_option(dataset: ImageFiles, toml: str) -> None:
+    with pytest.raises(TypeError, match=r"wrap_dataloader_torchpipe.*'prefech'; did you mean 'prefetch'\?"):
+        wrapped(dataset, toml, prefech=1)
+
+
 # -- bad samples ------------------------------------------------------------------------------------------------------
 
 

@@ -42,10 +42,8 @@ class pipe:
     postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.
     """
 
-    def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry = default_registry
-    ) -> None:
-        self._runtime = Runtime(plan_pipeline(config, registry))
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None) -> None:
+        self._runtime = Runtime(plan_pipeline(config, default_registry if registry is None else registry))
         self._runtime.start()
         self._roots = self._runtime.graph.roots
         entered = [name for name in self._roots if name not in self._runtime.graph.jumped_to]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from torchpipe_py.errors import nearest
 from torchpipe_py.training.batches.batcher import Batcher
 from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.batches.reader import BatchReader
@@ -56,6 +58,7 @@ def wrap_dataloader_torchpipe(
             ranks = RankGroup()
             stack.callback(ranks.close)
         try:
+            check_names(options)
             checked = LoaderOptions(transforms_gpu, transforms_cpu, cpu_percentage, **options)
             chosen = choose_devices(kind, local_rank, devices)
             check(dataloader)
@@ -69,6 +72,15 @@ def wrap_dataloader_torchpipe(
         assert parts is not None
         stack.pop_all()
     return TorchpipeLoader(parts, ranks, batches if ranks is not None else parts.identity["batches"])
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """``TypeError`` for an option that there is none of, with the nearest name."""
+    names = {field.name for field in fields(LoaderOptions)}
+    for name in options.keys() - names:
+        raise TypeError(
+            f"wrap_dataloader_torchpipe() got an unexpected keyword argument {name!r}; {nearest(name, names)}"
+        )
 
 
 def check(dataloader: Any) -> None:
