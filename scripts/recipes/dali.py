@@ -68,7 +68,7 @@ class GridMask:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DaliOptions:
     """What a pipeline does. ``decode``: "cpu", all but the last copy on the CPU, or "gpu", all but reading on the GPU.
 
     ``is_training``: shuffled, flipped at random, ``augments`` applied, an incomplete last batch left out; otherwise
@@ -95,13 +95,13 @@ class DaliLoader:
     is no image ends the training, with DALI's ``RuntimeError``. Without a CUDA device all works on the CPU.
     """
 
-    def __init__(self, dataset: ImageFiles, device: Any, recipe: Recipe) -> None:
+    def __init__(self, dataset: ImageFiles, device: Any, options: DaliOptions) -> None:
         _dali("fn")
-        if recipe.decode == "gpu" and device.type != "cuda":
+        if options.decode == "gpu" and device.type != "cuda":
             raise TrainingError(f"--decode gpu needs a CUDA device, and this is {device}; --decode cpu works")
         self._files, labels = zip(*dataset.samples, strict=True)
         self._labels = torch.tensor(labels, dtype=torch.int64)
-        self._device, self._recipe = device, recipe
+        self._device, self._options = device, options
         self._statistics = LoaderStatistics()
         self._epoch = self._position = 0
         self._is_over = False
@@ -116,8 +116,8 @@ class DaliLoader:
         return [self._device]
 
     def __len__(self) -> int:
-        whole, left = divmod(len(self._files), self._recipe.batch_size)
-        return whole + bool(left and not self._recipe.is_training)
+        whole, left = divmod(len(self._files), self._options.batch_size)
+        return whole + bool(left and not self._options.is_training)
 
     def __iter__(self) -> DaliLoader:
         if self._is_over:
@@ -141,7 +141,7 @@ class DaliLoader:
             indices=indices,
             epoch=self._epoch,
             number=self._position,
-            on_cpu=self._recipe.decode == "cpu",
+            on_cpu=self._options.decode == "cpu",
         )
         self._position += 1
         self._statistics.count(samples=len(indices), batches=1)
@@ -185,37 +185,37 @@ class DaliLoader:
         self.close()
 
     def _identity(self) -> dict[str, Any]:
-        recipe = self._recipe
+        options = self._options
         return {
             "loader": "dali",
             "version": STATE_VERSION,
             "samples": len(self._files),
-            "batch_size": recipe.batch_size,
-            "seed": recipe.seed,
-            "size": recipe.size,
-            "decode": recipe.decode,
-            "augments": [repr(augment) for augment in recipe.augments],
+            "batch_size": options.batch_size,
+            "seed": options.seed,
+            "size": options.size,
+            "decode": options.decode,
+            "augments": [repr(augment) for augment in options.augments],
         }
 
     def _opened(self, checkpoint: bytes | None) -> Any:
         """An iterator of DALI over a new pipeline, which goes on from ``checkpoint``."""
         plugin, policies = _dali("plugin.pytorch"), _dali("plugin.base_iterator").LastBatchPolicy
         pipeline = _dali("pipeline").Pipeline(
-            batch_size=self._recipe.batch_size,
-            num_threads=self._recipe.threads,
+            batch_size=self._options.batch_size,
+            num_threads=self._options.threads,
             device_id=self._device.index if self._device.type == "cuda" else None,
-            seed=self._recipe.seed,
+            seed=self._options.seed,
             enable_checkpointing=True,
             checkpoint=checkpoint,
         )
         with pipeline:
-            pipeline.set_outputs(*_graph(self._files, self._recipe, self._device.type == "cuda"))
+            pipeline.set_outputs(*_graph(self._files, self._options, self._device.type == "cuda"))
         pipeline.build()
         return plugin.DALIGenericIterator(
             [pipeline],
             ["images", "indices"],
             reader_name=READER,
-            last_batch_policy=policies.DROP if self._recipe.is_training else policies.PARTIAL,
+            last_batch_policy=policies.DROP if self._options.is_training else policies.PARTIAL,
             prepare_first_batch=False,
         )
 
@@ -231,7 +231,7 @@ def _loader(args: argparse.Namespace, place: Place, dataset: Any, is_training: b
         "cutout": CutOut(max(1, int(args.size * SHARE_ERASED)), args.size),
         "gridmask": GridMask(max(2, args.size // TILES)),
     }
-    recipe = Recipe(
+    options = DaliOptions(
         size=args.size,
         batch_size=args.batch_size,
         decode=args.decode or ("gpu" if device.type == "cuda" else "cpu"),
@@ -240,10 +240,10 @@ def _loader(args: argparse.Namespace, place: Place, dataset: Any, is_training: b
         seed=args.seed,
         augments=[made[name] for name in AUGMENTS[args.augment]] if is_training else (),
     )
-    return DaliLoader(dataset, device, recipe)
+    return DaliLoader(dataset, device, options)
 
 
-def _graph(files: Sequence[str], recipe: Recipe, to_gpu: bool) -> tuple[Any, Any]:
+def _graph(files: Sequence[str], options: DaliOptions, to_gpu: bool) -> tuple[Any, Any]:
     """The pipeline's outputs: images, and their indices in ``files`` on the CPU."""
     fn, types = _dali("fn"), _dali("types")
     # NOTE: the last batch is padded and then cut or dropped; otherwise it would begin the next epoch.
@@ -251,17 +251,17 @@ def _graph(files: Sequence[str], recipe: Recipe, to_gpu: bool) -> tuple[Any, Any
         files=list(files),
         labels=list(range(len(files))),
         name=READER,
-        shuffle_after_epoch=recipe.is_training,
-        shuffle_after_epoch_seed=recipe.seed if recipe.is_training else None,
+        shuffle_after_epoch=options.is_training,
+        shuffle_after_epoch_seed=options.seed if options.is_training else None,
         pad_last_batch=True,
     )
-    how = {} if recipe.hardware_share is None else {"hw_decoder_load": recipe.hardware_share}
-    where = "mixed" if recipe.decode == "gpu" else "cpu"
+    how = {} if options.hardware_share is None else {"hw_decoder_load": options.hardware_share}
+    where = "mixed" if options.decode == "gpu" else "cpu"
     images = fn.decoders.image(encoded, device=where, output_type=types.RGB, **how)
     images = fn.resize(
-        images, resize_x=recipe.size, resize_y=recipe.size, interp_type=types.INTERP_LINEAR, antialias=False
+        images, resize_x=options.size, resize_y=options.size, interp_type=types.INTERP_LINEAR, antialias=False
     )
-    for augment in recipe.augments:
+    for augment in options.augments:
         images = augment(images)
     images = fn.crop_mirror_normalize(
         images,
@@ -269,9 +269,9 @@ def _graph(files: Sequence[str], recipe: Recipe, to_gpu: bool) -> tuple[Any, Any
         output_layout="CHW",
         mean=[255.0 * value for value in MEAN],
         std=[255.0 * value for value in STD],
-        mirror=fn.random.coin_flip() if recipe.is_training else 0,
+        mirror=fn.random.coin_flip() if options.is_training else 0,
     )
-    return (images.gpu() if to_gpu and recipe.decode == "cpu" else images), indices
+    return (images.gpu() if to_gpu and options.decode == "cpu" else images), indices
 
 
 def _dali(name: str) -> Any:

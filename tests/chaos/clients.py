@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from chaos.tally import Tally
 from chaos.wire import ClosedError, Reply, Wire, connect, pack_batch
 
-PATIENCE = 10.0  # seconds after which an answer counts as lost
+ANSWER_WITHIN = 10.0  # seconds after which an answer counts as lost
 Answer = tuple[str, float]
 Ask = Callable[[int, int], tuple[bytes, Answer]]
 """Client and number of the request to the data and its answer."""
@@ -30,7 +30,7 @@ class Manners:
     rate: float = 0.0
     abandon_every: int = 0
     reconnect_every: int = 0
-    patience: float = PATIENCE
+    answer_within: float = ANSWER_WITHIN
 
 
 class Load:
@@ -113,7 +113,7 @@ class Caller:
 
     def _connect(self) -> bool:
         try:
-            self._wire = connect(self._port, self._manners.patience)
+            self._wire = connect(self._port, self._manners.answer_within)
             return True
         except OSError:
             self._tally.refused += 1

@@ -45,7 +45,7 @@ def overload(
         before = it.memory()
         samples = [before]
         clients = 30
-        with Load(it.port, clients, manners=Manners(rate=3 * peak / clients, patience=WAIT)) as load:
+        with Load(it.port, clients, manners=Manners(rate=3 * peak / clients, answer_within=WAIT)) as load:
             began, done = time.monotonic(), load.tally.ok
             while time.monotonic() - began < seconds:
                 time.sleep(seconds / 20)
@@ -77,22 +77,27 @@ def overload(
 
 
 def worker_killed(
-    workers: int = 1, kills: int = 2, every: float = 1.5, within: float = 5.0, patience: float = 10.0, fault: str = ""
+    workers: int = 1,
+    kills: int = 2,
+    every: float = 1.5,
+    within: float = 5.0,
+    answer_within: float = 10.0,
+    fault: str = "",
 ) -> Report:
     """``kill -9`` again and again under load."""
     backs: list[float] = []
     with Service("--workers", str(workers), instance_num=2, service_ms=2, fault=fault) as it:
         it.ready()
         times: list[float] = []
-        with Load(it.port, 8, manners=Manners(patience=patience)) as load:
+        with Load(it.port, 8, manners=Manners(answer_within=answer_within)) as load:
             for _ in range(kills):
                 time.sleep(every)
                 with suppress(ProcessLookupError, IndexError):
                     victim = random.choice(it.workers)
                     times.append(time.monotonic())
                     os.kill(victim, signal.SIGKILL)
-                    eventually(lambda pid=victim: pid not in it.workers, patience)  # type: ignore[misc]
-                    eventually(lambda: len(it.workers) == workers, patience)
+                    eventually(lambda pid=victim: pid not in it.workers, answer_within)  # type: ignore[misc]
+                    eventually(lambda: len(it.workers) == workers, answer_within)
                     backs.append(time.monotonic() - times[-1])
         tally = load.tally
         last = Load(it.port, 4, total=40)
@@ -322,7 +327,7 @@ def mixed(
     rng = random.Random(requests)
     with Service("--workers", str(workers), instance_num=2, fault=fault) as it:
         it.ready()
-        manners = Manners(requests / seconds / clients, abandon_every=97, reconnect_every=211, patience=within)
+        manners = Manners(requests / seconds / clients, abandon_every=97, reconnect_every=211, answer_within=within)
         began = last_said = time.monotonic()
         next_kill, next_reload = began + kill_every / 2, began + reload_every / 2
         with Load(it.port, clients, manners=manners, total=requests) as load:
@@ -366,20 +371,20 @@ def mixed(
         return Report("mixed", figures, problems)
 
 
-def hanging(hang_seconds: float = 1.0, patience: float = 8.0) -> Report:
+def hanging(hang_seconds: float = 1.0, answer_within: float = 8.0) -> Report:
     """A stopped worker is killed and replaced, and its connections go on; ``hang_seconds`` 0 is the control."""
     with Service("--hang-seconds", str(hang_seconds), "--workers", "2") as it:
         it.ready()
-        with Load(it.port, 8, manners=Manners(patience=patience)) as load:
+        with Load(it.port, 8, manners=Manners(answer_within=answer_within)) as load:
             eventually(lambda: load.sent > 100)
             victim = it.workers[0]
             os.kill(victim, signal.SIGSTOP)
             stopped_at = time.monotonic()
-            eventually(lambda: victim not in it.workers and len(it.workers) == 2, patience)
+            eventually(lambda: victim not in it.workers and len(it.workers) == 2, answer_within)
             back = time.monotonic() - stopped_at
         tally = load.tally
         problems = [
-            *judges.answered(tally, patience, CODES),
+            *judges.answered(tally, answer_within, CODES),
             *judges.closed_by_kills(tally.closed, [stopped_at + hang_seconds, stopped_at + hang_seconds + 2]),
             *judges.differs("whether the stopped worker is there", victim in it.workers, False),
         ]
@@ -424,7 +429,7 @@ def crash_loop(seconds: float = 6.0, fault: str = "") -> Report:
     return Report("crash loop", {"exit": code, "attempts": attempts, "seconds": seconds}, problems)
 
 
-def bad_reload(patience: float = 10.0, fault: str = "") -> Report:
+def bad_reload(answer_within: float = 10.0, fault: str = "") -> Report:
     """SIGHUP with a configuration that cannot be read, names no backend, crashes, raises: everything stays."""
     broken: dict[str, Callable[[Service], object]] = {
         "no TOML": lambda it: it.config.write_text("[node\n"),
@@ -440,7 +445,7 @@ def bad_reload(patience: float = 10.0, fault: str = "") -> Report:
             for index, (name, break_it) in enumerate(broken.items()):
                 break_it(it)
                 it.signal(signal.SIGHUP)
-                if not eventually(lambda count=index + 1: it.stderr.count("not reloaded") == count, patience):  # type: ignore[misc]
+                if not eventually(lambda count=index + 1: it.stderr.count("not reloaded") == count, answer_within):  # type: ignore[misc]
                     problems.append(f"{name}: nothing says that it was not reloaded")
             problems += judges.differs("the workers", it.workers, before)
             it.write()
@@ -525,7 +530,7 @@ def _mutant(rng: random.Random, seed: bytes) -> bytes:
 def _throw(port: int, data: bytes) -> bool:
     """Whether the server leaves the connection hanging: it neither answers nor closes, once nothing more can come."""
     try:
-        with connect(port, WAIT, patience=0.5) as wire:
+        with connect(port, WAIT, answer_within=0.5) as wire:
             wire.send(data)
             wire.sock.shutdown(socket.SHUT_WR)
             wire.read_all()

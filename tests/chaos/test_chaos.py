@@ -41,11 +41,11 @@ ROWS: dict[str, Callable[[], Report]] = {
 CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
     "no limit": (lambda: scenarios.overload(1.0, limit=1000), "nothing was rejected"),
     "deaths forgotten": (
-        lambda: scenarios.worker_killed(1, kills=1, every=0.5, patience=1.5, fault="forget_deaths"),
+        lambda: scenarios.worker_killed(1, kills=1, every=0.5, answer_within=1.5, fault="forget_deaths"),
         "without an answer",
     ),
     "nobody in place of the dead": (
-        lambda: scenarios.worker_killed(1, kills=1, every=0.5, patience=1.5, fault="leave_workers_dead"),
+        lambda: scenarios.worker_killed(1, kills=1, every=0.5, answer_within=1.5, fault="leave_workers_dead"),
         "no request was served",
     ),
     "connections kept": (
@@ -64,7 +64,7 @@ CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
     "results crossed": (lambda: scenarios.concurrency(fault="cross_results"), "another request's"),
     "replies lost": (lambda: scenarios.mixed(1000, 1.0, within=1.0, fault="lose_replies"), "without an answer"),
     "replies repeated": (lambda: scenarios.mixed(1000, 1.0, fault="repeat_replies"), "a second one"),
-    "no look for hangs": (lambda: scenarios.hanging(0, patience=2.0), "without an answer"),
+    "no look for hangs": (lambda: scenarios.hanging(0, answer_within=2.0), "without an answer"),
     "starts after all": (lambda: scenarios.cannot_start("ChaosEcho", within=1.0), "the exit code is"),
     "restarts without end": (lambda: scenarios.crash_loop(12.0, fault="restart_without_end"), "attempts is"),
     "reloads anything": (lambda: scenarios.bad_reload(0.5, fault="reload_anything"), "the workers is"),

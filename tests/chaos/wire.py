@@ -113,9 +113,9 @@ class Wire:
         self.close()
 
 
-def connect(port: int, timeout: float, patience: float = 5.0) -> Wire:
+def connect(port: int, timeout: float, answer_within: float = 5.0) -> Wire:
     """A full accept queue resets connections: try again for a while."""
-    until = time.monotonic() + patience
+    until = time.monotonic() + answer_within
     while True:
         try:
             return Wire(port, timeout)

@@ -226,7 +226,7 @@ def test_compare(serve: Serve, images: Images, tmp_path: Path) -> None:
 # --- other servers, other machines
 
 
-class Recipe:
+class Ping:
     """`ping` and `infer_batch` are all that it has."""
 
     def ping(self) -> None: ...
@@ -241,7 +241,7 @@ def test_server_with_ping_and_infer_batch_only(pace: tuple[object, ...], images:
     listener = socket.create_server(("127.0.0.1", 0))
     transport = TServerSocket(client_timeout=None)
     transport.sock, transport.listen = listener, lambda: None
-    server = TThreadedServer(TProcessor(IDL.InferenceService, Recipe()), transport, daemon=True)
+    server = TThreadedServer(TProcessor(IDL.InferenceService, Ping()), transport, daemon=True)
     thread = threading.Thread(target=server.serve)
     thread.start()
     done, report = load(images(a="jpeg"), listener.getsockname()[1], "--total_number", 16, *pace)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpipe_py.runtime.batching import Batcher
+from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.request import Request
 
 
@@ -18,8 +18,8 @@ def request(arrived: float, key: object = 0, deadline: float | None = None) -> R
     return made
 
 
-def batcher(timeout: float = 10.0, *requests: Request) -> Batcher:
-    made = Batcher(timeout, lambda data: data["data"])
+def batcher(timeout: float = 10.0, *requests: Request) -> BatchQueue:
+    made = BatchQueue(timeout, lambda data: data["data"])
     for each in requests:
         made.add(each)
     return made

@@ -253,26 +253,26 @@ def test_a_long_chain_needs_no_deep_stack() -> None:
 
 def test_a_borrowed_sleeper_is_not_woken_before_it_is_back() -> None:
     queue: deque[int] = deque()
-    resting = IdleStack(queue)
+    stack = IdleStack(queue)
     sleeper = Sleeper()
     woken = threading.Event()
 
     def rest() -> None:
-        resting.sleep(sleeper)
+        stack.sleep(sleeper)
         woken.set()
 
     thread = threading.Thread(target=rest, daemon=True)
     thread.start()
-    while not resting.idle:
+    while not stack.idle:
         pass
-    assert resting.borrow() is sleeper
-    assert resting.borrow() is None
+    assert stack.borrow() is sleeper
+    assert stack.borrow() is None
     queue.append(1)
-    resting.wake_one()
+    stack.wake_one()
     assert not woken.wait(0.05)
-    resting.give_back(sleeper)
+    stack.give_back(sleeper)
     assert woken.wait(WAIT)
-    assert resting.borrow() is None, "what is queued comes first"
+    assert stack.borrow() is None, "what is queued comes first"
     thread.join(WAIT)
 
 

@@ -91,21 +91,21 @@ def test_one_leads_and_hands_on_only_what_is_left() -> None:
     assert ended(thread)
 
 
-def test_a_leader_roused_before_its_nap_does_not_nap() -> None:
+def test_a_leader_woken_before_it_waits_does_not_wait() -> None:
     idle, leader = Leadership(deque([1]), ()), Sleeper()
     queue = idle._queue
     assert idle.lead(leader)
     queue.clear()  # type: ignore[attr-defined]
-    idle.wake_leader()  # between the last look and the nap
+    idle.wake_leader()  # between the last look and the wait
     thread = start(lambda: idle.wait(leader, 1000.0))
     assert ended(thread)
-    napping = start(lambda: idle.wait(leader, 1000.0))  # once only
+    waiting = start(lambda: idle.wait(leader, 1000.0))  # once only
     wait_until(idle, 1)
     idle.wake_leader()
-    assert ended(napping)
+    assert ended(waiting)
 
 
-def test_a_nap_ends_by_the_clock_by_work_and_by_closing() -> None:
+def test_a_wait_ends_by_the_clock_by_work_and_by_closing() -> None:
     queue: deque[int] = deque([1])
     idle, leader = Leadership(queue, (1,)), Sleeper()
     assert idle.lead(leader)

@@ -16,7 +16,7 @@ from loader_throughput import main
 from recipes.data import MEAN, STD, FlipAndNormalise
 from recipes.experiments import throughput
 from recipes.experiments.subjects import SUBJECTS, Setting
-from recipes.experiments.throughput import Row, images_per_second, line_of, measure, ratios
+from recipes.experiments.throughput import SubjectRow, images_per_second, line_of, measure, ratios
 from training_data import FORKS
 
 pytestmark = FORKS
@@ -114,11 +114,11 @@ def test_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_ratios_take_the_best_of_each() -> None:
     rows = [
-        Row("torchvision", 64, 4, 900.0),
-        Row("torchvision", 64, 8, 500.0),
-        Row("ours-gpu", 64, 2, 1000.0),
-        Row("ours-gpu", 256, 8, 2000.0),
-        Row("dali-gpu", 64, 4, problem="no GPU"),
+        SubjectRow("torchvision", 64, 4, 900.0),
+        SubjectRow("torchvision", 64, 8, 500.0),
+        SubjectRow("ours-gpu", 64, 2, 1000.0),
+        SubjectRow("ours-gpu", 256, 8, 2000.0),
+        SubjectRow("dali-gpu", 64, 4, problem="no GPU"),
     ]
     assert list(ratios(rows)) == [
         ("ours-gpu / dali-gpu: not measured", None),
@@ -147,7 +147,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_nothing_measured_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
-    measured = [Row("ours-cpu", 2, 1, 100.0), Row("ours-gpu", 2, 1, problem="no GPU")]
+    measured = [SubjectRow("ours-cpu", 2, 1, 100.0), SubjectRow("ours-gpu", 2, 1, problem="no GPU")]
     monkeypatch.setattr(throughput, "measured", lambda args, device: iter(measured))
     assert main(["--data", str(tmp_path)]) == 0
     del measured[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import train_dali
 from conftest import encode, picture
-from recipes.dali import CutOut, DaliLoader, GridMask, Recipe
+from recipes.dali import CutOut, DaliLoader, DaliOptions, GridMask
 from recipes.data import MEAN, STD
 from test_training_scripts import accuracies
 from training_data import write_classes
@@ -39,8 +39,8 @@ def dali() -> Any:
 
 
 def loader_of(folder: Path, is_training: bool, **options: Any) -> DaliLoader:
-    recipe = Recipe(**{"size": SIZE, "batch_size": 4, "decode": "cpu", "is_training": is_training, **options})
-    return DaliLoader(ImageFolder(folder), CPU, recipe)
+    made = DaliOptions(**{"size": SIZE, "batch_size": 4, "decode": "cpu", "is_training": is_training, **options})
+    return DaliLoader(ImageFolder(folder), CPU, made)
 
 
 def pixels(images: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from torchpipe_py.drawing.picture import Arrow, Box, Graph, Picture, split
+from torchpipe_py.drawing.picture import Arrow, Box, Component, Picture, split
 from torchpipe_py.drawing.text import SMALL_LINE, SMALL_SIZE, Face, clean, face, text_width, wrap
 
 MARGIN = 12.0
@@ -173,7 +173,7 @@ class _Placed:
     ``leaving`` has the jumps from its boxes: each with its points as far as the lane below, and its label.
     """
 
-    def __init__(self, index: int, graph: Graph, jumps: Sequence[_Edge], left: float, top: float) -> None:
+    def __init__(self, index: int, graph: Component, jumps: Sequence[_Edge], left: float, top: float) -> None:
         self.top = top
         edges = [_edge(arrow) for arrow in graph.arrows]
         faces = {box.name: face(box) for box in graph.boxes}
@@ -257,7 +257,7 @@ class _Placed:
         return Route(edge.arrow, tuple(points), edge.label(end.x - ARROW, entry))
 
 
-def _columns(graph: Graph) -> list[list[str | None]]:
+def _columns(graph: Component) -> list[list[str | None]]:
     """Names by column, which is the longest way to them; the end, ``None``, is behind all."""
     before: dict[str, list[str]] = {box.name: [] for box in graph.boxes}
     for arrow in graph.arrows:
@@ -273,7 +273,7 @@ def _columns(graph: Graph) -> list[list[str | None]]:
 
 
 def _heights(
-    graph: Graph, edges: Iterable[_Edge], faces: dict[str, Face], column_of: dict[str | None, int]
+    graph: Component, edges: Iterable[_Edge], faces: dict[str, Face], column_of: dict[str | None, int]
 ) -> dict[str | None, float]:
     """Spread the arrows over the sides of their boxes; a box is as high as its texts and its arrows need."""
     order: dict[str | None, int] = {box.name: index for index, box in enumerate(graph.boxes)}

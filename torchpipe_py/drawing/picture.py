@@ -72,7 +72,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Graph:
+class Component:
     """The boxes that ``next``, ``map`` and ``skip`` connect, with the arrows among them."""
 
     boxes: tuple[Box, ...]
@@ -93,7 +93,7 @@ class Graph:
         return any(arrow.to_end for arrow in self.arrows)
 
 
-def split(picture: Picture) -> tuple[Graph, ...]:
+def split(picture: Picture) -> tuple[Component, ...]:
     """The connected graphs, in the order of their first boxes; jumps connect nothing and are in none."""
     arrows = [arrow for arrow in picture.arrows if arrow.kind != "jump"]
     group = {box.name: index for index, box in enumerate(picture.boxes)}
@@ -102,7 +102,7 @@ def split(picture: Picture) -> tuple[Graph, ...]:
         if first != second:
             group = {name: first if old == second else old for name, old in group.items()}
     return tuple(
-        Graph(
+        Component(
             tuple(box for box in picture.boxes if group[box.name] == index),
             tuple(arrow for arrow in arrows if group[arrow.start] == index),
         )

@@ -54,9 +54,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if importlib.util.find_spec("thriftpy2") is None:
         raise CannotRunError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")
-    from torchpipe_py.loadtest.runs import Runner
+    from torchpipe_py.loadtest.runs import LoadRunner
 
-    run = Runner(options).run
+    run = LoadRunner(options).run
     if sweep is not None:
         return run_sweep(run, options, sweep, _announce)
     return run_search(run, options, _announce) if options.search else run(options)

@@ -20,7 +20,7 @@ from torchpipe_py.loadtest.records import collect
 from torchpipe_py.loadtest.report.summary import describe_run, make_report, open_loop_fields, plot_fields
 
 
-class Runner:
+class LoadRunner:
     """Runs loads on one server, one after the other; owns what they have in common: the images and where they go."""
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -63,7 +63,9 @@ def compare_configs(settings: Settings) -> Parity:
         raise ParityError(f"--img_dir {error}") from error
     parity = Parity(settings.img_dir, settings.a, settings.b, settings.model, len(paths))
     with ExitStack() as stack:
-        runners = [Runner(config, stack) for config in (settings.a, settings.b, settings.model) if config is not None]
+        runners = [
+            PipeRunner(config, stack) for config in (settings.a, settings.b, settings.model) if config is not None
+        ]
         comparison = Comparison(parity, settings, runners)
         for batch in _batches(paths[: settings.limit], min(runner.batch for runner in runners)):
             comparison.add(batch)
@@ -82,7 +84,7 @@ def _batches(paths: Sequence[Path], size: int) -> Iterator[Sequence[Path]]:
         yield paths[start : start + size]
 
 
-class Runner:
+class PipeRunner:
     """A pipe and the configuration it is built from; closed with ``stack``."""
 
     def __init__(self, config: str, stack: ExitStack) -> None:
@@ -123,7 +125,7 @@ class Runner:
 class Side:
     """What one preprocessing gave so far: where its pixels come from, and their range."""
 
-    def __init__(self, letter: str, runner: Runner) -> None:
+    def __init__(self, letter: str, runner: PipeRunner) -> None:
         self.letter, self.runner = letter, runner
         self.origins: Counter[str] = Counter()
         self.low, self.high = np.inf, -np.inf
@@ -151,7 +153,7 @@ class Side:
 class Comparison:
     """Takes images batch by batch and writes what it finds into ``parity``."""
 
-    def __init__(self, parity: Parity, settings: Settings, runners: Sequence[Runner]) -> None:
+    def __init__(self, parity: Parity, settings: Settings, runners: Sequence[PipeRunner]) -> None:
         self._parity, self._settings = parity, settings
         self._root = Path(settings.img_dir)
         self._a, self._b = Side("A", runners[0]), Side("B", runners[1])
@@ -205,7 +207,7 @@ class Comparison:
         self._views.offer(compared, a.values, b.values)
         return compared
 
-    def _classify(self, model: Runner, matched: Sequence[tuple[Compared, Data, Data]]) -> Iterator[Compared]:
+    def _classify(self, model: PipeRunner, matched: Sequence[tuple[Compared, Data, Data]]) -> Iterator[Compared]:
         """The same images with the model's classes; where it has none for one side, the image is listed."""
         predictions_a = _predict(model, [a for _, a, _ in matched])
         predictions_b = _predict(model, [b for _, _, b in matched])
@@ -258,7 +260,7 @@ class Views:
         return [view for *_, view in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
 
 
-def _predict(model: Runner, items: Sequence[Data]) -> list[Prediction | str]:
+def _predict(model: PipeRunner, items: Sequence[Data]) -> list[Prediction | str]:
     finish = model.start([_as_request(item) for item in items])
     return [_prediction(item, model.config) for item in finish()]
 

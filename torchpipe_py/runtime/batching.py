@@ -9,7 +9,7 @@ from typing import Any
 from torchpipe_py.runtime.request import Request
 
 
-class Batcher:
+class BatchQueue:
     """Requests that wait for company at one node, in a bucket for each key (the shape of their tensors).
 
     Not thread-safe: the node's leader owns it.

@@ -17,7 +17,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data, DeferredBackend, run_padded
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.batching import Batcher
+from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.idle import IdleStack, Leadership
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.request import CallerThread, Request
@@ -277,11 +277,11 @@ class BatchingLane(Lane):
     ) -> None:
         super().__init__(name, instances, fail, waiting)
         self._timeout = timeout
-        self._batcher = Batcher(timeout, self._batch_key)
-        self.idle: Leadership = Leadership(self._queue, self._batcher)
+        self._batches = BatchQueue(timeout, self._batch_key)
+        self.idle: Leadership = Leadership(self._queue, self._batches)
 
     def queued(self) -> int:
-        return 0 if self.is_closing else len(self._queue) + len(self._batcher)
+        return 0 if self.is_closing else len(self._queue) + len(self._batches)
 
     def is_awaiting(self) -> bool:
         """Whether some request in flight could still reach this node."""
@@ -310,12 +310,12 @@ class BatchingLane(Lane):
             if self._waiting:
                 self._wake_leaders()
         if self.idle.lead_last():
-            for request in self._batcher.clear():
+            for request in self._batches.clear():
                 self._fail_closed(request)
 
     def _collect(self, instance: Instance) -> list[Request]:
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
-        batcher, queue = self._batcher, self._queue
+        batches, queue = self._batches, self._queue
         while True:
             while queue:
                 try:
@@ -323,15 +323,15 @@ class BatchingLane(Lane):
                 except IndexError:  # close() empties the queue too
                     break
                 try:
-                    batcher.add(request)
+                    batches.add(request)
                 except Exception as error:
                     self.fail(request, self._backend_error(error))
             if self.is_closing:
-                return batcher.clear()
-            if not len(batcher):
+                return batches.clear()
+            if not len(batches):
                 return []
             quiet = self._timeout <= 0 or not self.is_awaiting()
-            batch = batcher.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
+            batch = batches.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
             if batch is not None:
                 return batch
             self._wait(instance)
@@ -342,7 +342,7 @@ class BatchingLane(Lane):
         try:
             # NOTE: looked at again after the entry in `waiting`, or the last wake-up could be missed.
             if self.is_awaiting():
-                close = self._batcher.next_close(leader.max, self._lead_time(leader))
+                close = self._batches.next_close(leader.max, self._lead_time(leader))
                 if close is not None:
                     self.idle.wait(leader, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from recipes.dali import DaliLoader, Recipe
+from recipes.dali import DaliLoader, DaliOptions
 from recipes.data import MEAN, STD, Config, FlipAndNormalise, pipe_on_cpu, pipe_on_gpu
 from torchpipe_py.training import ImageFolder, TorchpipeLoader, wrap_dataloader_torchpipe
 from torchpipe_py.training.errors import library
@@ -94,7 +94,7 @@ def dali(decode: str, hardware_share: float | None = None) -> Callable[[Setting]
 
     @contextmanager
     def opened(setting: Setting) -> Iterator[Batches]:
-        recipe = Recipe(
+        options = DaliOptions(
             SIZE,
             setting.batch_size,
             decode,
@@ -102,7 +102,7 @@ def dali(decode: str, hardware_share: float | None = None) -> Callable[[Setting]
             threads=max(1, setting.workers),
             hardware_share=hardware_share,
         )
-        with DaliLoader(_long(ImageFolder(setting.folder), setting), setting.device, recipe) as loader:
+        with DaliLoader(_long(ImageFolder(setting.folder), setting), setting.device, options) as loader:
             yield _endless(loader)
 
     return opened

@@ -40,7 +40,7 @@ RATIOS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class SubjectRow:
     """One loader with one setting: images per second, or why there are none; memory in bytes."""
 
     name: str
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if any(row.images_per_s is not None for row in rows) else 1
 
 
-def measured(args: argparse.Namespace, device: Any) -> Iterator[Row]:
+def measured(args: argparse.Namespace, device: Any) -> Iterator[SubjectRow]:
     """A row for each loader, batch size and number of workers: the median of its rounds."""
     for name, batch_size, workers in product(args.only, args.batch_sizes, args.workers):
         setting = Setting(args.data / "train", batch_size, workers, device)
@@ -106,10 +106,10 @@ def measured(args: argparse.Namespace, device: Any) -> Iterator[Row]:
             min((value for row in rounds if (value := getattr(row, field)) is not None), default=None)
             for field in ("allocated", "used")
         )
-        yield Row(name, batch_size, workers, rate, allocated, used)
+        yield SubjectRow(name, batch_size, workers, rate, allocated, used)
 
 
-def measure(name: str, setting: Setting, seconds: float) -> Row:
+def measure(name: str, setting: Setting, seconds: float) -> SubjectRow:
     """Open the loader, measure it, close it; what it raises becomes the row's ``problem``."""
     row = (name, setting.batch_size, setting.workers)
     on_gpu = setting.device.type == "cuda"
@@ -122,8 +122,8 @@ def measure(name: str, setting: Setting, seconds: float) -> Row:
             allocated = torch.cuda.max_memory_allocated(setting.device) if on_gpu else None
             used = used_memory(setting.device) if on_gpu else None
     except Exception as error:
-        return Row(*row, problem=f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0])
-    return Row(*row, rate, allocated, used)
+        return SubjectRow(*row, problem=f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0])
+    return SubjectRow(*row, rate, allocated, used)
 
 
 def images_per_second(batches: Iterator[Any], setting: Setting, seconds: float) -> float:
@@ -148,7 +148,7 @@ def images_per_second(batches: Iterator[Any], setting: Setting, seconds: float) 
     return count / (perf_counter() - began)
 
 
-def ratios(rows: Iterable[Row]) -> Iterator[tuple[str, tuple[str, float] | None]]:
+def ratios(rows: Iterable[SubjectRow]) -> Iterator[tuple[str, tuple[str, float] | None]]:
     """Each ratio as a line of text, and its value: for each the best batch size, and the best number of workers."""
     rows = list(rows)
     names = {row.name for row in rows}
@@ -167,14 +167,14 @@ def ratios(rows: Iterable[Row]) -> Iterator[tuple[str, tuple[str, float] | None]
         yield f"{text}: {value:.2f} ({against})", (text, value)
 
 
-def best(rows: Iterable[Row], name: str, workers: int | None) -> Row | None:
+def best(rows: Iterable[SubjectRow], name: str, workers: int | None) -> SubjectRow | None:
     rated = [
         row for row in rows if row.name == name and row.images_per_s is not None and workers in (None, row.workers)
     ]
     return max(rated, key=lambda row: row.images_per_s or 0.0, default=None)
 
 
-def line_of(row: Row) -> str:
+def line_of(row: SubjectRow) -> str:
     start = f"  {row.name:23}  {row.batch_size:5}  {row.workers:7}"
     if row.images_per_s is None:
         return f"{start}  not measured: {row.problem}"

@@ -17,7 +17,7 @@ from typing import Any
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, tensor_key
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
-from torchpipe_py.backends.process.worker import Outcome
+from torchpipe_py.backends.process.worker import ItemOutcome
 from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.plan.binding import BackendPlan
@@ -165,7 +165,7 @@ class Process(Backend):
         return visible
 
 
-def _apply(item: Data, sent: Data, outcome: Outcome) -> None:
+def _apply(item: Data, sent: Data, outcome: ItemOutcome) -> None:
     """Make the dict what the worker's is; what was not sent stays."""
     kept = {key: sent[source] for key, source in outcome.kept.items()}
     for key in [*sent]:

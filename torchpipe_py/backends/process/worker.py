@@ -25,7 +25,7 @@ _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItemOutcome:
     """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
 
     kept: dict[Any, Any]
@@ -124,7 +124,7 @@ class _BackendServer:
         self._backend = backend
         return limits
 
-    def _forward(self, items: list[Data]) -> list[Outcome]:
+    def _forward(self, items: list[Data]) -> list[ItemOutcome]:
         assert self._backend is not None
         before = [dict(item) for item in items]
         self._backend.forward(items)
@@ -135,11 +135,11 @@ class _BackendServer:
             self._backend.close()
 
 
-def _outcome(before: Data, after: Data) -> Outcome:
+def _outcome(before: Data, after: Data) -> ItemOutcome:
     """What the parent has already stays there: only values that nobody can have changed in place."""
     sources = {id(value): key for key, value in before.items() if type(value) in _IMMUTABLE}
     kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
-    return Outcome(kept, {key: value for key, value in after.items() if key not in kept})
+    return ItemOutcome(kept, {key: value for key, value in after.items() if key not in kept})
 
 
 def _stuck(value: Any, error: Exception) -> Exception:
