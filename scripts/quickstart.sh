@@ -19,7 +19,7 @@ done
 grep '^serving ' "$log"
 port=$(sed -n 's/^serving .* on .*:\([0-9]*\) .*/\1/p' "$log")
 
-echo; echo "held-out images, one by one:"
+echo; echo "48 held-out images, one by one (only wrong ones are listed):"
 "$bin/python" scripts/accuracy.py --img_dir configs/demo/images --port "$port" --at_least 0.95
 
 echo; echo "load test, 10 client processes:"

@@ -40,13 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_config(bench)
     loadtest_options.add_options(bench, clients="client threads")
     bench.set_defaults(run=_bench, error_status=2)
-    commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
+    load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["load"]:  # its options are parsed by itself, for scripts/client_qps.py has them too
-        from torchpipe_py.loadtest.command import main as load
-
-        return load(arguments[1:])
-    args = parser.parse_args(arguments)
+    load.set_defaults(run=lambda _: _load(arguments[1:]))
+    # Its options are parsed by itself, for scripts/client_qps.py has them too.
+    args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
         for name in getattr(args, "imports", None) or ():
             registry.import_code(name)
@@ -80,7 +78,8 @@ def _check(config: str) -> None:
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
         jumps = f", runs {', '.join(graph.jumps[name])}" if name in graph.jumps else ""
         print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}")
-    print(f"{config}: ok, {len(graph.order)} nodes")
+    count = len(graph.order)
+    print(f"{config}: ok, {count} node{'s' if count > 1 else ''}")
 
 
 def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
@@ -119,6 +118,13 @@ def _bench(args: argparse.Namespace) -> int:
     from torchpipe_py.loadtest.bench import run_bench
 
     return run_bench(args)
+
+
+def _load(arguments: Sequence[str]) -> int:
+    # Here, so that the other commands stay light.
+    from torchpipe_py.loadtest.command import main as load
+
+    return load(arguments)
 
 
 def _backends(name: str | None, markdown: bool) -> None:

@@ -45,8 +45,8 @@ def _is_right(client: Any, path: Path) -> bool:
     try:
         result = client.infer_batch(IDL.InferenceParams(uuid=path.name, data=path.read_bytes()))
     except IDL.InferenceError as error:
-        print(f"  {path.name}: {error.code}: {error.message}")
+        print(f"  wrong: {path.name}: {error.code}: {error.message}")
         return False
     if result.label != expected:
-        print(f"  {path.name}: {result.label} with score {result.score:.3f}")
+        print(f"  wrong: {path.name} is called {result.label} (score {result.score:.3f})")
     return bool(result.label == expected)

@@ -220,7 +220,8 @@ def _torchvision_models() -> Any:
     except Exception as error:
         raise ExportError(
             f"torchvision cannot be imported ({_one_line(error)}); "
-            f"install the build made for torch {torch.__version__}: pip install --upgrade torchvision"
+            f"install the build made for torch {torch.__version__}: "
+            f"pip install torchvision 'torch=={torch.__version__.partition('+')[0]}'"
         ) from error
     return models
 

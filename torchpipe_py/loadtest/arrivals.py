@@ -43,7 +43,11 @@ def due_times(options: argparse.Namespace) -> Iterator[float]:
         times = read_replay(options.replay, options.replay_column)
         return iter(times if rate is None else rescale(times, rate))
     assert rate is not None
-    return constant_times(rate) if options.arrivals == "constant" else poisson_times(rate, options.seed)
+    if options.arrivals == "constant":
+        return constant_times(rate)
+    if options.arrivals == "poisson":
+        return poisson_times(rate, options.seed)
+    raise ValueError(f"no schedule for --arrivals {options.arrivals}")
 
 
 def constant_times(rate: float) -> Iterator[float]:

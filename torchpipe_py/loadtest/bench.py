@@ -38,11 +38,11 @@ def run_bench(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("torchpipe: interrupted before there was anything to report", file=sys.stderr)
         return EXIT_INTERRUPTED
+    if args.json is not None:
+        write_json(report, args.json)
     print_report(report, _table(report))
     for name, message in report["error_examples"].items():
         print(f"{name}, for example: {message}", file=sys.stderr)
-    if args.json is not None:
-        write_json(report, args.json)
     if report["interrupted"]:
         return EXIT_INTERRUPTED
     return EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED

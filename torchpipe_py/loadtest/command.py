@@ -34,16 +34,16 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
     except KeyboardInterrupt:
         print(f"{program}: interrupted before there was anything to report", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if "runs" in report:
-        _print_runs(report)
-    else:
-        print_report(report, run_table(report))
     if options.json is not None:
         write_json(report, options.json)
     if options.csv is not None:
         write_csv(report.get("runs", [report]), options.csv)
     if options.html is not None:
         options.html.write_text(page(report), encoding="utf-8")
+    if "runs" in report:
+        _print_runs(report)
+    else:
+        print_report(report, run_table(report))
     return int(report["exit_status"])
 
 
