@@ -180,7 +180,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for an error message: the valid name nearest to ``name``, or the list of all of them."""
     names = sorted(set(valid))
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
     if not names:
