@@ -185,6 +185,9 @@ class Emptied(deque):
         Emptied.lies -= 1
         return 1
 
+    def __bool__(self) -> bool:  # Python 3.10's deque has one of its own, which asks no __len__
+        return len(self) > 0
+
 
 def test_a_leader_finds_the_queue_emptied(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may not end with an exception, which pytest would report."""

@@ -72,7 +72,7 @@ def test_calls_come_in_order_from_any_thread(loop):
     def call_all() -> None:
         for index in range(5000):  # far more than the wake-up socket holds
             loop.call(lambda index=index: seen.append(index))
-        loop.stop()
+        loop.call(loop.stop)
 
     thread = threading.Thread(target=call_all)
     thread.start()
