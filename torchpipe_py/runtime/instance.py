@@ -25,7 +25,8 @@ class Instance(Sleeper):
     """One backend and its thread, which waits between ``setup`` and the first request for ``open``.
 
     ``stand_in`` is the identity of a caller's thread that runs ``forward`` in place of it, ``busy`` counts the
-    requests that are taken and not yet delivered. One of the two threads at a time writes these and ``record``.
+    requests that are taken and not yet delivered, ``started`` is when ``forward`` was last called for them
+    (``perf_counter``; 0.0 when idle). One of the two threads at a time writes these and ``record``.
     """
 
     def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
@@ -36,6 +37,7 @@ class Instance(Sleeper):
         self.setup_error: BaseException | None = None
         self.busy = 0
         self.stand_in = 0
+        self.started = 0.0
         self.last_compute = 0.0  # seconds
         self.record = Record(node, index)
         self._node, self._create = node, create
@@ -66,6 +68,16 @@ class Instance(Sleeper):
             return True
         self._thread.join(None if until is None else max(0.0, until - perf_counter()))
         return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def running_s(self, now: float) -> float:
+        """Seconds since the ``forward`` began that runs now, on either thread; 0.0 where none runs."""
+        started = self.started
+        return max(0.0, now - started) if started else 0.0
 
     @property
     def is_current(self) -> bool:

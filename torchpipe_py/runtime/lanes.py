@@ -200,7 +200,7 @@ class SingleLane(Lane):
             self._reached.discard(request)
             self.run(instance, request)
         finally:
-            instance.busy = instance.stand_in = 0
+            instance.started = instance.busy = instance.stand_in = 0
             self.idle.give_back(instance)
         if self._waiting:
             self._wake_leaders()
@@ -222,13 +222,13 @@ class SingleLane(Lane):
             run(instance, request)
             del request  # an idle instance keeps nothing of its last one
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
-            instance.busy = 0
+            instance.started = instance.busy = 0
             if waiting:
                 self._wake_leaders()
 
     def run(self, instance: Instance, request: Request) -> None:
         """Run the backend and deliver or fail the request, which may be over already."""
-        start = perf_counter()
+        instance.started = start = perf_counter()
         if not self._starts(instance, request, start):
             return
         try:
@@ -246,7 +246,7 @@ class DeferredLane(SingleLane):
     """Where backends are deferred: a request goes on from whatever thread finishes it."""
 
     def run(self, instance: Instance, request: Request) -> None:
-        start = perf_counter()
+        instance.started = start = perf_counter()
         if not self._starts(instance, request, start):
             return
         record, backend = instance.record, instance.backend
@@ -306,7 +306,7 @@ class BatchingLane(Lane):
             self.run(instance, batch, since)
             batch = []  # an idle instance keeps nothing of its last request
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
-            instance.busy = 0
+            instance.started = instance.busy = 0
             if self._waiting:
                 self._wake_leaders()
         if self.idle.lead_last():
@@ -357,7 +357,7 @@ class BatchingLane(Lane):
 
     def run(self, instance: Instance, batch: list[Request], collected: float) -> None:
         """Run a batch of which some may be over already; deliver or fail each."""
-        start = perf_counter()
+        instance.started = start = perf_counter()
         requests = [request for request in batch if self._starts(instance, request, start)]
         if not requests:
             return
@@ -389,6 +389,7 @@ class BatchingLane(Lane):
         for request, before in zip(requests, saved, strict=True):
             request.data.clear()
             request.data.update(before)
+            instance.started = perf_counter()
             try:
                 run_padded(instance.backend, [request.data])
             except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, DeferredBackend, Graphs, Shared
@@ -83,13 +84,20 @@ class Node:
         return next((instance for instance in self.instances if instance.is_current), None)
 
     def stats(self) -> dict[str, Any]:
-        """One node since it started; see ``torchpipe_py.runtime.statistics``."""
+        """One node now, and since it started; see ``torchpipe_py.runtime.statistics``.
+
+        ``alive`` counts the instances whose thread runs, ``busy`` those that have requests. ``oldest_batch_s`` is how
+        long the ``forward`` runs that has run longest, 0.0 where none does.
+        """
+        now = perf_counter()
         return {
             "instances": len(self.instances),
+            "alive": sum(1 for instance in self.instances if instance.is_alive),
             "min": self.min,
             "max": self.max,
             "queued": self.lane.queued(),
             "busy": sum(1 for instance in self.instances if instance.busy),
+            "oldest_batch_s": max(instance.running_s(now) for instance in self.instances),
             **summed([instance.record for instance in self.instances]),
         }
 

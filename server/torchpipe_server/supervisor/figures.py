@@ -10,7 +10,7 @@ from torchpipe_py.runtime.statistics import COUNTS
 Figures = dict[str, Any]
 
 _TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
-_NOW = ("instances", "queued", "busy")
+_NOW = ("instances", "alive", "queued", "busy")
 
 
 def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
@@ -66,6 +66,7 @@ def _nodes(workers: list[Figures], past: Figures) -> Figures:
         before = past.get("nodes", {}).get(name)
         nodes[name] = {
             **{key: sum(node[key] for node in alive) for key in _NOW},
+            "oldest_batch_s": max(node["oldest_batch_s"] for node in alive),
             "min": alive[0]["min"],
             "max": alive[0]["max"],
             "instance_compute_ms": [spent for node in alive for spent in node["instance_compute_ms"]],

@@ -26,7 +26,8 @@ def counts(**places: int) -> list[int]:
 def node(factor: int = 1, **changes: Any) -> dict[str, Any]:
     """What ``pipe.stats()`` says of a node that is ``factor`` times as busy as another one."""
     return {
-        **{"instances": 2, "min": 1, "max": 4, "queued": 3 * factor, "busy": 1},
+        **{"instances": 2, "alive": 2, "min": 1, "max": 4, "queued": 3 * factor, "busy": 1},
+        "oldest_batch_s": 0.5 * factor,
         **{"requests": 10 * factor, "batches": 4 * factor, "failed": factor, "expired": 2 * factor},
         **{"batch_sizes": {1: 2 * factor, 4: 2 * factor}},
         **{"queue_ms": 5.0 * factor, "batch_wait_ms": 1.0 * factor, "compute_ms": 40.0 * factor},
@@ -62,7 +63,9 @@ def test_two_workers_are_summed():
         "model": node(
             3,
             instances=4,
+            alive=4,
             busy=2,
+            oldest_batch_s=1.0,
             batch_sizes={"1": 6, "4": 6},
             instance_compute_ms=[30.0, 10.0, 60.0, 20.0],
         )
@@ -73,12 +76,15 @@ def test_two_workers_are_summed():
 def test_totals_of_workers_that_ended_are_added_and_what_is_now_is_not():
     past = add_past({}, TWO)
     assert "inflight" not in past
-    assert not {"queued", "busy", "instances", "instance_compute_ms"} & past["nodes"]["model"].keys()
+    assert (
+        not {"queued", "busy", "alive", "oldest_batch_s", "instances", "instance_compute_ms"}
+        & past["nodes"]["model"].keys()
+    )
     figures = service_figures([ONE], past)
     both = service_figures([ONE, TWO], {})
     assert figures["requests"] == {**both["requests"], "inflight": 1}
     model = figures["nodes"]["model"]
-    now = ("instances", "queued", "busy", "instance_compute_ms", "min", "max")
+    now = ("instances", "alive", "queued", "busy", "oldest_batch_s", "instance_compute_ms", "min", "max")
     assert {key: model[key] for key in now} == {key: ONE["nodes"]["model"][key] for key in now}
     assert {key: model[key] for key in model if key not in now} == {
         key: value for key, value in both["nodes"]["model"].items() if key not in now

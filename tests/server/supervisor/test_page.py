@@ -45,7 +45,17 @@ def histogram(**buckets: int) -> list[int]:
 
 def node(instances: int = 1, **counters: Any) -> dict[str, Any]:
     return {
-        **{"instances": instances, "min": 1, "max": 1, "queued": 0, "busy": 0, "requests": 0, "batches": 0},
+        **{
+            "instances": instances,
+            "alive": instances,
+            "oldest_batch_s": 0.0,
+            "min": 1,
+            "max": 1,
+            "queued": 0,
+            "busy": 0,
+            "requests": 0,
+            "batches": 0,
+        },
         **{"failed": 0, "expired": 0, "batch_sizes": {}, "queue_ms": 0.0, "batch_wait_ms": 0.0, "compute_ms": 0.0},
         "instance_compute_ms": [0.0] * instances,
         "histograms": {"queue": histogram(), "batch_wait": histogram(), "compute": histogram()},

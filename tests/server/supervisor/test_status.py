@@ -181,8 +181,8 @@ KEYS = {
     "requests": "inflight by_method latency",
     "latency": "counts sum_ms",
     "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
-    "node": "instances min max queued busy requests batches failed expired batch_sizes queue_ms batch_wait_ms "
-    "compute_ms instance_compute_ms histograms",
+    "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired batch_sizes queue_ms "
+    "batch_wait_ms compute_ms instance_compute_ms histograms",
     "histograms": "queue batch_wait compute",
 }
 
@@ -286,7 +286,9 @@ def compare(served: Served, before: dict[str, Any]) -> None:
         assert sum(node["histograms"]["compute"]) == node["batches"]
         assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
         assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure of the backend"
-        assert (after["nodes"][name]["queued"], after["nodes"][name]["busy"]) == (0, 0)
+        now = after["nodes"][name]
+        assert (now["queued"], now["busy"], now["oldest_batch_s"]) == (0, 0, 0.0)
+        assert now["alive"] == now["instances"]
 
 
 def test_metrics_are_the_figures(served: Served):
