@@ -28,6 +28,7 @@ class Loop:
         self.steps: list[Step] = []
         self._selector = selectors.DefaultSelector()
         self._watched: set[Any] = set()  # the selector's own mapping describes the socket at length to say no
+        self._urgent: set[Any] = set()
         self._calls: deque[Callable[[], object]] = deque()
         self._is_stopped = False
         self._wake_out, self._wake_in = socket.socketpair()
@@ -48,8 +49,15 @@ class Loop:
         self._is_stopped = True
         self.call(lambda: None)
 
-    def watch(self, source: Any, events: int, handler: Callable[[int], object]) -> None:
-        """Call ``handler(events)`` when ``source`` is ready; replaces what was said of it before, 0 ends it."""
+    def watch(self, source: Any, events: int, handler: Callable[[int], object], is_urgent: bool = False) -> None:
+        """Call ``handler(events)`` when ``source`` is ready; replaces what was said of it before, 0 ends it.
+
+        Of what is ready in a round, urgent sources come first.
+        """
+        if is_urgent and events:
+            self._urgent.add(source)
+        else:
+            self._urgent.discard(source)
         if not events:
             if source in self._watched:
                 self._watched.discard(source)
@@ -73,7 +81,10 @@ class Loop:
                 wait = AFTER_ERROR
 
     def _round(self, wait: float) -> float:
-        for key, events in self._selector.select(wait):
+        ready = self._selector.select(wait)
+        if len(ready) > 1 and self._urgent:
+            ready.sort(key=lambda one: one[0].fileobj not in self._urgent)
+        for key, events in ready:
             key.data(events)
         wait = LONGEST_WAIT
         for step in self.steps:
@@ -92,7 +103,8 @@ class Loop:
         except BlockingIOError:
             pass
         try:
-            while self._calls:
+            # Those that come meanwhile wake it again: sockets have their turn between.
+            for _ in range(len(self._calls)):
                 self._calls.popleft()()
         except Exception:
             self.call(lambda: None)  # those behind it have been woken for

@@ -37,7 +37,7 @@ class Channel:
         self._unsent: deque[tuple[memoryview, int]] = deque()
         self._is_closed = False
         sock.setblocking(False)
-        loop.watch(sock, READ, self._ready)
+        loop.watch(sock, READ, self._ready, is_urgent=True)
 
     def send(self, message: Said, descriptor: int = -1) -> None:
         """Send a message; the other side gets a copy of ``descriptor``, which the caller may close afterwards."""
@@ -50,7 +50,7 @@ class Channel:
         if sent < len(data) and not self._is_closed:
             is_left = descriptor >= 0 and not sent  # it goes with the first byte
             self._unsent.append((data[sent:], os.dup(descriptor) if is_left else -1))
-            self._loop.watch(self._sock, READ | WRITE, self._ready)
+            self._loop.watch(self._sock, READ | WRITE, self._ready, is_urgent=True)
 
     def finish(self, seconds: float) -> None:
         """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
@@ -93,7 +93,7 @@ class Channel:
                 self._unsent[0] = data[sent:], -1
             else:
                 self._unsent.popleft()
-        self._loop.watch(self._sock, READ, self._ready)
+        self._loop.watch(self._sock, READ, self._ready, is_urgent=True)
 
     def _write(self, data: memoryview, descriptor: int) -> int:
         """How many bytes the system has taken."""

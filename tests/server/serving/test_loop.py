@@ -86,6 +86,39 @@ def test_a_call_may_call(loop):
     run_until_stopped(loop)
 
 
+def test_calls_that_call_again_leave_sockets_their_turn(loop, pair):
+    def again() -> None:
+        if not loop._is_stopped:
+            loop.call(again)
+
+    again()
+    loop.watch(pair[0], READ, lambda events: loop.stop())
+    pair[1].send(b"x")
+    run_until_stopped(loop)
+
+
+def test_urgent_sources_come_first(loop):
+    pairs = [socket.socketpair() for _ in range(6)]
+    rounds: list[list[int]] = []
+
+    def ready(index: int) -> None:
+        if not rounds or len(rounds[-1]) == len(pairs):
+            rounds.append([])
+        rounds[-1].append(index)
+        if len(rounds) == 3 and len(rounds[-1]) == len(pairs):
+            loop.stop()
+
+    for index, (one, other) in enumerate(pairs):
+        loop.watch(one, READ, lambda events, index=index: ready(index), is_urgent=index == 4)
+        other.send(b"x")
+    run_until_stopped(loop)
+    for one, other in pairs:
+        loop.watch(one, 0, print)
+        one.close()
+        other.close()
+    assert [seen[0] for seen in rounds] == [4, 4, 4]
+
+
 def test_stop_before_run(loop):
     loop.stop()
     run_until_stopped(loop)
