@@ -58,10 +58,14 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, t
     torch.save(torch.zeros(1, 3, 2, 2), tmp_path / "tensor.pt")
     model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
     folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
-    samples = {"save_dir": folder, "tensor_name": tensor, "model": model}
+    samples = {"save_dir": folder, "tensor_name": tensor, "model": model, "trusted": True}
     samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
     samples |= {"jump": "other", "range": "1,4"}
-    needed = {param.key: samples[param.key] for param in params.values() if "required" in repr(param.default)}
+    needed = {
+        param.key: samples[param.key]
+        for param in params.values()
+        if "required" in repr(param.default) or param.key == "trusted"
+    }
     brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
     nodes = {"node": {"backend": name + brackets, **needed}, "other": {}}
     backend = plan_pipeline(nodes).plans["node"].backends[0].create(BackendConfig(graphs=NoGraphs()))

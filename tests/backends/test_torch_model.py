@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import shutil
 import zipfile
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, pipe
 from torchpipe_py.backends.models.cuda_model import InputSpec, batch_sizes
+from torchpipe_py.backends.models.torch_model import load_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -43,7 +47,15 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
     planes = [torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]
     with torch.inference_mode():
         expected = Small()((torch.cat(planes) - 10) / torch.tensor([1.0, 2.0, 4.0]).reshape(1, 3, 1, 1))
-    config = {"backend": "TorchTensor", "model": model, "max": 8, "mean": 10, "std": "1, 2, 4", "batching_timeout": 20}
+    config = {
+        "backend": "TorchTensor",
+        "trusted": True,
+        "model": model,
+        "max": 8,
+        "mean": 10,
+        "std": "1, 2, 4",
+        "batching_timeout": 20,
+    }
     with pipe(config) as run:
         for values in (mats, planes, [plane[0] for plane in planes], [plane.numpy() for plane in planes]):
             items: list[dict[str, Any]] = [{"data": value} for value in values]
@@ -57,14 +69,14 @@ def test_a_package_of_aotinductor(tmp_path: Path) -> None:
     mats = [picture(32, 32, seed) for seed in range(3)]
     with torch.inference_mode():
         expected = Small()(torch.cat([torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]))
-    with pipe({"backend": "TorchTensor", "model": path, "max": 4, "batching_timeout": 20}) as run:
+    with pipe({"backend": "TorchTensor", "trusted": True, "model": path, "max": 4, "batching_timeout": 20}) as run:
         items = [{"data": mat} for mat in mats]
         run(items)
     torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_several_inputs_and_outputs_are_lists(two_ways: str) -> None:
-    with pipe({"backend": "TorchTensor", "model": two_ways}) as run:
+    with pipe({"backend": "TorchTensor", "trusted": True, "model": two_ways}) as run:
         item = {"data": [torch.tensor([[3.0]]), torch.tensor([[1.0]])]}
         run(item)
         assert [part.tolist() for part in item["result"]] == [[[4.0]], [[2.0]]]
@@ -73,7 +85,15 @@ def test_several_inputs_and_outputs_are_lists(two_ways: str) -> None:
 def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path) -> None:
     labels = tmp_path / "labels.txt"
     labels.write_text("a\nb\nc\nd\n")
-    with pipe({"backend": "TorchTensor", "model": model, "postprocessor": "SoftmaxMax", "labels": str(labels)}) as run:
+    with pipe(
+        {
+            "backend": "TorchTensor",
+            "trusted": True,
+            "model": model,
+            "postprocessor": "SoftmaxMax",
+            "labels": str(labels),
+        }
+    ) as run:
         item = {"data": picture(32, 32)}
         run(item)
         label, score = item["result"]
@@ -86,7 +106,10 @@ def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path
     [("text", "takes a Mat or a tensor, got str"), (torch.zeros(2, 3, 8, 8), "takes one item, 1x…, got 2x3x8x8")],
 )
 def test_what_is_no_input(model: str, value: Any, message: str) -> None:
-    with pipe({"backend": "TorchTensor", "model": model}) as run, pytest.raises(BackendError, match=message):
+    with (
+        pipe({"backend": "TorchTensor", "trusted": True, "model": model}) as run,
+        pytest.raises(BackendError, match=message),
+    ):
         run({"data": value})
 
 
@@ -96,16 +119,95 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     with zipfile.ZipFile(empty, "w") as archive:
         archive.writestr("nothing", "here")
     with pytest.raises(ConfigError, match=r"neither TorchScript nor \.pt2"):
-        pipe({"backend": "TorchTensor", "model": str(junk)})
+        pipe({"backend": "TorchTensor", "trusted": True, "model": str(junk)})
     with pytest.raises(ConfigError, match=r"PyTorch .* cannot load it"):
-        pipe({"backend": "TorchTensor", "model": str(empty)})
+        pipe({"backend": "TorchTensor", "trusted": True, "model": str(empty)})
+
+
+def hostile_script(folder: Path, victim: Path) -> Path:
+    """A TorchScript file whose ``__setstate__`` writes into another file."""
+    source = folder / "hostile_script.py"
+    source.write_text(f"""
+import torch
+from typing import Tuple
+
+class Hostile(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.zeros(1)
+
+    @torch.jit.export
+    def __getstate__(self) -> Tuple[torch.Tensor, bool]:
+        return (self.weight, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: Tuple[torch.Tensor, bool]):
+        self.training = state[1]
+        other = torch.from_file({str(victim)!r}, True, 4, dtype=torch.uint8)
+        self.weight = other.fill_(88)
+
+    def forward(self, x):
+        return x
+""")
+    spec = importlib.util.spec_from_file_location("hostile_script", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path = folder / "hostile.pt"
+    torch.jit.script(module.Hostile()).save(str(path))
+    return path
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def hostile_export(folder: Path, made: Path) -> Path:
+    """A .pt2 whose sample inputs are such a pickle."""
+    good, path = Path(save_small("export", folder / "good")), folder / "hostile.pt2"
+    pickled = io.BytesIO()
+    torch.save(Touch(made), pickled)
+    with zipfile.ZipFile(good) as source, zipfile.ZipFile(path, "w") as archive:
+        for name in source.namelist():
+            archive.writestr(name, pickled.getvalue() if "sample_inputs" in name else source.read(name))
+    return path
+
+
+def test_no_code_of_a_file_runs_without_trusted(tmp_path: Path) -> None:
+    victim, made = tmp_path / "victim", tmp_path / "made"
+    script, export, package = hostile_script(tmp_path, victim), hostile_export(tmp_path, made), tmp_path / "aoti.pt2"
+    victim.write_bytes(b"kept")
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr("model/data/aotinductor/model/model.wrapper.so", b"never loaded")
+    for path, does in ((script, "runs its __setstate__"), (export, "unpickles"), (package, "native code")):
+        with pytest.raises(ConfigError, match=f"{does}.*set trusted = true"):
+            pipe({"backend": "TorchTensor", "model": str(path)})
+    assert victim.read_bytes() == b"kept"
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("kind", ["script", "export"])
+def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
+    """Should PyTorch load these without running them one day, the flag can go."""
+    victim = tmp_path / "victim"
+    hostile = hostile_script(tmp_path, victim) if kind == "script" else hostile_export(tmp_path, victim)
+    if kind == "script":
+        victim.write_bytes(b"kept")
+    with contextlib.suppress(ConfigError):
+        load_module(str(hostile), torch.device("cpu"), is_trusted=True)
+    assert victim.read_bytes() == (b"XXXX" if kind == "script" else b"")
 
 
 def test_settings_that_do_not_fit(model: str) -> None:
     with pytest.raises(ConfigError, match="std holds a zero"):
-        pipe({"backend": "TorchTensor", "model": model, "std": "1, 0, 1"})
+        pipe({"backend": "TorchTensor", "trusted": True, "model": model, "std": "1, 0, 1"})
     with pytest.raises(ConfigError, match="floating input_type"):
-        pipe({"backend": "TorchTensor", "model": model, "mean": "1", "input_type": "uint8"})
+        pipe({"backend": "TorchTensor", "trusted": True, "model": model, "mean": "1", "input_type": "uint8"})
 
 
 # -- shapes and sizes ---------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def test_a_model_file_gives_what_the_module_gives(tmp_path: Path, kind: str, cud
     config = {
         "backend": "SyncTensor[TorchTensor]",
         "model": model,
+        "trusted": True,
         "max": 8,
         "mean": ", ".join(map(str, MEAN)),
         "std": ", ".join(map(str, STD)),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes
 from torchpipe_py.backends.models.staging import row_tensor
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
 from torchpipe_py.values import to_bool, to_str
+
+# Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
+_RUNS = {
+    "torchscript": "runs its __setstate__, a TorchScript program that can write any file",
+    "export": "unpickles its sample inputs, which can run any command",
+    "aotinductor": "loads its shared library, which is native code",
+}
 
 _DTYPES = ("float32", "float16", "bfloat16", "uint8")
 
@@ -21,10 +28,14 @@ class TorchTensor(CudaModel):
     On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
     cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the first
     input, channel by channel, as the first step of the graph. The instances of a node share the model.
+
+    Loading any of these files runs code that stands in it. So ``ConfigError`` unless the node has ``trusted = true``,
+    which says that you trust whoever could write the file as much as your own code.
     """
 
     input_type = Param(to_str, "float32", choices=_DTYPES, doc="dtype of the model's inputs")
     cuda_graph = Param(to_bool, True, doc="capture a CUDA graph for each batch size")
+    trusted = Param(to_bool, False, doc="the model file may run code of its own, which loading it does")
 
     def setup_guarded(self) -> None:
         super().setup_guarded()
@@ -39,7 +50,7 @@ class TorchTensor(CudaModel):
             for values in (self.mean, self.std)
         )
         key = ("module", str(self.device), self.model)
-        self._module = self.config.shared.get(key, lambda: load_module(self.model, self.device))
+        self._module = self.config.shared.get(key, lambda: load_module(self.model, self.device, bool(self.trusted)))
 
     def close(self) -> None:
         self._module = None
@@ -77,25 +88,38 @@ class TorchTensor(CudaModel):
         self.write_results(items, self.enqueue(inputs))
 
 
-def load_module(path: str, device: Any) -> Any:
-    """The callable of a model file on ``device``; ``ConfigError`` for what is no such file."""
+def load_module(path: str, device: Any, is_trusted: bool) -> Any:
+    """The callable of a model file on ``device``; ``ConfigError`` for what is no such file, or may not run its code."""
     import torch
 
+    kind = _kind(path)
+    if not is_trusted:
+        raise ConfigError(
+            f"model {path}: loading it {_RUNS[kind]}, with the rights of this process; set trusted = true in its node "
+            "if you trust whoever made the file, or export it to ONNX, which is data"
+        )
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {error}") from error
-    try:
-        if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
+        if kind == "aotinductor":
             return _load_package(torch, path, device)
-        if any(name.endswith("constants.pkl") for name in names):
+        if kind == "torchscript":
             return torch.jit.load(path, map_location=device).eval()
         return torch.export.load(path).module().to(device)
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
         raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(error)}") from error
+
+
+def _kind(path: str) -> Literal["torchscript", "export", "aotinductor"]:
+    """By the names in the archive; nothing of it is unpacked."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {error}") from error
+    if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
+        return "aotinductor"
+    return "torchscript" if any(name.endswith("constants.pkl") for name in names) else "export"
 
 
 def _load_package(torch: Any, path: str, device: Any) -> Any:
