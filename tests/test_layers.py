@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "errors html idl images keys",
+    "errors files html idl images keys",
     "values filters",
     "backends.base",
     "registry",

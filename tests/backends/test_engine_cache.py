@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -162,6 +164,75 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, built: list[str]) -> No
     with pytest.raises(ConfigError, match="model::cache: cannot write"):
         cached_engine(TRT, SPEC, str(tmp_path / "file" / "m.trt"), GPU)
     assert built == []
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file that somebody who can write beside the cache would like to see overwritten."""
+    file = tmp_path / "victim"
+    file.write_text("precious")
+    return file
+
+
+def test_a_link_at_the_lock_is_refused(tmp_path: Path, victim: Path, built: list[str]) -> None:
+    (tmp_path / "m.trt.lock").symlink_to(victim)
+    with pytest.raises(ConfigError, match="model::cache: cannot write beside"):
+        cached_engine(TRT, SPEC, str(tmp_path / "m.trt"), GPU)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["m.trt", "m.trt.key", f"m.trt.{os.getpid()}.tmp", f"m.trt.key.{os.getpid()}.tmp"])
+def test_a_link_beside_a_cache_is_not_followed(tmp_path: Path, victim: Path, built: list[str], name: str) -> None:
+    link = tmp_path / name
+    link.symlink_to(victim)
+    cached_engine(TRT, SPEC, str(tmp_path / "m.trt"), GPU)
+    assert victim.read_text() == "precious"
+    assert link.is_symlink() == name.endswith(".tmp")
+
+
+def test_a_fifo_at_the_lock_is_refused(tmp_path: Path, built: list[str]) -> None:
+    os.mkfifo(tmp_path / "m.trt.lock")
+    with pytest.raises(ConfigError, match="no regular file"):
+        cached_engine(TRT, SPEC, str(tmp_path / "m.trt"), GPU)
+
+
+def test_nobody_else_may_write_what_is_kept(tmp_path: Path, built: list[str]) -> None:
+    before = os.umask(0)
+    try:
+        cached_engine(TRT, SPEC, str(tmp_path / "m.trt"), GPU)
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert modes == {"m.trt": 0o644, "m.trt.key": 0o644, "m.trt.lock": 0o600}
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_an_engine_that_others_could_have_written_is_refused(tmp_path: Path, built: list[str], is_built: bool) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = str(folder / "m.trt")
+    if is_built:
+        cached_engine(TRT, SPEC, path, GPU)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="every user of this machine can write in"):
+        cached_engine(TRT, SPEC, path, GPU)
+    folder.chmod(0o1777)  # sticky, as /tmp
+    cached_engine(TRT, SPEC, path, GPU)
+    Path(path).chmod(0o666)
+    with pytest.raises(ConfigError, match="every user of this machine can write it"):
+        cached_engine(TRT, SPEC, path, GPU)
+    assert built == ["fp16"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_an_engine_of_another_user_is_refused(tmp_path: Path, built: list[str]) -> None:
+    path = str(tmp_path / "m.trt")
+    cached_engine(TRT, SPEC, path, GPU)
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match="it belongs to another user, uid 12345"):
+        cached_engine(TRT, SPEC, path, GPU)
+    os.chown(tmp_path, 12345, -1)  # whose folder it is, him the configuration trusts
+    cached_engine(TRT, SPEC, path, GPU)
 
 
 def test_the_lock_keeps_a_second_one_waiting(tmp_path: Path, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

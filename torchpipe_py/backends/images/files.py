@@ -14,6 +14,7 @@ from torchpipe_py.backends.base import Data, ItemBackend, Param
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.opencv import as_mat
 from torchpipe_py.errors import ConfigError, first_line
+from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
@@ -123,14 +124,6 @@ def make_folder(path: str) -> None:
 
 def write_new(folder: str, extension: str, content: bytes | memoryview) -> str:
     """The path of a new file in ``folder`` with a name nobody else uses; under it, it is complete from the start."""
-    name = uuid.uuid4().hex
-    path, unfinished = os.path.join(folder, name + extension), os.path.join(folder, f".{name}.tmp")
-    try:
-        with open(unfinished, "xb") as file:
-            file.write(content)
-        os.replace(unfinished, path)
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
-        raise
+    path = os.path.join(folder, uuid.uuid4().hex + extension)
+    replace_file(path, content)
     return path

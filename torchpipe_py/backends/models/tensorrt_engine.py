@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torchpipe_py.backends.models.engine_cache import EngineCache, read_kept, write_kept
 from torchpipe_py.backends.models.onnx_graph import half_model, node_name
 from torchpipe_py.backends.models.tensorrt_api import (
     configure,
@@ -93,78 +91,6 @@ class EngineSpec:
             "std": list(self.std),
             "workspace": self.workspace,
         }
-
-
-class EngineCache:
-    """An engine file, beside it ``FILE.key`` (what it was built from) and ``FILE.timing`` (TensorRT's measurements).
-
-    Both are written to temporary files and renamed, the key last; it holds the engine's hash, so that a file that is
-    cut off or belongs to another key is never loaded.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.key_path = Path(f"{path}.key")
-        self.timing_path = Path(f"{path}.timing")
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other processes out; they wait here while one builds."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(f"{self.path}.lock", "wb")  # noqa: SIM115 - closed below, which ends the lock
-        except OSError as error:
-            raise ConfigError(f"model::cache: cannot write beside {self.path}: {error}") from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                logger.warning("engine %s: another process is at it, waiting", self.path)
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def load(self, key: dict[str, Any]) -> tuple[bytes | None, str]:
-        """The engine if it was built from ``key``; else ``None`` and the reason."""
-        if not self.path.exists():
-            return None, "there is no engine yet"
-        try:
-            kept = json.loads(self.key_path.read_text(encoding="utf-8"))
-            engine_hash = kept.pop("engine")
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            return None, f"{self.key_path.name} is missing or unreadable"
-        changed = [name for name in sorted({*kept, *key}) if kept.get(name) != key.get(name)]
-        if changed:
-            shown = (f"{name} was {_short(kept.get(name))}, is {_short(key.get(name))}" for name in changed)
-            return None, f"stale: {', '.join(shown)}"
-        engine = self.path.read_bytes()
-        if hashlib.sha256(engine).hexdigest() != engine_hash:
-            return None, f"damaged: {len(engine)} bytes are not what was written"
-        return engine, ""
-
-    def store(self, engine: bytes, key: dict[str, Any]) -> None:
-        """Replace what is there."""
-        self.key_path.unlink(missing_ok=True)
-        _write(self.path, engine)
-        content = {**key, "engine": hashlib.sha256(engine).hexdigest()}
-        _write(self.key_path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"model::cache: cannot write {path}: {error}") from error
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}…"
 
 
 def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
@@ -277,7 +203,7 @@ def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
 
 
 def _load_timing(config: Any, path: Path | None) -> None:
-    content = path.read_bytes() if path is not None and path.exists() else b""
+    content = read_kept(path) if path is not None and path.exists() else b""
     cache = config.create_timing_cache(content)
     if cache is None or not config.set_timing_cache(cache, False):  # damaged, another version or GPU: start afresh
         config.set_timing_cache(config.create_timing_cache(b""), False)
@@ -286,7 +212,7 @@ def _load_timing(config: Any, path: Path | None) -> None:
 def _store_timing(config: Any, path: Path | None) -> None:
     cache = config.get_timing_cache()
     if path is not None and cache is not None:
-        _write(path, bytes(cache.serialize()))
+        write_kept(path, bytes(cache.serialize()))
 
 
 @contextmanager

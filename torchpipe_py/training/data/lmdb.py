@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,11 @@ def pack_folder(
     files, place = ImageFolder(root), Path(target)
     if place.exists():
         raise TrainingError(f"{place}: is there already")
-    unfinished = place.with_name(f"{place.name}.unfinished-{os.getpid()}")
-    try:
+    # Beside it, so that it can be renamed; a folder of its own, so that nobody else has put anything there.
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.absolute().parent) as folder:
+        unfinished = Path(folder, "unfinished")
         count = _write(lmdb, files, unfinished, bad_files == "skip", on_progress)
         os.replace(unfinished, place)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return count
 
 

@@ -1,0 +1,128 @@
+"""The file that keeps a TensorRT engine between starts, and what lies beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.files import replace_file
+
+logger = logging.getLogger("torchpipe_py")
+
+
+class EngineCache:
+    """An engine file, beside it ``FILE.key`` (what it was built from) and ``FILE.timing`` (TensorRT's measurements).
+
+    Both are written to temporary files and renamed, the key last; it holds the engine's hash, so that a file that is
+    cut off or belongs to another key is never loaded. ``ConfigError`` where other users of the machine could have
+    written the engine.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.key_path = Path(f"{path}.key")
+        self.timing_path = Path(f"{path}.timing")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes out; they wait here while one builds."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = _open_lock(Path(f"{self.path}.lock"))
+        except OSError as error:
+            raise ConfigError(f"model::cache: cannot write beside {self.path}: {error}") from error
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                logger.warning("engine %s: another process is at it, waiting", self.path)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)  # ends the lock
+
+    def load(self, key: dict[str, Any]) -> tuple[bytes | None, str]:
+        """The engine if it was built from ``key``; else ``None`` and the reason."""
+        if not self.path.exists():
+            return None, "there is no engine yet"
+        try:
+            kept = json.loads(read_kept(self.key_path))
+            engine_hash = kept.pop("engine")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None, f"{self.key_path.name} is missing or unreadable"
+        changed = [name for name in sorted({*kept, *key}) if kept.get(name) != key.get(name)]
+        if changed:
+            shown = (f"{name} was {_short(kept.get(name))}, is {_short(key.get(name))}" for name in changed)
+            return None, f"stale: {', '.join(shown)}"
+        engine = read_kept(self.path)
+        if hashlib.sha256(engine).hexdigest() != engine_hash:
+            return None, f"damaged: {len(engine)} bytes are not what was written"
+        return engine, ""
+
+    def store(self, engine: bytes, key: dict[str, Any]) -> None:
+        """Replace what is there."""
+        self.key_path.unlink(missing_ok=True)
+        write_kept(self.path, engine)
+        content = {**key, "engine": hashlib.sha256(engine).hexdigest()}
+        write_kept(self.key_path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_kept(path: Path) -> bytes:
+    """What ``write_kept`` wrote; ``ConfigError`` where other users of this machine could have written it."""
+    with open(path, "rb") as file:
+        # Of the file that is open, not of the name: that may be another one by now.
+        _check(path, path.parent.stat(), os.fstat(file.fileno()))
+        return file.read()
+
+
+def write_kept(path: Path, content: bytes) -> None:
+    """Replace the file; ``ConfigError`` where that fails."""
+    try:
+        replace_file(path, content, mode=0o644)  # others do not write it, whatever the umask
+    except OSError as error:
+        raise ConfigError(f"model::cache: cannot write {path}: {error}") from error
+
+
+def _check(path: Path, folder: os.stat_result, file: os.stat_result) -> None:
+    # In a sticky folder, as the system's for temporary files is, nobody replaces what another user has written.
+    if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+        problem = f"every user of this machine can write in {path.parent}"
+    elif file.st_mode & stat.S_IWOTH:
+        problem = "every user of this machine can write it"
+    elif file.st_uid not in (os.geteuid(), folder.st_uid, 0):  # whoever owns the folder could have put anything there
+        problem = f"it belongs to another user, uid {file.st_uid}"
+    else:
+        return
+    raise ConfigError(
+        f"model::cache: {path}: {problem}. An engine is code that this process runs: keep it in a folder that only its "
+        "owner can write"
+    )
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor of the file, which is made if it is not there and never written; ``OSError`` for a link."""
+    # NOTE: O_NONBLOCK, or a FIFO of that name would keep us here. O_RDWR, since NFS locks nothing that is read only.
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.fstat(lock)
+        if not stat.S_ISREG(file.st_mode):
+            raise OSError(f"{path} is no regular file")
+        _check(path, path.parent.stat(), file)  # before an engine is built here that would be refused later
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}…"
