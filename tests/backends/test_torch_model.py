@@ -64,6 +64,7 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.timeout(600)  # the compiler takes 20 s of a core, however busy that is
 def test_a_package_of_aotinductor(tmp_path: Path) -> None:
     path = save_small("aoti", tmp_path / "model")
     mats = [picture(32, 32, seed) for seed in range(3)]
