@@ -205,17 +205,27 @@ def import_code(name: str) -> None:
     """Import a module by name, or a file that ends in ``.py`` by path, for the backends and filters it registers.
 
     The file becomes the module of its name, and its folder the last one that modules are looked for in: those beside
-    it can be imported, also by worker processes. ``ConfigError`` where that fails.
+    it can be imported, also by worker processes. The same holds for the working directory where it has the module and
+    no other folder does. ``ConfigError`` where that fails.
     """
     try:
         if name.endswith(".py"):
             _import_file(name)
         else:
-            importlib.import_module(name)
+            _import_module(name)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_module(name: str) -> None:
+    top = name.partition(".")[0]
+    # NOTE: last, and only for a module that is named and missing, or any library could be taken from there.
+    if importlib.util.find_spec(top) is None and any(os.path.exists(file) for file in (f"{top}.py", top)):
+        sys.path.append(os.getcwd())
+        importlib.invalidate_caches()
+    importlib.import_module(name)
 
 
 def _import_file(path: str) -> None:

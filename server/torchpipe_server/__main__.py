@@ -1,5 +1,11 @@
 """``python -m torchpipe_server``."""
 
+import os
+import sys
+
+if sys.path[:1] == [os.getcwd()]:
+    del sys.path[0]  # `-m` puts it there, and a file in it would be taken for the library of its name
+
 from torchpipe_server.cli import main
 
 if __name__ == "__main__":

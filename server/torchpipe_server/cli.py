@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,15 @@ def _prepare(options: Options) -> None:
     if b"Tensorrt" in Path(options.config).read_bytes():
         modules.append("tensorrt")
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    # Python starts that process by `python -c`, for which a module in the working directory comes before all others.
+    if sys.version_info >= (3, 11):
+        # NOTE: it is for that process alone, which removes it: see worker.preload.
+        os.environ.setdefault("PYTHONSAFEPATH", "torchpipe-serve")
+    else:
+        here = os.getcwd()
+        os.chdir(os.path.dirname(os.__file__))
+        forkserver.ensure_running()
+        os.chdir(here)
 
 
 def _on_signals(handler: Callable[..., object], *numbers: int) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
-from importlib import import_module
 from time import perf_counter
 from typing import Any, ClassVar
 
-from torchpipe_py import ConfigError, TorchpipeError, pipe
+from torchpipe_py import ConfigError, TorchpipeError, import_code, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reason
 
@@ -161,12 +159,12 @@ def load_handler(reference: str) -> type:
     module_name, _, class_name = reference.partition(":")
     if not module_name or not class_name:
         raise ConfigError(f"--handler {reference}: expected package.module:Class")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script has its own folder there, not the working directory
     try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"--handler {reference}: {error}") from error
+        import_code(module_name)
+    except ConfigError as error:
+        cause = error.__cause__
+        raise ConfigError(f"--handler {reference}: {cause if isinstance(cause, ImportError) else error}") from cause
+    module = sys.modules[module_name]
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]

@@ -5,11 +5,16 @@ Nothing here may start a thread or touch a GPU.
 
 import contextlib
 import gc
+import os
 import signal
 
 # A service manager signals every process of the group; this one ends with the supervisor.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+# It has done its work for this process, and is not meant for programs that a backend starts.
+if os.environ.get("PYTHONSAFEPATH") == "torchpipe-serve":
+    del os.environ["PYTHONSAFEPATH"]
 
 with contextlib.suppress(ImportError):
     import onnxruntime  # noqa: F401

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torchpipe_py.training.prefetch.background import run_aside
 
 WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
 GUARD = '; a script does what it does under: if __name__ == "__main__":'  # where workers import it
+SAFE_PATH = "torchpipe_py.training"  # any text is a yes to Python; this one tells that it is not the user's
 PIPE_BYTES = 2**20  # what Linux allows everybody
 
 
@@ -60,7 +62,8 @@ class BatchReader:
         if workers:
             # NOTE: on the main thread PyTorch installs a handler that raises wherever that thread happens to be when a
             # worker dies; without it the thread that reads finds out, within five seconds.
-            run_aside(lambda: iter(self._loader))
+            with _safe_path() if start_method else nullcontext():
+                run_aside(lambda: iter(self._loader))
             _widen(getattr(self._loader, "_iterator", None))
 
     def read(self, plan: Sequence[PlannedBatch], keys: Callable[[PlannedBatch], list[Any]]) -> Iterator[Any]:
@@ -94,6 +97,21 @@ class BatchReader:
         self._loader = None
         if iterator is not None:
             iterator._shutdown_workers()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """What is started meanwhile imports nothing from the working directory, where `python -c` looks first.
+
+    The workers' environment keeps the variable until ``start_worker``. Python 3.10 does not know it.
+    """
+    is_set = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", SAFE_PATH)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ["PYTHONSAFEPATH"]
 
 
 def _widen(iterator: Any) -> None:

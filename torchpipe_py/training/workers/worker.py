@@ -21,6 +21,7 @@ from torchpipe_py.errors import Failure, first_line
 from torchpipe_py.training.batches.batch import Batch
 from torchpipe_py.training.batches.batcher import Batcher, DecodedBatch
 from torchpipe_py.training.batches.decoder import Config, Decoder
+from torchpipe_py.training.batches.reader import SAFE_PATH
 from torchpipe_py.training.batches.sample import Sample, SampleKey, SampleReader, namer
 from torchpipe_py.training.batches.statistics import Counted, LoaderStatistics
 from torchpipe_py.training.data.planner import PlannedBatch
@@ -121,6 +122,8 @@ class WorkerDataset:
 
 def start_worker(worker_id: int) -> None:
     """For ``worker_init_fn``."""
+    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]  # it is not meant for programs that a transform starts
     info = get_worker_info()
     assert info is not None
     info.dataset.start(worker_id)

@@ -1,0 +1,130 @@
+"""Processes that are started import nothing from the working directory but what the operator has named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from fakes import WAIT
+
+from torchpipe_py import ConfigError, import_code
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL = {"tensorrt", "torchvision", "pycuda", "simplejpeg", "lmdb", "usercustomize", "parsetab"}
+SERVE = "import sys; from torchpipe_server.cli import main\nif __name__ == '__main__': sys.exit(main())"
+TRAIN = """
+import os, sys
+from torch.utils.data import DataLoader
+from torchpipe_py.training import ImageFiles, TensorToTensor, wrap_dataloader_torchpipe
+
+def transform(image):
+    assert "PYTHONSAFEPATH" not in os.environ
+    return TensorToTensor()(image)
+
+if __name__ == "__main__":
+    files = ImageFiles([(sys.argv[1], 1)] * 4)
+    decode = {"decode": {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8}}
+    plain = DataLoader(files, batch_size=4, num_workers=1)
+    with wrap_dataloader_torchpipe("single", plain, decode, transform, workers_decode=True) as loader:
+        print([tuple(images.shape) for images, _ in loader])
+    assert "PYTHONSAFEPATH" not in os.environ
+"""
+SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot be told for what it spawns")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with a file for every module there is; each that runs writes its name to ``RAN``."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    text = (
+        f"open({str(folder / 'RAN')!r}, 'a').write(__name__ + '\\n')\nraise ImportError('from the working directory')\n"
+    )
+    for name in {*sys.stdlib_module_names, *packages_distributions(), *OPTIONAL} - {"__main__"}:
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def ran(folder: Path) -> str:
+    file = folder / "RAN"
+    return file.read_text() if file.exists() else ""
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, text=True)
+
+
+def script(folder: Path, text: str) -> str:
+    """As an installed command it has a folder of its own, which Python puts in front."""
+    path = folder.parent / "commands" / "command.py"
+    path.parent.mkdir()
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_service(folder: Path) -> None:
+    config = folder / "my.toml"
+    config.write_text('[node]\nbackend = "Own"\n')
+    (folder / "my_own_code.py").write_text("""
+import os, sys
+from torchpipe_py import ItemBackend, register_backend
+
+@register_backend
+class Own(ItemBackend):
+    def setup(self):
+        assert "PYTHONSAFEPATH" not in os.environ
+        assert sys.path.index(os.getcwd()) == len(sys.path) - 1
+
+    def forward_item(self, item):
+        item["result"] = item["data"]
+""")
+    command = script(folder, SERVE)
+    process = start(folder, command, str(config), "--host", "127.0.0.1", "--port", "0", "--import", "my_own_code")
+    assert process.stdout is not None
+    with process:
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 0
+    assert line.startswith("serving")
+    assert ran(folder) == ""
+
+
+def test_the_service_as_a_module(tmp_path: Path) -> None:
+    """`python -m` imports the package itself with this folder in front; no library comes from here, though."""
+    for name in ("argparse", "thriftpy2", "torch", "cv2", "onnxruntime", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('from the working directory')")
+    (tmp_path / "my.toml").write_text('[node]\nbackend = "Identity"\n')
+    with start(tmp_path, "-m", "torchpipe_server", "my.toml", "--host", "127.0.0.1", "--port", "0") as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 0
+    assert line.startswith("serving")
+
+
+@SAFE_PATH
+def test_training_workers(folder: Path) -> None:
+    image = ROOT / "configs/demo/images/ring_00.jpg"
+    command = [sys.executable, script(folder, TRAIN), str(image)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "[(4, 3, 8, 8)]\n", done.stderr
+    assert ran(folder) == ""
+
+
+def test_a_module_that_is_named_is_found_here_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.delitem(sys.modules, "json")
+    import_code("json")
+    assert str(tmp_path) not in sys.path
+    (tmp_path / "named_by_the_operator.py").write_text("")
+    import_code("named_by_the_operator")
+    assert sys.path[-1] == str(tmp_path)
+    with pytest.raises(ConfigError, match="No module named 'named_nowhere'"):
+        import_code("named_nowhere")
