@@ -37,8 +37,9 @@ from service import (
 )
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
+from torchpipe_server.worker.handler import InferenceHandler
 
-from torchpipe_py import Backend
+from torchpipe_py import Backend, pipe
 
 KIBIBYTE = 1024
 LIMIT = 64 * KIBIBYTE
@@ -293,6 +294,39 @@ def wait_ticks(server: LocalServer, count: int) -> None:
         last = server.server._next_tick
         eventually(lambda last=last: server.error or server.server._next_tick > last)
         assert server.error is None, f"the I/O thread died of {server.error!r}"
+
+
+def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
+    """Thousands of pings fit in one read."""
+    began: list[str] = []
+
+    def noting(loop: Any) -> Any:
+        methods = InferenceHandler(run, IDL).methods
+
+        def note(name: str) -> Any:
+            start = methods[name].start
+            return methods[name]._replace(start=lambda args, done: (began.append(name), start(args, done))[1])
+
+        return {name: note(name) for name in methods}
+
+    held = threading.Event()
+    with (
+        pipe({"node": {"backend": length}}) as run,
+        LocalServer(run, make_methods=noting) as server,
+        connect(server.port) as sock,
+        Client(server.port) as other,
+    ):
+        other.ping()
+        server.loop.call(lambda: held.wait(WAIT))
+        sock.sendall(pack_call("ping") * 6000)
+        seqid = other.send_batch(b"abc")
+        held.set()
+        assert other.receive(seqid).label == "3"
+        replies = len(pack_call("ping")) * 6000
+        while replies > 0:
+            replies -= len(sock.recv(2**16))
+    assert began.index("infer_batch") < 3000
+    assert len(began) == 6002
 
 
 class Large(Backend):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum, auto
 from time import monotonic
 
 from torchpipe_server.serving.journal import Entry
 from torchpipe_server.serving.service import Cancellable
 from torchpipe_server.wire.protocol import Message, MessageReader, ProtocolError
+
+BACKLOG = 64  # whole messages that wait; beyond them no more is read, nor cut out of what was
+TURN_SECONDS = 0.0005  # of the I/O thread's time for one connection, until the others have had theirs
 
 
 class State(Enum):
@@ -45,8 +49,8 @@ class Connection:
     """
 
     __slots__ = (
-        "backlog", "events", "is_refused", "journal", "last_active", "lock", "message_since", "reader", "serial",
-        "slot", "sock", "state", "ticket", "unsent", "work", "working_bytes",
+        "backlog", "events", "has_turn", "is_gone", "is_refused", "journal", "last_active", "lock", "message_since",
+        "reader", "serial", "slot", "sock", "state", "ticket", "uncut", "unsent", "work", "working_bytes",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, reader: MessageReader, journal: Entry, slot: int, is_refused: bool) -> None:
@@ -57,8 +61,11 @@ class Connection:
         self.last_active = monotonic()
         self.message_since = 0.0  # when an unfinished message began, 0 if there is none
         self.backlog: deque[Message] = deque()
+        self.uncut: Iterator[Message] | None = None  # the messages in what was read, those behind the backlog
         self.lock = threading.Lock()
         self.work = NONE
+        self.has_turn = False  # the I/O thread is at its messages, and looks at what became of them afterwards
+        self.is_gone = False  # the client does not take its replies any more
         self.serial = 0  # of the last request begun
         self.working_bytes = 0  # of its message
         self.ticket: Cancellable | None = None
@@ -69,7 +76,12 @@ class Connection:
     @property
     def has_work(self) -> bool:
         """Whether a request is being answered or waits, or something is not written yet."""
-        return self.work is not NONE or bool(self.backlog)
+        return self.work is not NONE or self.has_messages
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages wait, or bytes that may be some."""
+        return bool(self.backlog) or self.uncut is not None
 
     @property
     def is_idle(self) -> bool:
@@ -79,17 +91,19 @@ class Connection:
     @property
     def is_settled(self) -> bool:
         """Whether all bytes taken from the socket belong to requests that have begun."""
-        return not (self.reader.pending_bytes or self.backlog)
+        return not (self.has_messages or self.reader.pending_bytes)
 
     @property
     def waits_for_loop(self) -> bool:
         """Whether the I/O thread has to go on with it once its request is answered."""
-        return self.state not in (OPEN, CLOSED) or self.work is SENDING or bool(self.backlog)
+        if self.has_turn:
+            return False
+        return self.state not in (OPEN, CLOSED) or self.work is SENDING or self.has_messages or self.is_gone
 
-    def is_full(self, most_messages: int, most_bytes: int) -> bool:
+    def is_full(self, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""
         waiting = len(self.backlog)
-        return waiting > most_messages or (waiting > 1 and self._backlog_bytes() > most_bytes)
+        return self.uncut is not None or waiting >= BACKLOG or (waiting > 1 and self._backlog_bytes() > most_bytes)
 
     def is_working_on(self, serial: int) -> bool:
         """Whether the request of that number still waits for its answer."""
@@ -109,21 +123,39 @@ class Connection:
     def receive(self, data: bytes) -> None:
         """Take what was read. Raises ``ProtocolError`` behind the last whole message of a broken stream."""
         self.last_active = monotonic()
-        waiting = len(self.backlog)
-        self.backlog.extend(self.reader.feed(data))
+        self.uncut = self.reader.feed(data)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Cut messages out of what was read: one, and more for as long as a turn and as the backlog has room."""
+        assert self.uncut is not None
+        until = monotonic() + TURN_SECONDS
+        for message in self.uncut:
+            self.backlog.append(message)
+            self.message_since = 0.0
+            if len(self.backlog) >= BACKLOG or monotonic() > until:
+                return
+        self.uncut = None
         if not self.reader.pending_bytes:
             self.message_since = 0.0
-        elif not self.message_since or len(self.backlog) > waiting:
-            self.message_since = self.last_active
+        elif not self.message_since:
+            self.message_since = monotonic()
 
     def next_message(self) -> Message | None:
-        """What may begin now: the next message, once the one before it is answered and its reply written."""
-        if not self.backlog:
+        """What may begin now: the next message, once the one before it is answered and its reply written.
+
+        Raises ``ProtocolError`` as ``receive`` does.
+        """
+        if self.is_gone:
             return None
+        if not self.backlog:
+            if self.uncut is None:
+                return None
+            self._cut()
         if self.work is RUNNING:
             with self.lock:
                 pass  # a reply that is being written ends its request: the client has read it and sent the next one
-        return self.backlog.popleft() if self.work is NONE else None
+        return self.backlog.popleft() if self.backlog and self.work is NONE else None
 
     def begin(self, message: Message) -> int:
         """A request's work begins; returns its serial number."""
@@ -135,7 +167,7 @@ class Connection:
 
     def settle(self) -> None:
         """Tell the journal where all that was taken has begun."""
-        if not self.backlog and not self.reader.pending_bytes:
+        if self.is_settled:
             self.journal.settle()
 
     def attach(self, ticket: Cancellable) -> bool:
@@ -167,6 +199,7 @@ class Connection:
     def break_off(self, error: ProtocolError) -> bool:
         """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""
         request = self.reader.request
+        self.uncut = None
         self.reader.abandon(error)
         if request is not None:
             self.backlog.append(request._replace(error=error))
@@ -194,6 +227,9 @@ class Connection:
                 pass  # the client was faster
             self.sock.close()
             ticket, self.ticket = self.ticket, None
+            self.unsent = None  # the clock may know the connection for as long as its deadlines run
+            self.backlog.clear()
+            self.uncut = None
             return ticket
 
     def let_go(self) -> None:
@@ -234,7 +270,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            # The client is gone; the I/O thread learns it from its own read.
+            self.is_gone = True
             self.unsent, self.work = None, NONE
             return
         if sent < len(data):

@@ -13,7 +13,8 @@ from torchpipe_server.serving.service import OK
 
 logger = logging.getLogger("torchpipe_server.requests")
 
-_NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
+NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
+_DUE = 256  # what is noted is worked through, so that no round of the loop has more to do
 
 
 class RequestCounters:
@@ -37,7 +38,13 @@ class RequestCounters:
 
     def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
         """A request was answered ``seconds`` after its message was complete."""
-        self._noted.append((method, outcome, seconds, request_id, time() if self.is_logging else 0.0))
+        name = request_id[:NAME_CHARACTERS]
+        self._noted.append((method, outcome, seconds, name, time() if self.is_logging else 0.0))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so much is noted that it should not wait for the next tick."""
+        return len(self._noted) >= _DUE
 
     def settle(self) -> None:
         """Count and log what was noted."""
@@ -53,7 +60,7 @@ class RequestCounters:
             "latency": {"counts": list(self._latency), "sum_ms": 1000 * self._seconds},
         }
 
-    def _count(self, method: str, outcome: str, seconds: float, request_id: str, at: float) -> None:
+    def _count(self, method: str, outcome: str, seconds: float, name: str, at: float) -> None:
         outcomes = self._by_method.get(method)
         if outcomes is None:
             outcomes = self._by_method[method] = Counter()
@@ -61,7 +68,6 @@ class RequestCounters:
         self._latency[bucket(seconds)] += 1
         self._seconds += seconds
         if self._logged == "all" or (self._logged == "failed" and outcome != OK):
-            name = request_id[:_NAME_CHARACTERS]
             fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
             said = name if name.isprintable() else repr(name)  # a client must not end the line and write one of its own
             text = "%s %s %s %.3f ms"

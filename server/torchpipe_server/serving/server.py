@@ -17,7 +17,16 @@ from typing import Any
 
 from torchpipe_py.errors import DeadlineExceeded, Overloaded
 from torchpipe_server.options import Options
-from torchpipe_server.serving.connection import CLOSED, CLOSING, LEAVING, LINGERING, SENDING, Connection
+from torchpipe_server.serving.connection import (
+    CLOSED,
+    CLOSING,
+    LEAVING,
+    LINGERING,
+    RUNNING,
+    SENDING,
+    TURN_SECONDS,
+    Connection,
+)
 from torchpipe_server.serving.counters import RequestCounters
 from torchpipe_server.serving.journal import Entry
 from torchpipe_server.serving.loop import READ, WRITE, Loop
@@ -30,7 +39,6 @@ logger = logging.getLogger("torchpipe_server")
 # NOTE: Python gives up the GIL around each socket call. Calls that keep it (ctypes.PyDLL) serve 2 to 20 % fewer
 # requests: the threads that decode wait longer for it.
 RECEIVE_BYTES = 120 * 1024
-BACKLOG = 64  # whole messages of one connection that wait; beyond them it is not read
 LINGER_SECONDS = 2.0
 TICK_SECONDS = 0.5
 
@@ -59,6 +67,7 @@ class Server:
         self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial
         self._counter = itertools.count()
         self._held_bytes = 0  # at least what the connections hold
+        self._turns: dict[Connection, None] = {}  # those whose turn ended before their messages did
         self._ending_until: float | None = None
         self._is_draining = False
         self._next_tick = 0.0
@@ -149,12 +158,21 @@ class Server:
                 logger.exception("closing it failed as well")
 
     def _step(self) -> float:
+        turns, self._turns = self._turns, {}
+        for connection in turns:
+            self._guard(connection, self._advance)
+        if self._held_bytes > self._options.max_held_bytes:
+            self._bound_memory()
         self._expire()
-        if monotonic() >= self._next_tick:
-            self._next_tick = monotonic() + TICK_SECONDS
+        is_tick = monotonic() >= self._next_tick
+        if is_tick or self.counters.is_due:
             self.counters.settle()
+        if is_tick:
+            self._next_tick = monotonic() + TICK_SECONDS
             for connection in list(self._connections):
                 self._guard(connection, self._check_time)
+        if self._turns:
+            return 0.0
         return TICK_SECONDS if not self._deadlines else self._deadlines[0][0] - perf_counter()
 
     def _expire(self) -> None:
@@ -218,25 +236,43 @@ class Server:
             self._refuse(connection, error)
             return
         self._start_next(connection)
-        if connection.is_full(BACKLOG, self._options.max_message_bytes):
+        if connection.is_full(self._options.max_message_bytes):
             self._watch(connection, connection.events & ~READ)
         self._held_bytes += len(data)
-        if self._held_bytes > self._options.max_held_bytes:
-            self._bound_memory(connection)
 
-    def _bound_memory(self, connection: Connection) -> None:
-        """Refuse what has just arrived, where all connections together really hold too much."""
+    def _bound_memory(self) -> None:
+        """Where all connections together really hold too much, those end that hold most, until it fits again.
+
+        A reply that its client does not take is dropped, a message that is not whole or waits is refused. What is in
+        work stays.
+        """
         limit = self._options.max_held_bytes
-        self._held_bytes = sum(other.held_bytes() for other in self._connections)
-        if self._held_bytes > limit and not connection.is_settled:
-            self._refuse(connection, ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages"))
+        held = {connection: connection.held_bytes() for connection in self._connections}
+        self._held_bytes = sum(held.values())
+        largest = sorted(held, key=held.__getitem__, reverse=True) if self._held_bytes > limit else []
+        for connection in largest:
+            if self._held_bytes <= limit:
+                break
+            if connection.work is SENDING:
+                self._guard(connection, self._drop)
+            elif not connection.is_settled:
+                error = ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages")
+                self._guard(connection, partial(self._refuse, error=error))
+            self._held_bytes -= held[connection] - (0 if connection.state is CLOSED else connection.held_bytes())
 
     def _advance(self, connection: Connection) -> None:
         """Go on with a connection after a reply, a write or an error."""
         if connection.state in (LINGERING, CLOSED):
             return
+        if connection.is_gone:
+            self._drop(connection)
+            return
         is_written = connection.send_rest()
-        self._start_next(connection)
+        if is_written:
+            self._start_next(connection)
+        unsent = connection.unsent
+        if unsent is not None:
+            self._held_bytes += len(unsent)
         if connection.state is CLOSING:
             if connection.has_work:
                 self._watch(connection, 0 if is_written else WRITE)
@@ -245,7 +281,7 @@ class Server:
             else:
                 self._drop(connection)
             return
-        is_full = connection.is_full(BACKLOG, self._options.max_message_bytes)
+        is_full = connection.is_full(self._options.max_message_bytes)
         reading = READ if is_written and not is_full else 0
         if reading and not connection.events & READ and connection.message_since:
             connection.message_since = monotonic()
@@ -266,15 +302,32 @@ class Server:
 
     def _refuse(self, connection: Connection, error: ProtocolError) -> None:
         """A stream that cannot be read any further: answer what came before, then the error, then close."""
+        self._break_off(connection, error)
+        self._advance(connection)
+
+    def _break_off(self, connection: Connection, error: ProtocolError) -> None:
         if not connection.break_off(error):
             logger.info("closing a connection that sent no request: %s", error)
-        self._advance(connection)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _start_next(self, connection: Connection) -> None:
-        while message := connection.next_message():
-            self._start(connection, message)
+        """Begin the messages that wait, for a turn at most; the rest has another one after the other connections."""
+        until, has_begun = monotonic() + TURN_SECONDS, False
+        connection.has_turn = True
+        try:
+            while message := connection.next_message():
+                has_begun = True
+                self._start(connection, message)
+                if monotonic() > until:
+                    break
+        except ProtocolError as error:
+            self._break_off(connection, error)
+            has_begun = True
+        # NOTE: in this order. A reply that another thread makes now calls the loop, one made before is seen here.
+        connection.has_turn = False
+        if has_begun and connection.work is not RUNNING and connection.waits_for_loop:
+            self._turns[connection] = None
         connection.settle()
 
     def _start(self, connection: Connection, message: Message) -> None:

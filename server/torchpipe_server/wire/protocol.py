@@ -79,13 +79,14 @@ class MessageReader:
         self._framing: Framing | None = None
         self._scanner = Scanner(limits, is_compact=False)
         self._held = bytearray()  # an unfinished message, from its first byte
+        self._pending = 0
         self._header: Header | None = None  # of that message
         self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of an unfinished message held here; at most `Limits.message_bytes` and what one `feed` brought."""
-        return len(self._held)
+        """Bytes held here that belong to no message yet; at most `Limits.message_bytes` and what one `feed` brought."""
+        return self._pending
 
     @property
     def framing(self) -> Framing | None:
@@ -100,7 +101,7 @@ class MessageReader:
         return Message(*self._header[:3], self._framing)
 
     def feed(self, data: Buffer) -> Iterator[Message]:
-        """The messages completed by `data`, in order. To be exhausted before the next `feed`.
+        """The messages completed by `data`, in order, each cut when it is asked for. Exhaust it before the next `feed`.
 
         Raises `ProtocolError` behind the last whole message of a broken stream, and for everything fed after it.
         """
@@ -116,8 +117,9 @@ class MessageReader:
                 message = self._next(buffer, start, end)
                 if message is None:
                     break
-                yield message
                 start = message.end
+                self._pending = end - start
+                yield message
         except ProtocolError as error:
             self.abandon(error)
             raise
@@ -127,8 +129,10 @@ class MessageReader:
         """Give up the unfinished message, whatever it holds; ``error`` is what a further ``feed`` raises."""
         self._broken = error.kind, error.detail
         self._held = bytearray()
+        self._pending = 0
 
     def _hold(self, buffer: Buffer, start: int, end: int) -> None:
+        self._pending = end - start
         if start == end:
             self._held = bytearray()  # never cleared: messages may refer to the old one
         elif start > 0:
