@@ -63,7 +63,8 @@ def shared_memory() -> set[str]:
 def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:
     """A ``Process`` that is not set up, without a node around it."""
     inner = cls(BackendConfig(params=params, label="X"))
-    return Process(BackendConfig(children=(inner,), label=label))
+    unlimited = {"max_seconds": 0.0, "max_memory": 0}
+    return Process(BackendConfig(params=unlimited, children=(inner,), label=label))
 
 
 @pytest.fixture

@@ -14,13 +14,14 @@ from multiprocessing import connection, spawn
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, tensor_key
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param, tensor_key
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
 from torchpipe_py.backends.process.worker import ItemOutcome
 from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.values import to_float, to_int
 
 _CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
 _STARTS = 3
@@ -46,6 +47,13 @@ class Process(Backend):
     """
 
     children = (1, 1)
+
+    max_seconds = Param(
+        to_float, 0.0, low=0, doc="seconds that a batch may take; then the process is ended and replaced; 0: any"
+    )
+    max_memory = Param(
+        to_int, 0, low=0, high=2**24, doc="MiB that the process may take beyond what it has after setup; 0: any"
+    )
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
@@ -122,6 +130,7 @@ class Process(Backend):
             main=main_source(),
             argv=tuple(sys.argv),
             log_level=logging.getLogger("torchpipe_py").getEffectiveLevel(),
+            max_memory=self.max_memory,
         )
 
     def _start(self) -> WorkerProcess:
@@ -142,7 +151,7 @@ class Process(Backend):
             visible = [self._visible(item) for item in items]
             packed = worker.pack("forward", visible)
         try:
-            outcomes = worker.call(packed)
+            outcomes = worker.call(packed, self.max_seconds or None)
         finally:
             if not worker.is_open:
                 self._worker = None
@@ -190,7 +199,7 @@ class WorkerProcess:
             # NOTE: what the worker writes into is what is read here, and the other way round.
             fds = (theirs.fileno(), incoming.fd, outgoing.fd)
             self._process = subprocess.Popen(
-                [os.fsdecode(spawn.get_executable()), *_interpreter_flags(), "-c", _PROGRAM, paths]
+                [os.fsdecode(spawn.get_executable()), *interpreter_flags(), "-c", _PROGRAM, paths]
                 + [str(number) for number in (*fds, os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
@@ -211,18 +220,24 @@ class WorkerProcess:
         """A message for ``call``; raises whatever pickling raises."""
         return self._channel.pack((kind, value))
 
-    def call(self, packed: bytes) -> Any:
+    def call(self, packed: bytes, timeout: float | None = None) -> Any:
         """Send, and wait for the answer; a failure there is raised here.
 
-        ``WorkerDied`` where the process ends first; ``has_taken`` then says whether it had received the message.
+        ``WorkerDied`` where the process ends first, or is ended because ``timeout`` seconds are over; ``has_taken``
+        then says whether the message was for it alone.
         """
         try:
-            answer = self._exchange(packed) or b""
+            answer = self._exchange(packed, timeout)
         except (EOFError, OSError):
             raise self._died() from None
         except BaseException:
             self.kill()  # its answer to this must not be taken for one to the next
             raise
+        if answer is None:
+            self.has_taken = True
+            self.kill()
+            pid = self._process.pid
+            raise WorkerDied(f"{self._label}: its worker process {pid} took longer than {timeout:g} s and was ended")
         try:
             kind, value = self._channel.unpack(answer)
         except Exception as error:
@@ -273,7 +288,7 @@ class WorkerProcess:
         self._wait(1.0)  # the connection may end a moment before the process
         status = self._process.poll()
         self.kill()
-        return WorkerDied(f"{self._label}: its worker process {self._process.pid} died: {_ending(status)}")
+        return WorkerDied(f"{self._label}: its worker process {self._process.pid} died: {describe_ending(status)}")
 
     def _wait(self, timeout: float) -> None:
         """Wait for the process to end, no longer than ``timeout`` seconds."""
@@ -299,11 +314,13 @@ def _open_sentinel(pid: int) -> int | None:
         return None
 
 
-def _interpreter_flags() -> list[str]:
+def interpreter_flags() -> list[str]:
+    """What makes another interpreter like this one."""
     return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
 
 
-def _ending(status: int | None) -> str:
+def describe_ending(status: int | None) -> str:
+    """How a process ended, from its exit status, which is less than 0 for a signal; ``None``: it has not."""
     if status is None:
         return "it closed its connection"
     if status >= 0:

@@ -25,8 +25,8 @@ _IS_LOADING = "__torchpipe_is_loading__"
 class Setup:
     """The first message to a worker process; ``pickled`` is what ``pickle_plan`` gave.
 
-    ``config`` says which instance it is, ``colors`` what ``prefer_color`` was asked, or nothing, and ``log_level`` that
-    of this package's logger.
+    ``config`` says which instance it is, ``colors`` what ``prefer_color`` was asked, or nothing, ``log_level`` that of
+    this package's logger, and ``max_memory`` how many MiB it may take beyond what it has after setup; 0 is any.
     """
 
     pickled: bytes
@@ -35,6 +35,7 @@ class Setup:
     main: tuple[str, str] | None
     argv: tuple[str, ...]
     log_level: int
+    max_memory: int = 0
 
 
 def pickle_plan(plan: BackendPlan) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
 from torchpipe_py.backends.process.setup import Setup, load_main
 from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
 from torchpipe_py.errors import ConfigError, Failure, first_line
@@ -40,6 +41,7 @@ def main(connection: int, outgoing: int, incoming: int, parent: int) -> None:
         signal.signal(number, lambda *_: None)
     for fd in (connection, outgoing, incoming):
         os.set_inheritable(fd, False)
+    end_with_parent(parent)
     _end_with(parent, connection)
     _BackendServer(SharedMemoryChannel(Connection(connection), Block(outgoing), Block(incoming))).run()
 
@@ -117,6 +119,8 @@ class _BackendServer:
         try:
             backend.setup()
             limits = backend.min(), backend.max()
+            if setup.max_memory:
+                limit_memory(setup.max_memory)
         except BaseException:
             with contextlib.suppress(Exception):
                 backend.close()
