@@ -1,6 +1,6 @@
 """A TOML file becomes a thread-safe, multi-instance, dynamically batching pipeline."""
 
-from torchpipe_py.backends.base import Backend, ItemBackend, Param
+from torchpipe_py.backends.base import Backend, Isolation, ItemBackend, Param
 from torchpipe_py.backends.control.jump import Jump, MapReduce
 from torchpipe_py.errors import (
     BackendError,
@@ -47,6 +47,7 @@ __all__ = [
     "DeadlineExceeded",
     "DecodeError",
     "InvalidRequest",
+    "Isolation",
     "ItemBackend",
     "Jump",
     "MapReduce",

@@ -36,6 +36,7 @@ BUILT_IN_BACKENDS = {
     "PerspectiveTransformMat": f"{_BACKENDS}.images.geometry:PerspectiveTransformMat",
     "PillowResizeMat": f"{_BACKENDS}.images.pillow:PillowResizeMat",
     "Process": f"{_BACKENDS}.process.process:Process",
+    "Isolated": f"{_BACKENDS}.isolation.isolated:Isolated",
     "Jump": f"{_BACKENDS}.control.jump:Jump",
     "MapReduce": f"{_BACKENDS}.control.jump:MapReduce",
     "Range": f"{_BACKENDS}.control.ranges:Range",

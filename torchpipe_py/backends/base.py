@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,6 +130,18 @@ class BackendConfig:
     graphs: Graphs | None = None
 
 
+class Isolation(Enum):
+    """What ``decode_isolation = "process"`` does with a backend.
+
+    ``STAYS``: nothing. ``MOVES``: it hands bytes of clients to native code, and runs in a process of its own; it takes
+    encoded bytes and gives a Mat with its ``color``. ``FOLLOWS``: it takes a Mat and gives one, reads and writes no
+    other key but ``color``, and goes along with the decoder before it. ``REFUSED``: it hands bytes of clients to native
+    code where no other process can do that for it.
+    """
+
+    STAYS, MOVES, FOLLOWS, REFUSED = range(4)
+
+
 class Backend:
     """One instance of a computation.
 
@@ -158,6 +171,9 @@ class Backend:
 
     wraps_sequence = False
     """Standing last in a sequence without brackets, it wraps all that stands before it."""
+
+    isolation = Isolation.STAYS
+    """Whether it runs in a process of its own where decoders do."""
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config

@@ -92,6 +92,12 @@ class Binder:
             filters=tuple(self._filter(arg, cls) for arg in call.args),
         )
 
+    def wrapper(self, name: str) -> BackendPlan:
+        """The plan of a backend that is to stand around another one, though the node does not name it."""
+        call = Call(name)
+        cls = self._find(call)
+        return BackendPlan(cls, name, self._params(call, cls, _Position(0, 1, 0, 1)))
+
     def _hoisted(self, call: Call) -> Call:
         """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
         if len(call.args) < 2 or not self._find(call).is_sequence:

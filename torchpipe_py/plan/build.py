@@ -22,6 +22,7 @@ from torchpipe_py.plan.config import (
     split_variants,
 )
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
+from torchpipe_py.plan.isolation import isolated
 from torchpipe_py.registry import Registry, default
 
 
@@ -118,7 +119,7 @@ def _bind_node(
     binders = []
     for index, call in enumerate(node.calls):
         binder = Binder(_variant(node, index), registry, problems)
-        backends.append(binder.bind(expand(call, binder.node), {}))
+        backends.append(isolated(binder.bind(expand(call, binder.node), {}), binder))
         binders.append(binder)
     used = set().union(*(binder.used for binder in binders))
     binders[-1].check_keys([key for key in node.params if key in node.own and key not in used])

@@ -22,7 +22,8 @@ GLOBAL = "global"
 DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
 
-NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id")
+NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id", "decode_isolation")
+ISOLATIONS = ("none", "process")
 TABLE_KEYS = frozenset(("next", "map", "backend", "filter"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
@@ -83,6 +84,7 @@ class NodeSpec:
     instance_num: tuple[int, ...] = (1,)
     batching_timeout: float = 0.0
     device_id: int = 0
+    decode_isolation: str = ISOLATIONS[0]
     params: Mapping[str, Value] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
 
@@ -269,6 +271,7 @@ def _node(
         instance_num=read("instance_num", lambda value: _instance_num(value, variants), (1,) * variants),
         batching_timeout=read("batching_timeout", _not_negative, 0.0),
         device_id=read("device_id", _device, 0),
+        decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
         own=frozenset(own),
     )
@@ -348,6 +351,13 @@ def _device(value: Value) -> int:
     if number < 0:
         raise ValueError(f"expected a CUDA device number from 0, got {number}")
     return number
+
+
+def _isolation(value: Value) -> str:
+    name = to_str(value).lower()
+    if name not in ISOLATIONS:
+        raise ValueError(f"expected one of {', '.join(ISOLATIONS)}, got {value!r}")
+    return name
 
 
 def _not_negative(value: Value) -> float:

@@ -77,8 +77,19 @@ class Sequential(Backend):
     children = (1, None)
     is_sequence = True
 
+    _color_after: str | None = None
+
+    def prefer_color(self, color: str | None) -> str | None:
+        self._color_after = color
+        filters = self.config.filters or (None,) * len(self.config.children)
+        for child, filter_ in zip(reversed(self.config.children), reversed(filters), strict=True):
+            color = child.prefer_color(color) if filter_ is None else None
+        return color
+
     def setup(self) -> None:
-        self._setup_children()
+        self.prefer_color(self._color_after)
+        for child in self.config.children:
+            child.setup()
         batching = [child for child in self.config.children if child.max() > 1]
         if len(batching) > 1:
             labels = " and ".join(child.config.label for child in batching)
@@ -92,14 +103,6 @@ class Sequential(Backend):
             for filter_, child in zip(filters, self.config.children, strict=True)
         ]
         self._single_steps = [(filter_, child, _single(child, forward)) for filter_, child, forward, _ in self._steps]
-
-    def _setup_children(self) -> None:
-        color = None
-        filters = self.config.filters or (None,) * len(self.config.children)
-        for child, filter_ in zip(reversed(self.config.children), reversed(filters), strict=True):
-            color = child.prefer_color(color) if filter_ is None else None
-        for child in self.config.children:
-            child.setup()
 
     def forward(self, items: list[Data]) -> None:
         if len(items) == 1:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.base import Data, Isolation, Param
 from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.images.jpeg import read_header
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
@@ -83,6 +83,7 @@ class DecodeTensor(GuardedBackend):
     """
 
     needs_cuda = True
+    isolation = Isolation.REFUSED
 
     color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
     decoder = Param(to_str, "torchvision", choices=tuple(DECODERS), doc="the library that calls nvJPEG")

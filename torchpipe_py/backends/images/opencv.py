@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Param, StatelessBackend
+from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
 from torchpipe_py.errors import DecodeError
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
@@ -73,6 +73,8 @@ class DecodeMat(StatelessBackend):
     Bytes that are no image: no ``result``, ``error`` is a ``DecodeError``.
     """
 
+    isolation = Isolation.MOVES
+
     color = Param(to_color, "bgr", choices=COLORS, doc="channel order of the Mat")
 
     def prefer_color(self, color: str | None) -> str | None:
@@ -104,6 +106,8 @@ class DecodeMat(StatelessBackend):
 class cvtColorMat(StatelessBackend):
     """Mat to Mat in channel order ``color``, only if it differs; a dict without ``color`` holds a BGR Mat."""
 
+    isolation = Isolation.FOLLOWS
+
     color = Param(to_color, choices=COLORS, doc="channel order wanted")
 
     def prefer_color(self, color: str | None) -> str | None:
@@ -134,6 +138,7 @@ class ResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
 
     keeps_color = True
+    isolation = Isolation.FOLLOWS
 
     interpolation = interpolation()
     resize_h = side("output height, pixels")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, StatelessBackend
+from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.opencv import as_mat, side
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
@@ -15,6 +15,7 @@ class PillowResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w``, bit-exact with Pillow's bilinear, which smooths when it shrinks."""
 
     keeps_color = True
+    isolation = Isolation.FOLLOWS
 
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")

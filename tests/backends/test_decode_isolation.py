@@ -1,0 +1,352 @@
+"""``decode_isolation``: what decoders give in processes of their own, what they cannot do there, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hostile_decoders
+import numpy as np
+import psutil
+import pytest
+from conftest import Register, picture
+from fakes import WAIT
+
+from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
+from torchpipe_py.backends.isolation import decoder, template, wire
+from torchpipe_py.plan.build import plan_pipeline
+
+Data = dict[str, Any]
+
+PROCESS = {"decode_isolation": "process"}
+SECONDS = 1.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    gc.collect()
+    fds, children = len(os.listdir("/proc/self/fd")), set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) - children == set()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[pipe]:
+    from torchpipe_py import registry
+
+    with registry.default.restored():
+        registry.register_backend(hostile_decoders.Hostile)
+        with pipe({"backend": "Hostile", "decode_seconds": SECONDS, "decode_memory": 64, **PROCESS}) as p:
+            yield p
+
+
+def ask(p: pipe, data: bytes | str, **more: Any) -> Data:
+    item = {"data": data.encode() if isinstance(data, str) else data, **more}
+    p(item)
+    return item
+
+
+def said(p: pipe, data: str) -> str:
+    """What a hostile decoder has to tell."""
+    return bytes(ask(p, data)["result"].reshape(-1)).decode()
+
+
+# -- what is isolated -------------------------------------------------------------------------------------------------
+
+
+def labels(backend: str) -> list[str]:
+    """The backend as it is built: its label, and those of its children."""
+    params = {"ResizeMat": {"resize_h": 8, "resize_w": 8}, "AlignMat": {"max_w": 64}, "cvtColor": {"color": "rgb"}}
+    config = {"backend": backend, **PROCESS}
+    for name, needed in params.items():
+        config.update(needed if name in backend else {})
+    (plan,) = plan_pipeline(config).plans["node"].backends
+    return [plan.label, *(child.label for child in plan.children)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("DecodeMat", "Isolated[DecodeMat] DecodeMat"),
+        ("Isolated[DecodeMat]", "Isolated[DecodeMat] DecodeMat"),
+        ("S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]", "S Isolated[S[DecodeMat,ResizeMat,cvtColorMat]] Mat2Tensor"),
+        ("S[DecodeMat,(or)cvtColorMat,Mat2Tensor]", "S Isolated[DecodeMat] cvtColorMat Mat2Tensor"),
+        ("S[Identity,DecodeMat,AlignMat,ResizeMat]", "S Identity Isolated[DecodeMat] AlignMat ResizeMat"),
+        ("Process[DecodeMat]", "Process[DecodeMat] Isolated[DecodeMat]"),
+    ],
+)
+def test_a_decoder_and_what_follows_it(backend: str, expected: str) -> None:
+    label, *children = labels(backend)
+    first, *others = expected.split()
+    assert label == (backend if first == "S" else first)
+    assert children == others
+
+
+def test_a_filter_stays_in_front_of_its_decoder() -> None:
+    config = {"backend": "S[Identity,(or)DecodeMat,ResizeMat]", "resize_h": 8, "resize_w": 8, **PROCESS}
+    (plan,) = plan_pipeline(config).plans["node"].backends
+    assert [filter_ is None for filter_ in plan.filters] == [True, False]
+    assert plan.children[1].children[0].filters == (None, None)
+
+
+def test_the_key_of_the_node_comes_first() -> None:
+    tables = {"global": PROCESS, "a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "DecodeMat"}}
+    tables["b"]["decode_isolation"] = "none"
+    plans = plan_pipeline(tables).plans
+    assert [plan.backends[0].label for plan in plans.values()] == ["Isolated[DecodeMat]", "DecodeMat"]
+
+
+def test_limits_may_stay_where_isolation_is_off() -> None:
+    config = {"backend": "DecodeMat", "decode_seconds": 3, "Isolated::decode_memory": 100}
+    (plan,) = plan_pipeline(config).plans["node"].backends
+    assert plan.label == "DecodeMat"
+    (plan,) = plan_pipeline({**config, **PROCESS}).plans["node"].backends
+    assert plan.params == {"decode_seconds": 3.0, "decode_memory": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"backend": "DecodeMat", "decode_isolation": "thread"}, "'decode_isolation': expected one of none, process"),
+        ({"backend": "S[DecodeTensor,ResizeTensor]", "resize_h": 8, "resize_w": 8, **PROCESS}, "DecodeTensor .* GPU"),
+        ({"backend": "DecodeMat", "decode_second": 3}, "did you mean 'decode_seconds'"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: Data, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_pipeline(config)
+
+
+def test_results_are_those_without_isolation(jpeg: bytes) -> None:
+    """Also the color that a backend behind the decoder's process prefers reaches the decoder."""
+    import cv2
+
+    png = cv2.imencode(".png", picture(20, 30)[:, :, 0])[1].tobytes()
+    backends = ("S[DecodeMat,ResizeMat,cvtColorMat]", "S[DecodeMat,ResizeMat,CropMat,cvtColorMat]")
+    params = {"resize_h": 24, "resize_w": 32, "color": "rgb", "DecodeMat::color": "bgr"}
+    for backend in backends:
+        outcomes: list[list[Data]] = []
+        for isolation in ("none", "process"):
+            with pipe({"backend": backend, **params, "decode_isolation": isolation}) as p:
+                outcomes.append([ask(p, data, box=[1, 2, 9, 9]) for data in (jpeg, png, b"no image", b"")])
+        for here, there in zip(*outcomes, strict=True):
+            assert here.keys() == there.keys()
+            assert (type(here.get("error")), str(here.get("error"))) == (
+                type(there.get("error")),
+                str(there.get("error")),
+            )
+            assert here.get("color") == there.get("color")
+            if "result" in here:
+                np.testing.assert_array_equal(here["result"], there["result"], strict=True)
+
+
+# -- what a decoder does costs its own image --------------------------------------------------------------------------
+
+ENDS = {
+    "segfault": "killed by signal 11",
+    "abort": "killed by signal 6",
+    "leave": "exit status 3",
+    "spin": "took longer than 1 s and was ended",
+    "say 00": "an answer of 1 bytes and was ended",
+}
+
+
+@pytest.mark.parametrize("act", ENDS)
+def test_a_decoder_that_dies_costs_one_image(hostile: pipe, act: str) -> None:
+    items: list[Data] = [{"data": data.encode()} for data in ("plain", act, "plain")]
+    hostile(items)
+    assert [bytes(item["result"]) if "result" in item else None for item in items] == [b"'plain'", None, b"'plain'"]
+    assert isinstance(items[1]["error"], WorkerDied)
+    assert ENDS[act] in str(items[1]["error"])
+    assert len(str(items[1]["error"])) < 200
+
+
+def test_memory_is_bounded(hostile: pipe) -> None:
+    pid = said(hostile, "pid")
+    for data in ("allocate 200", "large 200000", b"plain " + bytes(65 * 2**20)):
+        item = ask(hostile, data)
+        assert isinstance(item["error"], DecodeError)
+        assert "decode_memory" in str(item["error"])
+    assert said(hostile, "pid") == pid
+    assert ask(hostile, "large 10000")["result"].sum() == 7 * 10000 * 1024 * 4
+
+
+def test_an_exception_is_a_defect(hostile: pipe) -> None:
+    with pytest.raises(BackendError, match="ValueError: no such thing") as info:
+        ask(hostile, "defect no such thing " + "x" * 5000)
+    assert len(str(info.value)) < 2000
+    with pytest.raises(BackendError, match=r"expected a Mat .*float32"):
+        ask(hostile, "floats")
+    assert "gave no result" in str(ask(hostile, "no_result")["error"])
+
+
+def test_an_error_of_its_own_comes_back(register: Register) -> None:
+    with pipe({"backend": register(hostile_decoders.Empty), **PROCESS}) as p:
+        assert str(ask(p, b"x")["error"]) == "nothing here"
+
+
+@pytest.mark.parametrize(
+    "act", [f"open {__file__}", "connect", "run", "fork", f"kill {os.getpid()}", "shrink", "unlink /no/such"]
+)
+def test_a_decoder_reaches_nobody(hostile: pipe, act: str) -> None:
+    assert said(hostile, act) == "'PermissionError'"
+
+
+def test_a_decoder_lifts_no_limit(hostile: pipe) -> None:
+    with pytest.raises(BackendError, match="not allowed to raise maximum limit"):
+        ask(hostile, "capabilities")
+    status = Path(f"/proc/{said(hostile, 'pid')}/status").read_text(encoding="ascii")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert (int(fields["CapEff"], 16), int(fields["CapPrm"], 16), fields["NoNewPrivs"]) == (0, 0, "1")
+
+
+def test_what_a_decoder_says_is_never_unpickled(hostile: pipe, tmp_path: Path) -> None:
+    path = tmp_path / "owned"
+    assert isinstance(ask(hostile, f"say_pickle {path}")["error"], WorkerDied)
+    assert not path.exists()
+
+
+PACKED = struct.Struct("<QBBIII")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        bytes(PACKED.size - 1),
+        PACKED.pack(1, 0, 1, 2, 2, 3) + bytes(wire.MAX_ANSWER),
+        PACKED.pack(2, 0, 1, 2, 2, 3),
+        PACKED.pack(1, 3, 1, 2, 2, 3),
+        PACKED.pack(1, 0, 3, 2, 2, 3),
+        PACKED.pack(1, 0, 1, 0, 2, 3),
+        PACKED.pack(1, 0, 1, 2, 2, 0),
+        PACKED.pack(1, 0, 1, 2**32 - 1, 1, 1),
+        PACKED.pack(1, 0, 1, 2**20, 2**20, 512),
+        PACKED.pack(1, 0, 1, 1001, 1, 1),
+    ],
+)
+def test_numbers_of_an_answer_are_checked(answer: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^an? "):
+        wire.unpack_answer(answer, 1, 1000)
+    assert wire.unpack_answer(PACKED.pack(1, 0, 1, 1000, 1, 1), 1, 1000) == wire.Image((1000, 1, 1), "bgr")
+
+
+def test_nobody_makes_the_shared_memory_smaller() -> None:
+    """Whoever read it then would be killed."""
+    fd = decoder._create_memory(8192)
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+# -- processes that are killed and stopped ----------------------------------------------------------------------------
+
+
+def parent_of(pid: int) -> psutil.Process:
+    """The process that the decoder was forked from."""
+    return psutil.Process(pid).parent()
+
+
+def wait_dead(pid: int) -> None:
+    end = time.monotonic() + WAIT
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_decoder_killed_while_idle_costs_nothing(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
+    os.kill(pid, signal.SIGKILL)
+    assert int(said(hostile, "pid")) != pid
+
+
+def test_a_stopped_decoder_costs_its_request(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
+    os.kill(pid, signal.SIGSTOP)
+    assert "took longer than 1 s" in str(ask(hostile, "plain")["error"])
+    assert said(hostile, "plain") == "'plain'"
+    wait_dead(pid)
+
+
+def test_the_process_that_decoders_come_from_is_killed(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
+    parent_of(pid).kill()
+    wait_dead(pid)  # or else it would decode on, and nobody could end it
+    assert int(said(hostile, "pid")) != pid
+
+
+def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ANSWER_SECONDS", 0.2)
+    with pipe({"backend": register(hostile_decoders.Hostile), **PROCESS}) as p:
+        parent_of(int(said(p, "pid"))).suspend()
+        assert said(p, "plain") == "'plain'"
+        assert isinstance(ask(p, "segfault")["error"], WorkerDied)
+        monkeypatch.setattr(template, "ANSWER_SECONDS", WAIT)
+        pid = int(said(p, "pid"))
+        stopped = [parent_of(pid), psutil.Process(pid)]
+        for process in stopped:
+            process.suspend()
+    for process in stopped:
+        wait_dead(process.pid)
+
+
+PROGRAM = """
+import os, signal, sys
+import hostile_decoders, process_backends
+from torchpipe_py import pipe, register_backend
+
+if __name__ == "__main__":
+    register_backend(hostile_decoders.Hostile)
+    register_backend(process_backends.Obedient)
+    isolated = pipe({"backend": "Hostile", "decode_isolation": "process"})
+    process = pipe({"backend": "Process[Obedient]"})
+    first, second = {"data": b"pid"}, {"data": "pid"}
+    isolated(first), process(second)
+    pids = [int(bytes(first["result"]).decode()), second["result"][0]]
+    print(*pids, flush=True)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stopped_children_end_with_their_parent(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(PROGRAM, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "app.py")], stdout=subprocess.PIPE, timeout=WAIT, check=False, env=env
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(1000 * WAIT), "it is still there"
+        os.close(fd)
+
+
+def test_nothing_is_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jpeg: bytes
+) -> None:
+    for name in ("cv2", "numpy", "pickle", "socket"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
+    with pipe({"backend": "DecodeMat", **PROCESS}) as p:
+        assert "result" in ask(p, jpeg)

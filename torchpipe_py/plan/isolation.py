@@ -1,0 +1,87 @@
+"""Which backends of a node run in a process of their own, where ``decode_isolation`` asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from torchpipe_py.backends.base import Isolation
+from torchpipe_py.plan.binding import BackendPlan, Binder
+
+_ISOLATED = "Isolated"
+
+Wrap = Callable[[BackendPlan], BackendPlan]
+
+
+def isolated(plan: BackendPlan, binder: Binder) -> BackendPlan:
+    """The plan, and where its node asks for it, with each decoder in ``Isolated``.
+
+    In a sequence the backends that follow a decoder go along: what they make of its image is smaller, as a rule, than
+    the image, which then need not be copied from process to process.
+
+    ``ConfigError`` for a decoder that no other process can run.
+    """
+    if all(part.cls.isolation is not Isolation.MOVES for part in _parts(plan)):
+        _refuse(plan, binder)
+        return plan
+    # NOTE: its parameters are known to a node that could use it, so that the key alone turns isolation on and off.
+    wrapper = binder.wrapper(_ISOLATED)
+    _refuse(plan, binder)
+    if binder.node.decode_isolation == "none":
+        return plan
+
+    def wrap(inner: BackendPlan) -> BackendPlan:
+        return replace(wrapper, label=f"{_ISOLATED}[{inner.label}]", children=(inner,), filters=(None,))
+
+    return _wrapped(plan, wrap, wrapper.cls)
+
+
+def _wrapped(plan: BackendPlan, wrap: Wrap, wrapper: type) -> BackendPlan:
+    if plan.cls is wrapper:
+        return plan
+    if plan.cls.isolation is Isolation.MOVES:
+        return wrap(plan)
+    if not plan.cls.is_sequence:
+        return replace(plan, children=tuple(_wrapped(child, wrap, wrapper) for child in plan.children))
+    children, filters = [], []
+    for start, end in _groups(plan):
+        group = plan.children[start:end]
+        if len(group) > 1:
+            label = f"{plan.label.partition('[')[0]}[{','.join(part.label for part in group)}]"
+            inner = replace(plan, label=label, children=group, filters=(None, *plan.filters[start + 1 : end]))
+            children.append(wrap(inner))
+        else:
+            children.append(_wrapped(group[0], wrap, wrapper))
+        filters.append(plan.filters[start])
+    return replace(plan, children=tuple(children), filters=tuple(filters))
+
+
+def _groups(plan: BackendPlan) -> Iterator[tuple[int, int]]:
+    """The sequence in pieces: a decoder with those that follow it, any other backend alone."""
+    start = 0
+    while start < len(plan.children):
+        end = start + 1
+        if plan.children[start].cls.isolation is Isolation.MOVES:
+            while end < len(plan.children) and _follows(plan, end):
+                end += 1
+        yield start, end
+        start = end
+
+
+def _follows(plan: BackendPlan, index: int) -> bool:
+    return plan.children[index].cls.isolation is Isolation.FOLLOWS and plan.filters[index] is None
+
+
+def _refuse(plan: BackendPlan, binder: Binder) -> None:
+    refused = [part for part in _parts(plan) if part.cls.isolation is Isolation.REFUSED]
+    if refused and binder.node.decode_isolation != "none":
+        raise binder.node.at("decode_isolation").error(
+            f"{refused[0].label} decodes on the GPU, in this process, and cannot be isolated; "
+            'DecodeMat can, and decode_isolation = "none" in the table of the node lets it be'
+        )
+
+
+def _parts(plan: BackendPlan) -> Iterator[BackendPlan]:
+    yield plan
+    for child in plan.children:
+        yield from _parts(child)
