@@ -41,6 +41,11 @@ class Options:
         0, "requests in flight in a worker, beyond them 'overloaded'; 0 leaves it to the configuration"
     )
     deadline_ms: float = _option(0.0, "deadline of requests that name none, milliseconds; 0 is none")
+    decode_isolation: str = _option(
+        "config",
+        "where decoders run: process is safest, for untrusted clients; config is what the configuration says:",
+        choices=("config", "none", "process"),
+    )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")
     hang_seconds: float = _option(30.0, "seconds after which a worker that does not answer is killed; 0 never", 0)
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))

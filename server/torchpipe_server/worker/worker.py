@@ -137,6 +137,10 @@ def build_pipe(options: Options, tables: Any) -> pipe:
     limit_threads()
     if options.max_inflight:
         tables["global"]["max_inflight"] = options.max_inflight
+    if options.decode_isolation != "config":
+        for table in tables.values():
+            table.pop("decode_isolation", None)
+        tables["global"]["decode_isolation"] = options.decode_isolation
     return pipe(tables)
 
 
