@@ -16,6 +16,8 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if os.environ.get("PYTHONSAFEPATH") == "torchpipe-serve":
     del os.environ["PYTHONSAFEPATH"]
 
+# Without this ONNX Runtime, from 1.29 on, starts a thread here that reports to its maker which models it loads.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 with contextlib.suppress(ImportError):
     import onnxruntime  # noqa: F401
 import cv2  # noqa: E402, F401

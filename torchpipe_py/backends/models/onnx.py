@@ -11,6 +11,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.models.model import ModelBackend, as_array, check_count, request_values
+from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.values import to_int, to_strings
 
@@ -43,6 +44,7 @@ class OnnxTensor(ModelBackend):
 
     def setup(self) -> None:
         super().setup()
+        keep_telemetry_off()
         try:
             import onnxruntime
             import torch

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.errors import ConfigError, nearest
+
+
+def keep_telemetry_off() -> None:
+    """Before ONNX Runtime is imported: from 1.29 on it reports the names and hashes of models to its maker.
+
+    ``ORT_DISABLE_TELEMETRY=0`` in the environment leaves it on.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def model_bytes(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:
@@ -20,6 +29,8 @@ def model_bytes(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes
 def half_model(content: bytes, fp32_nodes: Sequence[str]) -> bytes:
     """The serialised model with weights and arithmetic in fp16; inputs, outputs and ``fp32_nodes`` stay as they are."""
     import onnx
+
+    keep_telemetry_off()
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     model = onnx.load_from_string(content)
