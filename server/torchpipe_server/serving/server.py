@@ -313,20 +313,21 @@ class Server:
 
     def _start_next(self, connection: Connection) -> None:
         """Begin the messages that wait, for a turn at most; the rest has another one after the other connections."""
-        until, has_begun = monotonic() + TURN_SECONDS, False
+        until = monotonic() + TURN_SECONDS
+        has_replies = connection.work is RUNNING  # made meanwhile, or it may be
         connection.has_turn = True
         try:
             while message := connection.next_message():
-                has_begun = True
+                has_replies = True
                 self._start(connection, message)
                 if monotonic() > until:
                     break
         except ProtocolError as error:
             self._break_off(connection, error)
-            has_begun = True
+            has_replies = True
         # NOTE: in this order. A reply that another thread makes now calls the loop, one made before is seen here.
         connection.has_turn = False
-        if has_begun and connection.work is not RUNNING and connection.waits_for_loop:
+        if has_replies and connection.work is not RUNNING and connection.waits_for_loop:
             self._turns[connection] = None
         connection.settle()
 
