@@ -12,7 +12,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,6 @@ from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, parse_options
 
 logger = logging.getLogger("torchpipe_server")
-
-LISTEN_BACKLOG = 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,21 +53,20 @@ def _serve(options: Options) -> int:
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
 
+    files = _raise_file_limit()
+    options = _fit(options, files)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
-        http = stack.enter_context(_http(options, supervisor)) if options.http_port >= 0 else None
+        http = stack.enter_context(_http(options, files, supervisor)) if options.http_port >= 0 else None
         _prepare(options)
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
-        host, port = listener.getsockname()[:2]
+        lines = _start_lines(options, listener, http and http.listener)
 
         def announce() -> None:
             gc.freeze()
-            lines = [f"serving {options.config} on {host}:{port} (pid {os.getpid()})"]
-            if http is not None:
-                lines.append(f"http://{host}:{http.port}/ shows how it does")
             try:
                 print("\n".join(lines), flush=True)
             except OSError:
@@ -79,11 +78,32 @@ def _serve(options: Options) -> int:
         return 0
 
 
+def _start_lines(options: Options, listener: socket.socket, http: socket.socket | None) -> list[str]:
+    """Where the service listens, and how it is opened to others where it is not."""
+    to_whom = " to this machine alone (--host 0.0.0.0 opens it)" if _is_local(listener) else ""
+    lines = [f"serving {options.config}{to_whom} on {_address(listener)} (pid {os.getpid()})"]
+    if http is not None:
+        how = " (--http-host 0.0.0.0 opens it)" if _is_local(http) else ""
+        lines.append(f"http://{_address(http)}/ shows how it does{how}")
+    return lines
+
+
+def _is_local(listener: socket.socket) -> bool:
+    return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _listen(host: str, port: int) -> socket.socket:
+    from torchpipe_server.supervisor.acceptor import listen
+
     try:
-        return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
+        return listen(host, port)
     except OSError as error:
-        raise CannotServeError(f"cannot listen on {host}:{port}: {_reason(error)}") from None
+        raise CannotServeError(f"cannot listen on {host or repr(host)}:{port}: {_reason(error)}") from None
 
 
 def _reason(error: OSError) -> str:
@@ -93,22 +113,41 @@ def _reason(error: OSError) -> str:
     return str(error.strerror or error)
 
 
-def _http(options: Options, supervisor: Any) -> Any:
+def _http(options: Options, files: int, supervisor: Any) -> Any:
     if find_spec("prometheus_client") is None:
         raise CannotServeError("--http-port: prometheus_client is not installed (pip install 'torchpipe_py[server]')")
+    from torchpipe_server.supervisor.slots import http_connections
     from torchpipe_server.supervisor.status import StatusServer
 
-    try:
-        return StatusServer(options.host, options.http_port, supervisor)
-    except OSError as error:
-        raise CannotServeError(f"cannot listen on {options.host}:{options.http_port}: {_reason(error)}") from None
+    return StatusServer(_listen(options.http_host, options.http_port), supervisor, http_connections(files))
+
+
+def _raise_file_limit() -> int:
+    """How many files may be open, as many as the system allows: a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
+
+
+def _fit(options: Options, files: int) -> Options:
+    """As many connections as there are descriptors for, beside those that a new worker needs."""
+    from torchpipe_server.supervisor.slots import most_connections
+
+    most = most_connections(files, options.workers)
+    if most >= options.max_connections:
+        return options
+    if not most:
+        raise CannotServeError(f"only {files} files may be open (ulimit -n), too few for {options.workers} workers")
+    logger.warning(
+        "--max-connections is %d instead of %d: only %d files may be open (ulimit -n)",
+        most, options.max_connections, files,
+    )  # fmt: skip
+    return replace(options, max_connections=most)
 
 
 def _prepare(options: Options) -> None:
     """What the workers start from: a process that has imported what they need and is forked for each of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor or two for each connection
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be there before the fork, and nobody uses it
     modules = ["torchpipe_server.worker.preload"]
     if b"Tensorrt" in Path(options.config).read_bytes():

@@ -21,22 +21,28 @@ class Options:
     """What ``torchpipe-serve`` was told; ``config`` is the one positional argument."""
 
     config: str
-    host: str = _option("0.0.0.0", "address to listen on")
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: is every interface")
     port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which", 0, 65535)
     http_port: int = _option(-1, "port of /, /live, /ready, /metrics and /stats; 0: any free one; -1: none", -1, 65535)
+    http_host: str = _option("127.0.0.1", "address that --http-port is opened on")
     workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
     handler: str = _option("", "package.module:Class with an IDL and methods of your own, in place of InferenceService")
     import_code: str = _option(
         "", "modules or .py files with backends of your own, separated by commas", flag="--import"
     )
-    max_connections: int = _option(1024, "connections at a time; further ones are answered 'overloaded' and closed", 1)
+    max_connections: int = _option(
+        1024, "connections at a time; a newcomer takes the place of an idle one, or is answered 'overloaded'", 1
+    )
+    max_connections_per_address: int = _option(
+        0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
+    )
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
     max_held_bytes: int = _option(1024 * MEBIBYTE, "bytes of unanswered messages in a worker; then 'overloaded'", 64)
     max_items: int = _option(2**16, "fields, list elements and map entries of one message, all together", 16)
     max_depth: int = _option(64, "nested structs and containers of one message", 2)
     message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be taken", 0.01)
-    idle_seconds: float = _option(0.0, "seconds after which a silent connection is closed; 0 keeps it")
+    idle_seconds: float = _option(300.0, "seconds after which a silent connection is closed; 0 keeps it")
     max_inflight: int = _option(
         0, "requests in flight in a worker, beyond them 'overloaded'; 0 leaves it to the configuration"
     )

@@ -27,7 +27,8 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.serving.server import Server
-from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
+from torchpipe_server.supervisor.acceptor import Acceptor
+from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.worker.handler import InferenceHandler
 
 from torchpipe_py import pipe
@@ -62,9 +63,10 @@ class LocalServer:
         self.run = run
         self.loop = Loop()
         self.journal = Journal(slots_for(settings.max_connections))
-        self.acceptor = Acceptor(self.loop, listener, settings.max_connections, self._take)
+        self.slots = Slots(settings.max_connections, settings.max_connections_per_address, lambda slots: None)
+        self.acceptor = Acceptor(self.loop, listener, self._take, self.slots.make_room)
         methods = make_methods(self.loop) if make_methods else InferenceHandler(run, IDL, settings.deadline_ms).methods
-        self.server = Server(self.loop, methods, settings, lambda slot, is_closed: self.acceptor.release(slot))
+        self.server = Server(self.loop, methods, settings, lambda slot, is_closed: self.slots.release(slot))
         self.loop.steps.append(self._step)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -72,8 +74,13 @@ class LocalServer:
     def stop(self) -> None:
         self.loop.call(self._stop)
 
-    def _take(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
-        self.server.adopt(sock, slot, self.journal.entry(slot), is_refused)
+    def _take(self, sock: socket.socket, peer: str) -> None:
+        place = self.slots.take(peer)
+        if place is None:
+            sock.close()
+        else:
+            slot, is_refused = place
+            self.server.adopt(sock, slot, self.journal.entry(slot), is_refused)
 
     def _stop(self) -> None:
         self.acceptor.close()

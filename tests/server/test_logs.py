@@ -253,6 +253,7 @@ WRONG = {
     "--workers": ["0", "-1", "1025", "two"],
     "--devices": ["a", "0,", ",0", "0;1", "-1", "0,,1", " "],
     "--max-connections": ["0", "-5"],
+    "--max-connections-per-address": ["-1", "x"],
     "--max-message-bytes": ["63", "16M"],
     "--max-held-bytes": ["63", "1e9"],
     "--max-items": ["15"],

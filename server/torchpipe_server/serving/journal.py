@@ -2,22 +2,28 @@
 
 The supervisor keeps every client's socket. When a worker dies, the journal says which connections it held at the
 boundary between two messages (another worker goes on with those) and which request it was working on (which is answered
-with an error), so that no client waits for an answer that nobody can give any more.
+with an error), so that no client waits for an answer that nobody can give any more. It says as well which connections
+are idle, and since when, so that the supervisor can close one without asking its worker.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop
 from multiprocessing import reduction
 from struct import Struct
 from typing import Any, NamedTuple
 
 from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
 
-SLOT_BYTES = 64
+SLOT_BYTES = 72
 _NAME_BYTES = 56
 _head = Struct(f"<BBi{_NAME_BYTES}s")  # framing and type, length of the name, sequence number, name
+_time = Struct("d")
+_TIME_BYTES = 64  # before the time, a double that is aligned: it is read while another process writes it
+_NO_REQUEST = 255  # in place of framing and type, as long as there was none
 
 _CLEAN, _TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
 _IDLE, _BUSY, _REPLYING = 0, 1, 2  # the request in work
@@ -45,6 +51,7 @@ class Journal:
         if fd is None:
             os.ftruncate(self._fd, count * SLOT_BYTES)
         self._view = memoryview(mmap.mmap(self._fd, count * SLOT_BYTES))
+        self._times = self._view.cast("d")[_TIME_BYTES // 8 :: SLOT_BYTES // 8]
 
     def __reduce__(self) -> Any:
         return _attach, (self.count, reduction.DupFd(self._fd))
@@ -53,11 +60,30 @@ class Journal:
         """Give the descriptor back; what is mapped stays."""
         os.close(self._fd)
 
+    def begin(self, index: int, now: float) -> None:
+        """A new connection has the slot, since ``now``, as ``monotonic``; it has asked nothing."""
+        base = index * SLOT_BYTES
+        self._view[base : base + 3] = bytes((_CLEAN, _IDLE, _NO_REQUEST))
+        self._times[index] = now
+
     def entry(self, index: int) -> Entry:
         """The slot of a connection, for the process that serves it; wiped: what the last owner did is forgotten."""
         entry = Entry(self._view, index * SLOT_BYTES)
         entry.wipe()
         return entry
+
+    def idle(self, indexes: Iterable[int]) -> Iterator[int]:
+        """Slots where nothing is in work or half read: first those that never asked anything, then the longest idle."""
+        view, times = self._view, self._times
+        streams, works, requests = (bytes(view[at::SLOT_BYTES]) for at in range(3))
+        idle = [
+            (requests[index] != _NO_REQUEST, times[index], index)
+            for index in indexes
+            if streams[index] == _CLEAN and works[index] == _IDLE
+        ]
+        heapify(idle)
+        while idle:
+            yield heappop(idle)[2]
 
     def read(self, index: int) -> LastState:
         """What a dead process was doing there."""
@@ -93,6 +119,10 @@ class Entry:
         """Nothing taken, nothing in work."""
         self._view[self._base] = _CLEAN
         self._view[self._base + 1] = _IDLE
+
+    def remember(self, last_active: float) -> None:
+        """When something was last read or written, as ``monotonic``; told now and then."""
+        _time.pack_into(self._view, self._base + _TIME_BYTES, last_active)
 
     def touch(self) -> None:
         """Bytes are about to be taken from the socket."""

@@ -185,6 +185,7 @@ class Server:
 
     def _check_time(self, connection: Connection) -> None:
         """Enforce the limits that are a matter of time."""
+        connection.journal.remember(connection.last_active)
         now, seconds = monotonic(), self._options.message_seconds
         silent = now - connection.last_active
         if connection.state is LINGERING:

@@ -1,4 +1,4 @@
-"""Takes connections from a listening socket, as many as there are slots for."""
+"""Opens a listening socket, and takes its connections as long as there are descriptors for them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,48 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from time import monotonic
 
 from torchpipe_server.serving.loop import READ, Loop
 
 logger = logging.getLogger("torchpipe_server")
 
+EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM))  # no descriptor or no memory is left, for the moment
+LISTEN_BACKLOG = 1024
 ACCEPTS_AT_ONCE = 64
-REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
 RETRY_SECONDS = 0.5
 
-Take = Callable[[socket.socket, int, bool], object]
-"""Takes a connected socket, its slot, and whether it is over the limit: its first request is to be refused."""
+# A peer that is gone without a word is noticed, while nothing is sent and while it does not take what is.
+PROBE_AFTER_SECONDS, PROBE_EVERY_SECONDS, PROBES = 60, 10, 6
+UNANSWERED_SECONDS = 120
+
+Take = Callable[[socket.socket, str], object]
+"""Takes a connected socket that does not block, and the address it is connected to."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; of a name's addresses an IPv4 one is preferred, ``::`` is IPv4 too. ``OSError``."""
+    if not host:
+        raise OSError("an address is expected")
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise OSError("no host is called so") from None
+    family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
+    is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
 
 
 class Acceptor:
-    """Gives each connection a slot of its own until ``release``; ``served`` of them may be under the limit."""
+    """Gives each connection to ``take``. Where no descriptor is left it calls ``make_room`` and tries again later."""
 
-    def __init__(self, loop: Loop, listener: socket.socket, max_connections: int, take: Take) -> None:
-        self._loop, self._listener, self._take = loop, listener, take
-        self._max = max_connections
-        self._free = list(range(slots_for(max_connections)))[::-1]
-        self._refused: set[int] = set()
-        self.accepted = self.refused = 0  # since the start
+    def __init__(self, loop: Loop, listener: socket.socket, take: Take, make_room: Callable[[], object]) -> None:
+        self._loop, self._listener, self._take, self._make_room = loop, listener, take, make_room
         self._is_open = False
-        self._retry_at = 0.0
+        self._resume_at = 0.0  # 0 while it is not paused
         listener.setblocking(False)
-
-    @property
-    def open(self) -> int:
-        """Connections that hold a slot."""
-        return slots_for(self._max) - len(self._free)
+        _set_up(listener)
 
     def start(self) -> None:
         """Accept from now on."""
@@ -49,64 +60,60 @@ class Acceptor:
         if self._listener.fileno() < 0:
             return
         if self._is_open:
+            self._resume_at = 0.0
             self._accept(at_once=sys.maxsize)
-        self._is_open, self._retry_at = False, 0.0
+        self._is_open, self._resume_at = False, 0.0
         self._loop.watch(self._listener, 0, self._accept)
         self._listener.close()
 
-    def release(self, slot: int) -> None:
-        """The connection is closed."""
-        self._refused.discard(slot)
-        self._free.append(slot)
+    def pause(self) -> None:
+        """Leave connections to the system's queue until ``resume``, or for a moment."""
+        # NOTE: level-triggered, the listener would report ready without end.
+        self._loop.watch(self._listener, 0, self._accept)
+        self._resume_at = monotonic() + RETRY_SECONDS
+
+    def resume(self) -> None:
+        """Go on before the pause is over."""
+        if self._resume_at and self._is_open:
+            self._resume_at = 0.0
+            self._loop.watch(self._listener, READ, self._accept)
 
     def _accept(self, events: int = READ, at_once: int = ACCEPTS_AT_ONCE) -> None:
         for _ in range(at_once):
-            if not self._is_open:
-                return  # closed while this event was on its way
+            if not self._is_open or self._resume_at:
+                return  # closed or paused while this event was on its way, or by the last connection
             try:
-                sock, _ = self._listener.accept()
+                sock, (peer, *_) = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionAbortedError:
                 continue  # gone before it was accepted
             except OSError as error:
-                # Level-triggered, the listener could report ready without end: look again a little later.
                 logger.error("cannot accept: %s", error)
-                self._loop.watch(self._listener, 0, self._accept)
-                self._retry_at = monotonic() + RETRY_SECONDS
+                self.pause()
+                if error.errno in EXHAUSTED:
+                    self._make_room()
                 return
-            self._add(sock)
-
-    def _add(self, sock: socket.socket) -> None:
-        is_refused = self.open - len(self._refused) >= self._max
-        if not self._free:
-            self.refused += 1
-            sock.close()
-            return
-        try:
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        except OSError:
-            sock.close()  # gone before it was looked at
-            return
-        slot = self._free.pop()
-        self.accepted += 1
-        if is_refused:
-            self.refused += 1
-            self._refused.add(slot)
-        self._take(sock, slot, is_refused)
+            self._take(sock, peer)
 
     def _step(self) -> float:
-        if not self._retry_at:
+        if not self._resume_at:
             return RETRY_SECONDS
-        left = self._retry_at - monotonic()
-        if left <= 0 and self._is_open:
-            self._retry_at = 0.0
-            self._loop.watch(self._listener, READ, self._accept)
+        left = self._resume_at - monotonic()
+        if left <= 0:
+            self.resume()
         return max(left, 0.01)
 
 
-def slots_for(max_connections: int) -> int:
-    """How many slots connections take, those over the limit included."""
-    return max_connections + REFUSED_AT_ONCE
+def _set_up(listener: socket.socket) -> None:
+    """What is set of a listener holds for each connection that it accepts."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, PROBE_AFTER_SECONDS),
+        (socket.TCP_KEEPINTVL, PROBE_EVERY_SECONDS),
+        (socket.TCP_KEEPCNT, PROBES),
+        (socket.TCP_USER_TIMEOUT, UNANSWERED_SECONDS * 1000),
+    ):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
 
@@ -13,10 +13,11 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.serving.server import Server
-from torchpipe_server.supervisor.acceptor import Acceptor, slots_for
+from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.figures import Figures
+from torchpipe_server.supervisor.slots import Slots, slots_for
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -35,7 +36,8 @@ class Connections:
     ) -> None:
         self.journal = Journal(slots_for(options.max_connections))
         self._options, self._ready = options, ready
-        self._acceptor = Acceptor(loop, listener, options.max_connections, self._take)
+        self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
+        self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
         self._fallback = Fallback(loop, idl)
         self._fallback_server = Server(loop, self._fallback.methods, options, self._left_fallback)
         self._sockets: dict[int, socket.socket] = {}
@@ -73,10 +75,11 @@ class Connections:
     def figures(self) -> tuple[Figures, Figures]:
         """Of the connections, and of the requests that were answered here."""
         connections = {
-            "open": self._acceptor.open,
+            "open": self._slots.open,
             "max": self._options.max_connections,
-            "accepted": self._acceptor.accepted,
-            "refused": self._acceptor.refused,
+            "accepted": self._slots.accepted,
+            "refused": self._slots.refused,
+            "evicted": self._slots.evicted,
         }
         return connections, self._fallback_server.counters.summary()
 
@@ -131,11 +134,40 @@ class Connections:
 
     # -- where a connection is --------------------------------------------------------------------------------------
 
-    def _take(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
-        self._sockets[slot] = sock
-        if is_refused:
-            self._refused.add(slot)
-        self._place(slot)
+    def _take(self, sock: socket.socket, peer: str) -> None:
+        place = self._slots.take(peer)
+        if place is None:
+            sock.close()
+        else:
+            slot, is_refused = place
+            self._sockets[slot] = sock
+            self.journal.begin(slot, monotonic())
+            if is_refused:
+                self._refused.add(slot)
+            self._place(slot)
+        if self._slots.is_short:
+            self._acceptor.pause()
+
+    def _evict(self, slots: Collection[int]) -> int | None:
+        """Hang up on the idlest of them, whoever serves it: that one reads the end, and says that it is closed."""
+        for slot in self.journal.idle(slots):
+            if self._hears_nothing(slot):
+                self._hang_up(slot)
+                return slot
+        return None
+
+    def _hears_nothing(self, slot: int) -> bool:
+        """Whether there is nothing to be read from the client, which its worker has not come to yet."""
+        try:
+            return not self._sockets[slot].recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def _hang_up(self, slot: int) -> None:
+        try:
+            self._sockets[slot].shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the client was faster
 
     def _place(self, slot: int) -> None:
         """Give the connection to the worker with the fewest, or let it wait for one."""
@@ -156,12 +188,7 @@ class Connections:
     def _give_to_fallback(self, slot: int) -> None:
         """Answer its requests with errors until there is a worker."""
         del self._held[slot]
-        try:
-            sock = self._sockets[slot].dup()
-        except OSError as error:
-            logger.error("a connection cannot be answered: %s", error)
-            self._close(slot)
-            return
+        sock = _Borrowed(fileno=self._sockets[slot].fileno())
         self._fallback_server.adopt(sock, slot, self.journal.entry(slot))
 
     def _left_fallback(self, slot: int, is_closed: bool) -> None:
@@ -171,18 +198,23 @@ class Connections:
             self._place(slot)
 
     def _close(self, slot: int) -> None:
-        sock = self._sockets.pop(slot)
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the client was faster
-        sock.close()
+        self._hang_up(slot)
+        self._sockets.pop(slot).close()
         self._refused.discard(slot)
         self._held.pop(slot, None)
-        self._acceptor.release(slot)
+        self._slots.release(slot)
+        self._acceptor.resume()
 
     def _step(self) -> float:
         now = monotonic()
         for slot in [slot for slot, since in self._held.items() if now - since >= HOLD_SECONDS]:
             self._give_to_fallback(slot)
         return HOLD_SECONDS / 4 if self._held else LONGEST_WAIT
+
+
+class _Borrowed(socket.socket):
+    """The supervisor's own socket, for the fallback to use: it takes no descriptor, of which none may be left."""
+
+    def close(self) -> None:
+        """Leave it to its owner."""
+        self.detach()

@@ -68,6 +68,7 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("torchpipe_connections", "Connections that are open", connections["open"])
     yield CounterMetricFamily("torchpipe_connections_accepted", "Since the start", value=connections["accepted"])
     yield CounterMetricFamily("torchpipe_connections_refused", "For want of room", value=connections["refused"])
+    yield CounterMetricFamily("torchpipe_connections_evicted", "Idle, for a newcomer", value=connections["evicted"])
     yield CounterMetricFamily("torchpipe_worker_restarts", "Workers started in place of dead ones", figures["restarts"])
     workers = GaugeMetricFamily("torchpipe_workers", "Worker processes, by state", labels=("state",))
     states = [worker["state"] for worker in figures["workers"]]

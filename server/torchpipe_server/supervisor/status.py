@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
+import re
+import socket
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import cached_property, partial
+from ipaddress import ip_address
 from pathlib import Path
-from socketserver import TCPServer
-from typing import Any, NamedTuple, Protocol
+from time import monotonic
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchpipe_py.errors import nearest
+from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.supervisor.http import HttpServer, Reply
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.slots import HTTP_CONNECTIONS
+from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 
 ANSWER_SECONDS = 3.0
 REQUEST_SECONDS = 10.0  # for a client to send its request, and to take the answer
+ASK_PAUSE_SECONDS = 0.05  # between two questions to the supervisor, however many clients ask
 
 _PAGE = Path(__file__).resolve().parent / "page"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    # The drawing has styles of its own.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+_PROBES = ("/live", "/ready")
+
+T = TypeVar("T")
+_Finish = Callable[[Callable[[], HttpAnswer]], object]
+"""Replies with what the function makes."""
 
 
 class Service(Protocol):
@@ -38,126 +59,138 @@ class Service(Protocol):
     def ask(self, answer: Callable[[dict[str, Any]], object]) -> None: ...
 
 
-class Answer(NamedTuple):
-    status: int
-    kind: str
-    body: bytes
-
-
 class StatusServer:
-    """Answers on a port of its own, from threads of its own, until the end of a ``with`` block. ``OSError``."""
+    """Answers ``most`` clients at once, from a thread of its own, until the end of a ``with`` block."""
 
-    def __init__(self, host: str, port: int, service: Service) -> None:
-        self._service = service
-        self._paths: Mapping[str, Callable[[], Answer]] = {
-            "/": lambda: _file("index.html", "text/html"),
-            "/page.js": lambda: _file("page.js", "text/javascript"),
-            "/page.css": lambda: _file("page.css", "text/css"),
-            "/graph.svg": self._graph,
-            "/live": self._live,
-            "/ready": self._ready,
-            "/stats": self._stats,
-            "/metrics": lambda: self._with_figures(lambda figures: Answer(200, CONTENT_TYPE, render(figures))),
+    def __init__(self, listener: socket.socket, service: Service, most: int = HTTP_CONNECTIONS) -> None:
+        self.listener, self._service = listener, service
+        host, self.port = listener.getsockname()[:2]
+        self._is_local = ip_address(host.partition("%")[0]).is_loopback
+        loop = Loop(lambda error: logger.error("a defect of the HTTP port", exc_info=error))
+        self._pings: _Shared[None] = _Shared(loop, lambda told: service.ping(lambda: told(None)))
+        self._figures: _Shared[_Figures] = _Shared(loop, lambda told: service.ask(lambda found: told(_Figures(found))))
+        self._paths: Mapping[str, Callable[[_Finish], object]] = {
+            "/": _file("index.html", "text/html"),
+            "/page.js": _file("page.js", "text/javascript"),
+            "/page.css": _file("page.css", "text/css"),
+            "/graph.svg": lambda finish: finish(self._graph),
+            "/live": lambda finish: self._pings.get(lambda _: finish(lambda: _text(200, "live"))),
+            "/ready": lambda finish: finish(self._ready),
+            "/stats": lambda finish: self._figures.get(lambda figures: finish(lambda: figures.stats)),
+            "/metrics": lambda finish: self._figures.get(lambda figures: finish(lambda: figures.metrics)),
         }
-        self._server = _HttpServer((host, port), self.answer)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="torchpipe-http", daemon=True)
+        self._server = HttpServer(loop, listener, self._ask, _SILENT, _HEADERS, most, REQUEST_SECONDS, ANSWER_SECONDS)
 
     def __enter__(self) -> StatusServer:
-        self._thread.start()
+        self._server.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.__exit__()
 
-    def answer(self, path: str) -> Answer:
-        """What a GET of ``path``, of whatever query, gets."""
-        path = path.partition("?")[0]
+    def _ask(self, request: HttpRequest, reply: Reply) -> None:
+        path = request.path
+        if self._is_local and path not in _PROBES and _is_foreign(request.host):
+            reply(_text(421, "only this machine is answered here, under its own name; --http-host opens the port"))
+            return
         respond = self._paths.get(path)
         if respond is None:
-            return _text(404, f"no {path[:80]}; {nearest(path[:80], self._paths)}")
-        return respond()
+            reply(_text(404, f"no {path[:80]}; {nearest(path[:80], self._paths)}"))
+        else:
+            respond(partial(_finish, path, reply))
 
-    def _live(self) -> Answer:
-        """The supervisor's loop goes round."""
-        # NOTE: without the workers' figures; one that hangs must not have a probe run out of time.
-        is_heard = threading.Event()
-        self._service.ping(is_heard.set)
-        return _text(200, "live") if is_heard.wait(ANSWER_SECONDS) else _SILENT
-
-    def _ready(self) -> Answer:
+    def _ready(self) -> HttpAnswer:
         return _text(200, "ready") if self._service.is_ready else _text(503, "not ready")
 
-    def _graph(self) -> Answer:
+    def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
-        return Answer(200, "image/svg+xml", drawing.encode()) if drawing else _text(503, "no worker has drawn it yet")
-
-    def _stats(self) -> Answer:
-        return self._with_figures(lambda figures: Answer(200, "application/json", json.dumps(figures).encode()))
-
-    def _with_figures(self, respond: Callable[[dict[str, Any]], Answer]) -> Answer:
-        answered: Future[dict[str, Any]] = Future()
-        self._service.ask(answered.set_result)
-        try:
-            return respond(answered.result(ANSWER_SECONDS))
-        except FutureTimeout:
-            return _SILENT
+        if not drawing:
+            return _text(503, "no worker has drawn it yet")
+        return HttpAnswer(200, "image/svg+xml", drawing.encode())
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128  # of the library's 5, a handful of clients at once wait for a second
+class _Shared(Generic[T]):
+    """One question for all who ask it at a time, and not again at once; who comes later gets the next answer.
 
-    def __init__(self, address: tuple[str, int], answer: Callable[[str], Answer]) -> None:
-        self.answer = answer
-        super().__init__(address, _Request)
+    ``ask(told)`` may call ``told(answer)`` on any thread. All else is for the thread of the loop.
+    """
 
-    def server_bind(self) -> None:
-        """As the library's, but for the host's name: asking for that can take seconds, and nobody needs it."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+    def __init__(self, loop: Loop, ask: Callable[[Callable[[T], object]], object]) -> None:
+        self._loop, self._ask = loop, ask
+        # NOTE: bounded, since no answer may ever come. Those that fall out were answered otherwise long ago.
+        self._waiting: deque[Callable[[T], object]] = deque(maxlen=2 * HTTP_CONNECTIONS)
+        self._asked: list[Callable[[T], object]] = []
+        self._is_asking = False
+        self._next_at = 0.0
+        loop.steps.append(self._step)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the service."""
+    def get(self, then: Callable[[T], object]) -> None:
+        """Call ``then(answer)``, unless none comes."""
+        self._waiting.append(then)
+        self._step()
 
+    def _step(self) -> float:
+        now = monotonic()
+        if self._is_asking or not self._waiting:
+            return LONGEST_WAIT
+        if now < self._next_at:
+            return self._next_at - now
+        self._asked = list(self._waiting)
+        self._waiting.clear()
+        self._is_asking, self._next_at = True, now + ASK_PAUSE_SECONDS
+        self._ask(lambda answer: self._loop.call(partial(self._told, answer)))
+        return LONGEST_WAIT
 
-class _Request(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version = "torchpipe"
-    timeout = REQUEST_SECONDS
-    disable_nagle_algorithm = True
-    server: _HttpServer
-
-    def do_GET(self) -> None:
-        """One request."""
-        try:
-            status, kind, body = self.server.answer(self.path)
-        except Exception:
-            logger.exception("%s cannot be answered", self.path[:80])
-            status, kind, body = _text(500, "a defect; the log says which")
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET  # noqa: N815 - the library's name
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: probes come every few seconds."""
+    def _told(self, answer: T) -> None:
+        self._is_asking = False
+        asked, self._asked = self._asked, []
+        for then in asked:
+            then(answer)
 
 
-def _file(name: str, kind: str) -> Answer:
-    return Answer(200, f"{kind}; charset=utf-8", (_PAGE / name).read_bytes())
+class _Figures:
+    """Figures as they are shown, made once for all who get them."""
+
+    def __init__(self, figures: dict[str, Any]) -> None:
+        self._figures = figures
+
+    @cached_property
+    def stats(self) -> HttpAnswer:
+        return HttpAnswer(200, "application/json", json.dumps(self._figures).encode())
+
+    @cached_property
+    def metrics(self) -> HttpAnswer:
+        return HttpAnswer(200, CONTENT_TYPE, render(self._figures))
 
 
-def _text(status: int, text: str) -> Answer:
-    return Answer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+def _finish(path: str, reply: Reply, make: Callable[[], HttpAnswer]) -> None:
+    try:
+        answer = make()
+    except Exception:
+        logger.exception("%s cannot be answered", path)
+        answer = _text(500, "a defect; the log says which")
+    reply(answer)
+
+
+def _file(name: str, kind: str) -> Callable[[_Finish], object]:
+    answer = HttpAnswer(200, f"{kind}; charset=utf-8", (_PAGE / name).read_bytes())
+    return lambda finish: finish(lambda: answer)
+
+
+def _is_foreign(host: str) -> bool:
+    """Whether the name was looked up in the DNS: a page of that name may lead its reader's browser here."""
+    name = re.sub(r":\d*$", "", host).lower().rstrip(".")
+    if "." not in name or name.startswith("[") or name.endswith(".localhost"):
+        return False
+    try:
+        ip_address(name)
+    except ValueError:
+        return True
+    return False
+
+
+def _text(status: int, text: str) -> HttpAnswer:
+    return HttpAnswer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
 
 
 _SILENT = _text(503, "the supervisor does not answer")

@@ -152,7 +152,7 @@ def figures_of(*workers: dict[str, Any], past: dict[str, Any] | None = None, **c
     ]
     return {
         **{"ready": True, "uptime_s": 12.5, "restarts": 3, "bounds_ms": BOUNDS_MS, "workers": told},
-        "connections": {"open": 5, "max": 9, "accepted": 7, "refused": 2},
+        "connections": {"open": 5, "max": 9, "accepted": 7, "refused": 2, "evicted": 3},
         **service_figures(workers, past or {}),
         **changes,
     }
@@ -176,6 +176,7 @@ def test_names_types_and_values():
         "torchpipe_connections": "gauge",
         "torchpipe_connections_accepted": "counter",
         "torchpipe_connections_refused": "counter",
+        "torchpipe_connections_evicted": "counter",
         "torchpipe_worker_restarts": "counter",
         "torchpipe_workers": "gauge",
         "torchpipe_worker_resident_bytes": "gauge",
@@ -203,6 +204,7 @@ def test_names_types_and_values():
     }
     single = {
         **{"requests_pending": 3, "connections": 5, "connections_accepted": 7, "connections_refused": 2},
+        "connections_evicted": 3,
         **{"worker_restarts": 3, "ready": 1, "uptime_seconds": 12.5},
     }
     assert {name: families[f"torchpipe_{name}"].samples[0].value for name in single} == single

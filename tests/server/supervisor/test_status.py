@@ -29,6 +29,7 @@ from test_service_lifecycle import Plugin
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
 from torchpipe_server.supervisor import status
+from torchpipe_server.supervisor.acceptor import listen
 from torchpipe_server.supervisor.status import StatusServer
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS
@@ -177,7 +178,7 @@ def test_a_connection_may_ask_again(served: Served):
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts workers bounds_ms requests nodes "
     "gpus",
-    "connections": "open max accepted refused",
+    "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency",
     "latency": "counts sum_ms",
     "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
@@ -312,6 +313,7 @@ def test_metrics_are_the_figures(served: Served):
         "torchpipe_connections": stats["connections"]["open"],
         "torchpipe_connections_accepted": stats["connections"]["accepted"],
         "torchpipe_connections_refused": stats["connections"]["refused"],
+        "torchpipe_connections_evicted": stats["connections"]["evicted"],
         "torchpipe_worker_restarts": 0,
         "torchpipe_requests_pending": 0,
         "torchpipe_ready": 1,
@@ -581,14 +583,14 @@ class Odd:
 
 def test_a_supervisor_that_does_not_answer_is_not_alive(monkeypatch):
     monkeypatch.setattr(status, "ANSWER_SECONDS", 0.05)
-    with StatusServer("127.0.0.1", 0, Odd()) as server:
+    with StatusServer(listen("127.0.0.1", 0), Odd()) as server:
         for path in ("/live", "/stats", "/metrics"):
             answer = Answer(server.port, path)
             assert (answer.status, answer.text) == (503, "the supervisor does not answer\n")
 
 
 def test_a_defect_is_answered_and_logged_once(caplog):
-    with StatusServer("127.0.0.1", 0, Odd({"no": "figures"})) as server:
+    with StatusServer(listen("127.0.0.1", 0), Odd({"no": "figures"})) as server:
         assert Answer(server.port, "/metrics").status == 500
         assert Answer(server.port, "/live").status == 200
     (record,) = caplog.records
@@ -597,12 +599,12 @@ def test_a_defect_is_answered_and_logged_once(caplog):
 
 
 def test_a_picture_that_is_not_there(caplog):
-    with StatusServer("127.0.0.1", 0, Odd()) as server:
+    with StatusServer(listen("127.0.0.1", 0), Odd()) as server:
         assert Answer(server.port, "/graph.svg").status == 503
 
 
 def test_an_end_does_not_wait_for_clients():
-    with StatusServer("127.0.0.1", 0, Odd()) as server, connect(server.port) as silent:
+    with StatusServer(listen("127.0.0.1", 0), Odd()) as server, connect(server.port) as silent:
         silent.sendall(b"GET /li")
         began = time.monotonic()
     assert time.monotonic() - began < status.REQUEST_SECONDS / 2

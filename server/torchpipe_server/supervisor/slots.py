@@ -1,0 +1,126 @@
+"""Which connections there may be: a slot for each, a share for each address, and who leaves when all are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from ipaddress import IPv6Address, ip_address, ip_network
+
+REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
+RESERVED_FILES, FILES_OF_A_WORKER = 32, 8  # that the supervisor opens beside its connections; a reload included
+HTTP_CONNECTIONS = 64
+
+Evict = Callable[[Collection[int]], "int | None"]
+"""Closes one connection of those that hold the slots, if one is idle; its slot is released later."""
+
+
+class Slots:
+    """Gives each connection a slot until ``release``. ``max_connections`` are served, some more are told 'overloaded'.
+
+    A newcomer takes the place of an idle connection: of its own address where that has its share already.
+    ``per_address`` 0 is half of the connections, and no bound for this machine.
+    """
+
+    def __init__(self, max_connections: int, per_address: int, evict: Evict) -> None:
+        self._max, self._per_address, self._evict = max_connections, per_address, evict
+        self._count = slots_for(max_connections)
+        self._free = list(range(self._count))[::-1]
+        self._served: dict[int, str] = {}  # slot: whom it counts for
+        self._shares: dict[str, set[int]] = {}
+        self._refused: set[int] = set()
+        self._evicted: set[int] = set()
+        self.accepted = self.refused = self.evicted = 0  # since the start
+
+    @property
+    def open(self) -> int:
+        """How many are taken."""
+        return self._count - len(self._free)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there is none, but will be soon."""
+        return not self._free and bool(self._evicted)
+
+    def take(self, peer: str) -> tuple[int, bool] | None:
+        """A slot for a connection from ``peer``, and whether it is to be refused; ``None`` if all are taken."""
+        if not self._free:
+            self.refused += 1
+            return None
+        owner, most = self._share(peer)
+        is_served = self._has_place(owner, most)
+        slot = self._free.pop()
+        self.accepted += 1
+        if is_served:
+            self._served[slot] = owner
+            self._shares.setdefault(owner, set()).add(slot)
+        else:
+            self.refused += 1
+            self._refused.add(slot)
+            if not self._free:
+                self._evict_one_of(self._refused)
+        return slot, not is_served
+
+    def release(self, slot: int) -> None:
+        """The connection is closed."""
+        self._leave(slot)
+        self._evicted.discard(slot)
+        self._free.append(slot)
+
+    def make_room(self) -> None:
+        """Have one connection closed, if one is idle."""
+        self._evict_one_of(self._served)
+
+    def _has_place(self, owner: str, most: int) -> bool:
+        own = self._shares.get(owner, ())
+        if len(own) >= most:
+            return self._evict_one_of(own)
+        return len(self._served) < self._max or self._evict_one_of(self._served)
+
+    def _evict_one_of(self, slots: Collection[int]) -> bool:
+        slot = self._evict(slots)
+        if slot is None:
+            return False
+        self._leave(slot)
+        self._evicted.add(slot)
+        self.evicted += 1
+        return True
+
+    def _leave(self, slot: int) -> None:
+        self._refused.discard(slot)
+        owner = self._served.pop(slot, None)
+        if owner is not None:
+            self._shares[owner].discard(slot)
+            if not self._shares[owner]:
+                del self._shares[owner]
+
+    def _share(self, peer: str) -> tuple[str, int]:
+        """Whom a connection from there counts for, and how many such there may be."""
+        owner, is_local = _owner(peer)
+        if self._per_address:
+            return owner, self._per_address
+        return owner, self._max if is_local else max(1, self._max // 2)
+
+
+def _owner(peer: str) -> tuple[str, bool]:
+    """An IPv4 address, or the IPv6 network that one host has for itself; whether it is this machine."""
+    address = ip_address(peer.partition("%")[0])
+    if isinstance(address, IPv6Address):
+        address = address.ipv4_mapped or address
+    if isinstance(address, IPv6Address) and not address.is_loopback:
+        return str(ip_network((address, 64), strict=False)), False
+    return str(address), address.is_loopback
+
+
+def slots_for(max_connections: int) -> int:
+    """How many slots connections take, those over the limit included."""
+    return max_connections + min(REFUSED_AT_ONCE, max_connections // 2 + 4)
+
+
+def http_connections(files: int) -> int:
+    """How many connections the HTTP port may have where so many files may be open."""
+    return min(HTTP_CONNECTIONS, files // 8)
+
+
+def most_connections(files: int, workers: int) -> int:
+    """How many connections a service can serve where so many files may be open; 0 if there are too few."""
+    left = files - RESERVED_FILES - FILES_OF_A_WORKER * workers - http_connections(files)
+    return next((count for count in range(left, 0, -1) if slots_for(count) <= left), 0)
