@@ -12,7 +12,7 @@ from thriftpy2.rpc import make_client
 from thriftpy2.thrift import TException
 
 from torchpipe_py.idl import load_idl
-from torchpipe_py.images import find_images
+from torchpipe_py.images.files import find_images
 
 IDL = load_idl()
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 
 Data = dict[str, Any]
 """One request's dict: ``data`` in, ``result`` out, other keys free."""
@@ -281,10 +282,16 @@ class ItemBackend(Backend):
 
     def forward(self, items: list[Data]) -> None:
         for item in items:
-            self.forward_item(item)
+            try:
+                self.forward_item(item)
+            except InvalidRequest as error:
+                item[TASK_ERROR_KEY] = error
 
     def forward_item(self, item: Data) -> None:
-        """Compute ``result`` from ``data`` for one item, in place."""
+        """Compute ``result`` from ``data`` for one item, in place.
+
+        An ``InvalidRequest`` that it raises is no defect but the item's outcome: its ``error``.
+        """
         raise NotImplementedError(type(self).__name__)
 
 

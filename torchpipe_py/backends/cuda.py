@@ -11,8 +11,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data
-from torchpipe_py.errors import BackendUnavailable, ConfigError
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
 LONG_SECONDS = 0.002  # shorter work is spun for: a sleep gives up the GIL once more, and the core's waking comes on top
 SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
@@ -231,10 +231,13 @@ class GuardedBackend(Backend):
     def forward_guarded(self, items: list[Data]) -> None:
         """``forward``, with the stream current: one item after the other."""
         for item in items:
-            self.forward_item(item)
+            try:
+                self.forward_item(item)
+            except InvalidRequest as error:
+                item[TASK_ERROR_KEY] = error
 
     def forward_item(self, item: Data) -> None:
-        """Compute ``result`` from ``data`` for one item, with the stream current."""
+        """``ItemBackend.forward_item``, with the stream current."""
         raise NotImplementedError(type(self).__name__)
 
 

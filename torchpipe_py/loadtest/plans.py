@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchpipe_py.images import find_images
+from torchpipe_py.images.files import find_images
 from torchpipe_py.loadtest.errors import CannotRunError
 
 _LONGEST_WARMUP = 50

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.errors import TorchpipeError, UnknownNode
-from torchpipe_py.images import find_images
+from torchpipe_py.images.files import find_images
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.parity.compare import difference, pictures
 from torchpipe_py.parity.record import (

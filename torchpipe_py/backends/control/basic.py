@@ -16,7 +16,7 @@ from torchpipe_py.backends.base import (
     close_all,
     run_padded,
 )
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError
+from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.filters import Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
@@ -139,7 +139,10 @@ class Sequential(Backend):
             if status is Status.Run:
                 item.pop(TASK_RESULT_KEY, None)
                 item.pop(TASK_ERROR_KEY, None)
-                forward(item)
+                try:
+                    forward(item)
+                except InvalidRequest as error:  # from forward_item
+                    item[TASK_ERROR_KEY] = error
             elif status is not Status.Skip:
                 if status not in _ENDS:
                     raise _bad_status(status, child)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from reprlib import repr
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Param, StatelessBackend
-from torchpipe_py.backends.images.opencv import INTERPOLATIONS, MAX_SIDE, as_mat, cv2_resize, interpolation, side
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.backends.images.opencv import (
+    INTERPOLATIONS,
+    MAX_SIDE,
+    as_mat,
+    cv2_resize,
+    interpolation,
+    max_pixels,
+    side,
+)
+from torchpipe_py.errors import ConfigError, InvalidRequest
 from torchpipe_py.keys import TASK_BOX_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int
 
@@ -25,8 +35,8 @@ class CropMat(StatelessBackend):
     """The part of a Mat H×W×C that ``box`` in the dict names: [left, top, right, bottom] in pixels; a contiguous copy.
 
     ``box`` is a list, tuple or array of four numbers; right and bottom are the first pixels outside. Fractions are
-    rounded, and what lies outside the image is cut off, as ``CropTensor`` does it. ``ValueError`` for a box that is
-    missing, is no four finite numbers, or leaves no pixel; ``TypeError`` for what is no Mat.
+    rounded, and what lies outside the image is cut off, as ``CropTensor`` does it. A box that is missing, is no four
+    finite numbers, or leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``. ``TypeError`` for no Mat.
     """
 
     keeps_color = True
@@ -66,13 +76,15 @@ class AlignMat(StatelessBackend):
 class DynamicResizeMat(StatelessBackend):
     """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept.
 
-    Both are integers from 1 to 2**20, in pixels; ``AlignMat`` writes them. ``ValueError`` for one that is missing, no
-    integer, or out of these bounds; ``TypeError`` for what is no Mat.
+    Both are integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One
+    that is missing, no integer, or out of these bounds: no ``result``, ``error`` is an ``InvalidRequest``.
+    ``TypeError`` for what is no Mat.
     """
 
     keeps_color = True
 
     interpolation = interpolation()
+    max_pixels = max_pixels()
 
     def setup(self) -> None:
         self._resize, self._flag = cv2_resize(self.interpolation)
@@ -81,6 +93,7 @@ class DynamicResizeMat(StatelessBackend):
         mat = as_mat(item[TASK_DATA_KEY])
         height, width = _wanted_side(item, HEIGHT_KEY), _wanted_side(item, WIDTH_KEY)
         if mat.shape[:2] != (height, width):
+            check_size(height, width, mat.shape[2], self.max_pixels)
             mat = as_mat(self._resize(mat, (width, height), interpolation=self._flag))
         item[TASK_RESULT_KEY] = mat
 
@@ -94,13 +107,15 @@ class PerspectiveTransformMat(StatelessBackend):
     least one pixel. What lies outside the image repeats its border. By ``cv2.warpPerspective``, for which the
     interpolation ``area`` is ``bilinear``.
 
-    ``ValueError`` for a box that is missing, is no 4×2 finite numbers, has an edge longer than 2**20, has its corners
-    crosswise, three of them on a line or two equal, or lies outside the image; ``TypeError`` for what is no Mat.
+    A box that is missing, is no 4×2 finite numbers, has an edge longer than 2**20 or more than ``max_pixels``, has its
+    corners crosswise, three of them on a line or two equal, or lies outside the image: no ``result``, ``error`` is an
+    ``InvalidRequest``. ``TypeError`` for what is no Mat.
     """
 
     keeps_color = True
 
     interpolation = interpolation()
+    max_pixels = max_pixels()
 
     def setup(self) -> None:
         import cv2
@@ -113,6 +128,7 @@ class PerspectiveTransformMat(StatelessBackend):
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         corners, width, height = upright_box(item, mat.shape[0], mat.shape[1])
+        check_size(height, width, mat.shape[2], self.max_pixels)
         upright = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
         # NOTE: OpenCV counts from the middle of the first pixel, a box from its corner.
         matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))
@@ -120,21 +136,28 @@ class PerspectiveTransformMat(StatelessBackend):
         item[TASK_RESULT_KEY] = as_mat(warped)
 
 
+def check_size(height: int, width: int, channels: int, max_pixels: int) -> None:
+    """``InvalidRequest`` for a size of more than ``max_pixels``, of four channels; with more channels they count."""
+    if height * width * max(channels, 4) > 4 * max_pixels:
+        many = f" of {channels} channels" if channels > 4 else ""
+        raise InvalidRequest(f"{width}x{height} pixels{many} were asked for, more than max_pixels = {max_pixels}")
+
+
 def crop_box(item: Data, height: int, width: int) -> tuple[int, int, int, int]:
     """Left, top, right, bottom of the dict's ``box``, rounded and cut to an image of ``height`` × ``width`` pixels.
 
-    ``ValueError`` for a box that is missing, is no four finite numbers, or leaves no pixel.
+    ``InvalidRequest`` for a box that is missing, is no four finite numbers, or leaves no pixel.
     """
     where = _image(height, width)
     values = _box_values(item, f"[left, top, right, bottom] to crop {where} to")
     if not _are_numbers(values, 4):
-        box = item[TASK_BOX_KEY]
-        raise ValueError(f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {box!r} for {where}")
+        box = repr(item[TASK_BOX_KEY])
+        raise InvalidRequest(f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {box} for {where}")
     numbers = [round(float(value)) for value in values]
     left, right = (min(max(x, 0), width) for x in numbers[::2])
     top, bottom = (min(max(y, 0), height) for y in numbers[1::2])
     if left >= right or top >= bottom:
-        raise ValueError(f"{TASK_BOX_KEY} {numbers} (left, top, right, bottom) leaves no pixel of {where}")
+        raise InvalidRequest(f"{TASK_BOX_KEY} {numbers} (left, top, right, bottom) leaves no pixel of {where}")
     return left, top, right, bottom
 
 
@@ -152,20 +175,20 @@ def aligned_width(height: int, width: int, resize_h: int, max_w: int, align: int
 def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, int]:
     """Corners of the dict's ``box`` as float32, 4×2, and the width and height it has upright, in pixels.
 
-    ``ValueError`` for a box that is none, or that no image of ``height`` × ``width`` pixels can be warped by.
+    ``InvalidRequest`` for a box that is none, or that no image of ``height`` × ``width`` pixels can be warped by.
     """
     where = _image(height, width)
     points = _corner_points(item, where)
     top, right, bottom, left = (math.dist(points[corner], points[(corner + 1) % 4]) for corner in range(4))
     if max(top, right, bottom, left) > MAX_SIDE:
-        raise ValueError(f"{TASK_BOX_KEY} {points} has an edge longer than {MAX_SIDE} pixels, for {where}")
+        raise InvalidRequest(f"{TASK_BOX_KEY} {points} has an edge longer than {MAX_SIDE} pixels, for {where}")
     for axis, size in enumerate((width, height)):
         ends = [point[axis] for point in points]
         if max(ends) <= 0 or min(ends) >= size:
-            raise ValueError(f"{TASK_BOX_KEY} {points} lies outside {where}")
+            raise InvalidRequest(f"{TASK_BOX_KEY} {points} lies outside {where}")
     corners = np.array(points, np.float32)
     if not _is_convex(corners.tolist()):
-        raise ValueError(
+        raise InvalidRequest(
             f"{TASK_BOX_KEY} {points} is no quadrilateral for {where}: two corners are equal, three lie on a line, or"
             " the order is not top left, top right, bottom right, bottom left"
         )
@@ -188,26 +211,35 @@ def _corner_points(item: Data, where: str) -> list[list[float]]:
     good = isinstance(values, (list, tuple)) and len(values) == 4
     points = [_plain(value) for value in values] if good else []
     if not good or not all(_are_numbers(point, 2) for point in points):
-        raise ValueError(f"{TASK_BOX_KEY} must hold {wanted}, got {item[TASK_BOX_KEY]!r} for {where}")
+        raise InvalidRequest(f"{TASK_BOX_KEY} must hold {wanted}, got {repr(item[TASK_BOX_KEY])} for {where}")
     return [[float(number) for number in point] for point in points]
 
 
 def _box_values(item: Data, wanted: str) -> Any:
-    """The dict's ``box`` without NumPy or PyTorch around it; ``ValueError`` where there is none."""
+    """The dict's ``box`` without NumPy or PyTorch around it; ``InvalidRequest`` where there is none."""
     if item.get(TASK_BOX_KEY) is None:
-        raise ValueError(f"the dict has no {TASK_BOX_KEY!r} = {wanted}")
+        raise InvalidRequest(f"the dict has no {TASK_BOX_KEY!r} = {wanted}")
     return _plain(item[TASK_BOX_KEY])
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
+    # NOTE: an array of a client's may have millions of numbers, which as Python's take ten times the memory.
+    if not hasattr(value, "tolist") or math.prod(getattr(value, "shape", ())) > 8:
+        return value
+    return value.tolist()
 
 
 def _are_numbers(values: Any, count: int) -> bool:
-    """Whether it is a list of ``count`` finite numbers."""
+    """Whether it is a list of ``count`` numbers that are finite as floats."""
     if not isinstance(values, (list, tuple)) or len(values) != count:
         return False
-    return all(isinstance(value, (int, float, np.number)) and math.isfinite(value) for value in values)
+    return all(map(_is_finite, values))
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max  # isfinite raises for a larger one
+    return isinstance(value, (float, np.number)) and math.isfinite(value)
 
 
 def _image(height: int, width: int) -> str:
@@ -215,10 +247,10 @@ def _image(height: int, width: int) -> str:
 
 
 def _wanted_side(item: Data, key: str) -> int:
-    """The dict's ``key`` as an image side in pixels; ``ValueError`` where it is none."""
+    """The dict's ``key`` as an image side in pixels; ``InvalidRequest`` where it is none."""
     if key not in item:
-        raise ValueError(f"the dict has no {key!r}, the side to resize to, in pixels")
+        raise InvalidRequest(f"the dict has no {key!r}, the side to resize to, in pixels")
     value = item[key]
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= MAX_SIDE:
-        raise ValueError(f"{key} in the dict must be an integer from 1 to {MAX_SIDE} (pixels), got {value!r}")
+        raise InvalidRequest(f"{key} in the dict must be an integer from 1 to {MAX_SIDE} (pixels), got {repr(value)}")
     return int(value)

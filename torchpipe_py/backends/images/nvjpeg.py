@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from torchpipe_py.backends.base import Data, Isolation, Param
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.images.jpeg import read_header
+from torchpipe_py.backends.images.jpeg import GpuJpeg, read_header
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
-from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, to_color
+from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, max_pixels, to_color
 from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
+from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
@@ -74,8 +75,9 @@ class DecodeTensor(GuardedBackend):
     """JPEG bytes to a Tensor 1×3×H×W, ``uint8``, on the GPU by nvJPEG; a batch is decoded in one call.
 
     Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
-    (another format, CMYK, progressive with restart markers, cut-off or corrupt bytes): no ``result``, ``error`` is a
-    ``DecodeError``; a next node with ``filter = "or"`` can decode it on the CPU.
+    (another format, CMYK, progressive with restart markers or more than 32 scans, more pixels than ``max_pixels``,
+    cut-off or corrupt bytes): no ``result``, ``error`` is a ``DecodeError``; a next node with ``filter = "or"`` can
+    decode it on the CPU. The images of one call have no more than ``max_pixels`` together.
 
     ``decoder``: the library that calls nvJPEG. With ``torchvision`` pixels differ from OpenCV's where chroma is
     subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it. ``torchpipe parity`` shows
@@ -88,11 +90,13 @@ class DecodeTensor(GuardedBackend):
     color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
     decoder = Param(to_str, "torchvision", choices=tuple(DECODERS), doc="the library that calls nvJPEG")
     max_batch = Param(to_int, 1, low=1, key="max", doc="most images decoded in one call")
+    max_pixels = max_pixels()
 
     _jpegs: JpegDecoder | None = None
 
     def setup_guarded(self) -> None:
         assert self._guard is not None
+        self._check = HeaderCheck(("jpeg",), self.max_pixels)
         # nvJPEG starts at its first call: no request waits for that.
         self._jpegs = DECODERS[self.decoder](self.device, self._guard.stream, [_small_jpeg()] * self.max())
 
@@ -100,26 +104,47 @@ class DecodeTensor(GuardedBackend):
         return int(self.max_batch)
 
     def forward_guarded(self, items: list[Data]) -> None:
-        good: list[tuple[Data, bytes, int]] = []
+        good: list[tuple[Data, bytes, GpuJpeg]] = []
         for item in items:
             data = item[TASK_DATA_KEY]
             data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
             try:
-                orientation = read_header(data).orientation
+                header = read_header(data, self._check)
             except DecodeError as error:
                 item[TASK_ERROR_KEY] = error
             else:
-                good.append((item, data, orientation))
-        if not good:
-            return
+                good.append((item, data, header))
+        for group in self._groups(good):
+            self._decode(group)
+
+    def _groups(self, images: Sequence[tuple[Data, bytes, GpuJpeg]]) -> Iterator[list[tuple[Data, bytes, GpuJpeg]]]:
+        """Runs of images that together have no more pixels than one image may have."""
+        group: list[tuple[Data, bytes, GpuJpeg]] = []
+        pixels = 0
+        for image in images:
+            header = image[2]
+            size = header.width * header.height
+            if group and pixels + size > self.max_pixels:
+                yield group
+                group, pixels = [], 0
+            group.append(image)
+            pixels += size
+        if group:
+            yield group
+
+    def _decode(self, images: Sequence[tuple[Data, bytes, GpuJpeg]]) -> None:
         assert self._jpegs is not None
-        images = self._jpegs.decode([data for _, data, _ in good])
-        for (item, _, orientation), image in zip(good, images, strict=True):
+        decoded = self._jpegs.decode([data for _, data, _ in images])
+        for (item, _, header), image in zip(images, decoded, strict=True):
             if isinstance(image, DecodeError):
                 item[TASK_ERROR_KEY] = image
                 continue
-            if orientation != 1:
-                image = oriented(image, orientation)
+            if image.shape[1:] != (header.height, header.width):
+                # What the header says is what was bounded: another size is another image.
+                item[TASK_ERROR_KEY] = DecodeError(f"JPEG: decoded to another size than {header.width}x{header.height}")
+                continue
+            if header.orientation != 1:
+                image = oriented(image, header.orientation)
             item[TASK_RESULT_KEY] = image[None] if self.color == "rgb" else image.flip(0)[None]
             item[TASK_COLOR_KEY] = self.color
 

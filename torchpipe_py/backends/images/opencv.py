@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
-from torchpipe_py.errors import DecodeError
+from torchpipe_py.errors import DecodeError, first_line
+from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, to_formats
+from torchpipe_py.images.memory import DECODING, SMALL
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
@@ -38,6 +40,11 @@ def interpolation() -> Param:
     return Param(to_str, "bilinear", choices=tuple(INTERPOLATIONS), doc="as OpenCV's INTER_ flag of that name")
 
 
+def max_pixels() -> Param:
+    """The parameter ``max_pixels``."""
+    return Param(to_int, MAX_PIXELS, low=1, high=2**30, doc="most pixels of an image; a larger one is refused")
+
+
 UINT8 = np.dtype(np.uint8)
 
 
@@ -54,28 +61,66 @@ def as_mat(value: Any) -> np.ndarray:
 
 
 def encoded_bytes(value: Any) -> np.ndarray:
-    """Encoded image bytes as a 1-D ``uint8`` array without a copy; ``TypeError`` for what holds no bytes."""
+    """Encoded image bytes as a contiguous 1-D ``uint8`` array, mostly no copy; ``TypeError`` for other values."""
     if isinstance(value, bytes):
         return np.frombuffer(value, UINT8)
     if isinstance(value, np.ndarray):
         if value.dtype == np.uint8 and value.ndim == 1:
-            return value
+            return np.ascontiguousarray(value)
         raise TypeError(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
     if not isinstance(value, (bytearray, memoryview)):
         raise TypeError(f"expected encoded bytes, got {type(value).__name__}")
     return np.frombuffer(value, UINT8)
 
 
+class MatDecoder:
+    """Encoded image bytes to an H×W×3 Mat by ``cv2.imdecode``, which sees only what a ``HeaderCheck`` lets through.
+
+    Decoders of a process have up to eight bytes for each of ``max_pixels`` under way; the next image waits.
+    """
+
+    def __init__(self, color: str, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
+        import cv2
+
+        self._check = HeaderCheck(formats, max_pixels)
+        self._limit = 8 * max_pixels
+        self._imdecode: Callable[..., Any] = cv2.imdecode
+        self._flags = cv2.IMREAD_COLOR_RGB if color == "rgb" else cv2.IMREAD_COLOR_BGR
+        self._cv2_error = cv2.error
+
+    def __call__(self, data: Any) -> Any:
+        """A Mat, of the size in the header or turned by a quarter; ``DecodeError`` where there is none."""
+        encoded = encoded_bytes(data)
+        memory = self._check(data if isinstance(data, bytes) else encoded.data).memory
+        try:
+            if memory <= SMALL:
+                mat = self._imdecode(encoded, self._flags)
+            else:
+                with DECODING.reserved(memory, self._limit):
+                    mat = self._imdecode(encoded, self._flags)
+        except self._cv2_error as error:
+            reason = getattr(error, "err", "") or first_line(error)  # the rest names OpenCV's own files
+            raise DecodeError(f"{len(encoded)} bytes: OpenCV: {reason.strip()}") from None
+        if mat is None:
+            raise DecodeError(f"{len(encoded)} bytes are no image OpenCV can read")
+        return mat
+
+
 class DecodeMat(StatelessBackend):
-    """Encoded image bytes (JPEG, PNG, BMP, WebP, …) to an H×W×3 Mat by ``cv2.imdecode``.
+    """Encoded image bytes (JPEG, PNG, WebP, BMP) to an H×W×3 Mat by ``cv2.imdecode``.
 
     Gray, CMYK and 16-bit images become three channels of 8 bits, EXIF orientation is applied, alpha is dropped.
-    Bytes that are no image: no ``result``, ``error`` is a ``DecodeError``.
+    No ``result``, but a ``DecodeError`` as ``error``: bytes that are no image, of a format that is not in ``formats``,
+    of more pixels than ``max_pixels``, JPEGs of more than 32 scans, animated PNG and WebP. All that is read from the
+    header, before OpenCV sees the image. At a time a process decodes what takes up to eight bytes for each of
+    ``max_pixels``, or one image; the next one waits.
     """
 
     isolation = Isolation.MOVES
 
     color = Param(to_color, "bgr", choices=COLORS, doc="channel order of the Mat")
+    formats = Param(to_formats, FORMATS, doc="what is read, of jpeg, png, webp, bmp, gif, tiff, pnm")
+    max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:
         if color is not None:
@@ -83,23 +128,14 @@ class DecodeMat(StatelessBackend):
         return None
 
     def setup(self) -> None:
-        import cv2
-
-        self._decode: Callable[..., Any] = cv2.imdecode
-        self._flags = cv2.IMREAD_COLOR_RGB if self.color == "rgb" else cv2.IMREAD_COLOR_BGR
-        self._cv2_error = cv2.error
+        self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
 
     def forward_item(self, item: Data) -> None:
-        encoded = encoded_bytes(item[TASK_DATA_KEY])
         try:
-            mat = self._decode(encoded, self._flags) if encoded.size else None
-        except self._cv2_error as error:
-            item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes: {str(error).strip()}")
+            item[TASK_RESULT_KEY] = self._decode(item[TASK_DATA_KEY])
+        except DecodeError as error:
+            item[TASK_ERROR_KEY] = error
             return
-        if mat is None:
-            item[TASK_ERROR_KEY] = DecodeError(f"{len(encoded)} bytes are no image OpenCV can read")
-            return
-        item[TASK_RESULT_KEY] = mat
         item[TASK_COLOR_KEY] = self.color
 
 

@@ -199,8 +199,8 @@ class CropTensor(TensorBackend):
     """The part of a Tensor 1×C×H×W that ``box`` in the dict names: [left, top, right, bottom] in pixels; a copy.
 
     ``box`` is a list, tuple, array or tensor of four numbers; right and bottom are the first pixels outside. Fractions
-    are rounded, and what lies outside the image is cut off. ``ValueError`` for a box that is missing, is no four
-    finite numbers, or leaves no pixel.
+    are rounded, and what lies outside the image is cut off. A box that is missing, is no four finite numbers, or
+    leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``.
     """
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from torchpipe_py.errors import DecodeError
-from torchpipe_py.images import find_images
+from torchpipe_py.backends.images.opencv import MatDecoder
+from torchpipe_py.images.files import find_images
 from torchpipe_py.training.errors import TrainingError, UnreadableFile
 
 
@@ -72,14 +70,6 @@ def decode_rgb(encoded: bytes) -> Any:
 
     ``DecodeError`` for bytes that are no image.
     """
-    import cv2
     from PIL import Image
 
-    mat = None
-    try:
-        mat = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
-    except cv2.error as error:
-        raise DecodeError(f"{len(encoded)} bytes: {str(error).strip()}") from None
-    if mat is None:
-        raise DecodeError(f"{len(encoded)} bytes are no image OpenCV can read")
-    return Image.fromarray(mat)
+    return Image.fromarray(MatDecoder("rgb")(encoded))

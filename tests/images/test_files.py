@@ -1,4 +1,4 @@
-"""torchpipe_py.images: which files of a folder are images."""
+"""torchpipe_py.images.files: which files of a folder are images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpipe_py.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images
+from torchpipe_py.images.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images
 
 
 def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> None:

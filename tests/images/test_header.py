@@ -1,0 +1,279 @@
+"""What headers say, and what is refused by them before a decoder sees it."""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from itertools import product
+from resource import RUSAGE_SELF, getrusage
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from pictures import (
+    IEND,
+    bmp,
+    canvas,
+    gif,
+    idat,
+    ihdr,
+    jpeg_segment,
+    png_chunk,
+    png_of,
+    saved,
+    tiff,
+    webp_chunks,
+    webp_of,
+    with_scans,
+)
+
+from torchpipe_py import ConfigError, DecodeError, pipe
+from torchpipe_py.images.header import HeaderCheck, to_formats
+from torchpipe_py.images.jpeg import MAX_SCANS
+
+EVERY = HeaderCheck(("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm"))
+
+JPEG, PROGRESSIVE = saved("JPEG"), saved("JPEG", progressive=True)
+LOSSY, LOSSLESS = saved("WEBP"), saved("WEBP", lossless=True)
+
+GOOD = {
+    "jpeg": JPEG,
+    "progressive": PROGRESSIVE,
+    "gray jpeg": saved("JPEG", mode="L"),
+    "cmyk jpeg": saved("JPEG", mode="CMYK"),
+    "thumbnail": JPEG[:2] + jpeg_segment(0xE1, b"Exif\0\0" + saved("JPEG", 8, 8)) + JPEG[2:],
+    "fill bytes": JPEG[:2] + b"\xff\xff" + JPEG[2:],
+    "bytes between segments": JPEG[:20] + b"junk\xff\0" + JPEG[20:],
+    "bytes behind the end": JPEG + saved("JPEG", 100, 100),
+    "scans behind the end": PROGRESSIVE + with_scans(PROGRESSIVE, 100),
+    "scans in a comment": PROGRESSIVE[:-2] + jpeg_segment(0xFE, b"\xff\xda" * 100) + PROGRESSIVE[-2:],
+    "png": saved("PNG"),
+    "palette png": saved("PNG", mode="P"),
+    "one bit png": saved("PNG", mode="1"),
+    "alpha png": saved("PNG", mode="RGBA"),
+    "webp": LOSSY,
+    "lossless webp": LOSSLESS,
+    "extended webp": webp_of([canvas(32, 24), (b"ICCP", b"profile"), *webp_chunks(LOSSY)]),
+    "alpha webp": saved("WEBP", mode="RGBA"),
+    "bmp": saved("BMP"),
+    "gray bmp": saved("BMP", mode="L"),
+    "gif": saved("GIF"),
+    "tiff": saved("TIFF"),
+    "deflated tiff": saved("TIFF", compression="tiff_deflate"),
+    "ppm": saved("PPM"),
+    "pgm": saved("PPM", mode="L"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_the_header_has_the_size_that_opencv_decodes(name: str) -> None:
+    header = EVERY(GOOD[name])
+    assert (header.height, header.width) == (24, 32)
+    assert EVERY(memoryview(GOOD[name])) == header
+    mat = cv2.imdecode(np.frombuffer(GOOD[name], np.uint8), cv2.IMREAD_COLOR)
+    assert mat is not None or "gif" in name  # which OpenCV 4.10 does not know
+    assert mat is None or mat.shape == (24, 32, 3)
+
+
+def test_what_a_header_says() -> None:
+    assert EVERY(JPEG)[:7] == ("jpeg", 32, 24, 3, 8, 1, 1)
+    assert EVERY(PROGRESSIVE).scans == 10
+    assert EVERY(GOOD["scans in a comment"]).scans == EVERY(GOOD["scans behind the end"]).scans == 10
+    assert EVERY(saved("PNG", mode="I;16"))[3:5] == (1, 16)
+    assert EVERY(PROGRESSIVE).memory > EVERY(JPEG).memory >= 24 * 32 * 3
+    assert EVERY(bmp(32, -24)).height == 24
+    assert EVERY(bmp(32, 24, header=12)).width == 32
+    assert EVERY(b"P5 # 9 9\n #\n 32\t24 255\n").width == 32
+    three = JPEG.replace(b"\xff\xda\0\x0c\x03", b"\xff\xda\0\x0c\x01")  # not all components in the first scan
+    assert EVERY(with_scans(three, 3)).scans == 3
+
+
+def frame(data: bytes, kind: int = 0xC0, size: tuple[int, int] | None = None) -> bytes:
+    """The JPEG with another kind of frame, or height and width."""
+    at = data.index(b"\xff\xc0" if b"\xff\xc0" in data else b"\xff\xc2")
+    dims = data[at + 5 : at + 9] if size is None else struct.pack(">HH", *size)
+    return data[: at + 1] + bytes([kind]) + data[at + 2 : at + 5] + dims + data[at + 9 :]
+
+
+def frames_of(data: bytes) -> bytes:
+    at = data.index(b"\xff\xc0")
+    return data[at : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")]
+
+
+TEXT = zlib.compress(bytes(7_900_000), 9)
+ANIMATION = [(b"acTL", struct.pack(">II", 3, 0)), (b"fcTL", bytes(26)), (b"fdAT", b"")]
+IMAGE = webp_chunks(LOSSY)
+TAGS = [(256, 4, 1, 32), (257, 4, 1, 24)]
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "0 bytes are no image that is read here; formats: jpeg"),
+    "one byte": (b"\xff", "no image that is read here"),
+    "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "no image that is read here"),
+    "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "no image that is read here"),
+    # JPEG
+    "jpeg, large": (frame(JPEG, size=(32767, 32767)), "a JPEG of 32767x32767 pixels, more than max_pixels = 67108864"),
+    "jpeg, progressive, large": (frame(PROGRESSIVE, 0xC2, (65535, 65535)), "a JPEG of 65535x65535 pixels"),
+    "jpeg, no height": (frame(JPEG, size=(0, 32)), "a JPEG of 32x0 pixels"),
+    "jpeg, two frames": (JPEG[:2] + frames_of(JPEG) + JPEG[2:], "two frame headers"),
+    "jpeg, lossless": (frame(JPEG, 0xC3), r"SOF3 \(lossless\)"),
+    "jpeg, arithmetic": (frame(JPEG, 0xC9), r"SOF9 \(arithmetic coding\)"),
+    "jpeg, hierarchical": (frame(JPEG, 0xC5), r"SOF5 \(hierarchical\)"),
+    "jpeg, 12 bits": (JPEG.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), r"\(12 bits\)"),
+    "jpeg, no frame": (JPEG.replace(frames_of(JPEG), b""), "no frame header"),
+    "jpeg, two starts": (JPEG[:2] + JPEG, "marker FFD8 at byte 2"),
+    "jpeg, a segment of no length": (JPEG[:2] + b"\xff\xe0\0\0" + JPEG[2:], "the segment at byte 2 is 0 bytes long"),
+    "jpeg, cut off": (JPEG[:100], "cut off in its header"),
+    "jpeg, scans": (with_scans(PROGRESSIVE, 2000), "a JPEG of more than 32 scans"),
+    "jpeg, segments": (JPEG[:2] + jpeg_segment(0xFE, b"") * 3000 + JPEG[2:], "more than 2048 segments"),
+    "jpeg, tables between scans": (PROGRESSIVE[:-2] + b"\xff\xdd\0\2" * 3000 + PROGRESSIVE[-2:], "between its scans"),
+    # PNG
+    "png, large": (png_of([ihdr(32767, 32767), idat(), IEND]), "a PNG of 32767x32767 pixels, more than max_pixels"),
+    "png, no width": (png_of([ihdr(0), idat(), IEND]), "a PNG of 0x8 pixels"),
+    "png, 3 bits": (png_of([ihdr(bits=3), idat(), IEND]), "color type 2 with 3 bits"),
+    "png, no header first": (png_of([idat(), ihdr(), IEND]), "does not begin with its header"),
+    "png, two headers": (png_of([ihdr(), ihdr(9, 9), idat(), IEND]), "a chunk b'IHDR' at byte 37"),
+    "png, unknown": (png_of([ihdr(), idat(), (b"I\x7f\xff\xff", b""), IEND]), "a chunk b'I.x7f.xff.xff'"),
+    **{f"png, {kind!r}": (png_of([ihdr(), (kind, more), idat(), IEND]), "animated") for kind, more in ANIMATION},
+    "png, animated behind its data": (png_of([ihdr(), idat(), *ANIMATION, IEND]), "animated"),
+    "png, no data": (png_of([ihdr(), IEND]), "no image data"),
+    "png, chunks": (png_of([ihdr(), *[(b"tEXt", b"")] * 1000, idat(), IEND]), "more than 279 chunks"),
+    "png, texts": (png_of([ihdr(), *[(b"zTXt", b"a\0\0" + TEXT)] * 9, idat(), IEND]), "grow to more than 8388608"),
+    "png, more texts": (png_of([ihdr(), *[(b"iTXt", b"a\0\1\0\0\0" + TEXT)] * 9, idat(), IEND]), "texts and profiles"),
+    "png, a profile": (png_of([ihdr(), *[(b"iCCP", b"a\0\0" + TEXT)] * 9, idat(), IEND]), "texts and profiles"),
+    "png, its data grow": (png_of([ihdr(), idat(10_000_000), IEND]), "grow to more than 8x8 pixels"),
+    "png, its data grow too far": (png_of([ihdr(2000, 3000, 1, 0), idat(1_200_000_000), IEND]), "grow to more than"),
+    # WebP
+    "webp, large": (webp_of([(b"VP8L", b"\x2f\xff\xff\xff\x0f\0\0")]), "a WebP of 16384x16384 pixels"),
+    "webp, another canvas": (webp_of([canvas(64, 64), *IMAGE]), "32x24 pixels on a canvas of 64x64"),
+    "webp, animated": (webp_of([canvas(32, 24, 2), *IMAGE]), "animated"),
+    "webp, a frame": (webp_of([canvas(32, 24), (b"ANMF", bytes(24)), *IMAGE]), "animated"),
+    "webp, unknown first": (webp_of([(b"JUNK", b""), *IMAGE]), "begins with a chunk b'JUNK'"),
+    "webp, no key frame": (webp_of([(b"VP8 ", b"\1" + IMAGE[0][1][1:])]), "no key frame"),
+    "webp, chunks": (webp_of([canvas(32, 24), *[(b"JUNK", b"")] * 99, *IMAGE]), "no image in its first 64 chunks"),
+    "webp, cut off": (LOSSY[:24], "cut off in its header"),
+    # BMP
+    "bmp, large": (bmp(32767, 32767, 8, 1), "a BMP of 32767x32767 pixels"),
+    "bmp, top down": (bmp(1, -(2**31)), "a BMP of 1x2147483648 pixels"),
+    "bmp, negative width": (bmp(-8, 8), "a BMP of -8x8 pixels"),
+    "bmp, both negative": (bmp(-8, -8), "a BMP of -8x8 pixels"),
+    "bmp, 48 bits": (bmp(8, 8, 48), "48 bits for a pixel"),
+    "bmp, header": (bmp(8, 8, header=44), "a header of 44 bytes"),
+    # what has to be named
+    "gif, large": (gif(32767, 32767), "a GIF of 32767x32767 pixels"),
+    "gif, a frame outside": (gif(4, 4, (0, 0, 60000, 60000)), "a frame of 60000x60000 pixels leaves"),
+    "gif, blocks": (gif(4, 4)[:19] + b"\x21\xfe" + b"\1 " * 9999 + b"\0" + gif(4, 4)[19:], "in its first 4096 blocks"),
+    "tiff, large": (tiff([(256, 4, 1, 2**31), (257, 4, 1, 24)]), "a TIFF of 2147483648x24 pixels"),
+    "tiff, tile": (tiff([*TAGS, (322, 4, 1, 60000), (323, 4, 1, 60000)]), "a TIFF of 60000x60000 pixels"),
+    "tiff, twice": (tiff([*TAGS, (256, 4, 1, 99999)]), "the tag 256 twice"),
+    "tiff, no size": (tiff([(256, 4, 1, 32)]), "does not say its size"),
+    "tiff, channels": (tiff([*TAGS, (277, 3, 1, 65535)]), "65535 channels"),
+    "tiff, bits": (tiff([*TAGS, (258, 3, 1, 128)]), "128 bits"),
+    "tiff, cut off": (tiff(TAGS)[:20], "cut off in its header"),
+    "pnm, large": (b"P5\n32767 32767\n255\n" + bytes(16), "a PNM of 32767x32767 pixels"),
+    "pnm, no size": (b"P5" + b" " * 5000 + b"3 3 255\n", "no size in its first 4 KiB"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    data, message = REFUSED[name]
+    with pytest.raises(DecodeError, match=message) as caught:
+        EVERY(data)
+    assert str(caught.value).startswith(f"{len(data)} bytes")
+    assert len(str(caught.value)) < 300
+
+
+def test_as_many_scans_as_are_allowed() -> None:
+    assert EVERY(with_scans(PROGRESSIVE, MAX_SCANS)).scans == MAX_SCANS
+
+
+def test_texts_that_stay_small_are_let_through() -> None:
+    profile = zlib.compress(np.random.default_rng(0).bytes(100_000))
+    assert EVERY(png_of([ihdr(), (b"iCCP", b"a\0\0" + profile), idat(), IEND])).width == 8
+    plain = b"a\0\0\0\0\0" + bytes(1_000_000)
+    assert EVERY(png_of([ihdr(), (b"iTXt", plain), (b"zTXt", b"damaged" * 9999), idat(), IEND])).width == 8
+
+
+def test_a_large_png_of_many_chunks_is_let_through() -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (700, 700, 3), np.uint8)
+    rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels), 1)
+    parts = [(b"IDAT", rows[at : at + 8192]) for at in range(0, len(rows), 8192)]
+    data = png_of([ihdr(700, 700), *parts, IEND])
+    assert EVERY(data).height == 700
+    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB), pixels)
+
+
+@pytest.mark.parametrize("data", GOOD.values(), ids=GOOD)
+def test_a_file_that_is_cut_off_anywhere_has_a_header_or_none(data: bytes) -> None:
+    for end, change in product(range(0, min(len(data), 700), 3), (b"", b"\xff")):
+        try:
+            header = EVERY(data[:end] + change)
+        except DecodeError:
+            continue
+        assert 0 < header.width * header.height <= EVERY.max_pixels
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PROGRESSIVE[:-2] + b"\xff\0" * 2**22,
+        JPEG[:2] + b"\xff\0" * 2**22 + JPEG[2:],
+        JPEG[:2] + b"\xff" * 2**23 + JPEG[2:],
+        PROGRESSIVE[:-2] + b"\xff\xd0" * 2**22,
+        png_of([ihdr()]) + png_chunk(b"IDAT", b"") * 2**19,
+        gif(4, 4)[:19] + b"\x21\xfe" + b"\1 " * 2**22,
+        b"P5" + b"#" * 2**23,
+    ],
+    ids=["scan", "start", "fill", "restarts", "chunks", "blocks", "comment"],
+)
+def test_eight_megabytes_cost_bounded_time(data: bytes) -> None:
+    start = time.thread_time()
+    try:
+        EVERY(data)
+    except DecodeError:
+        pass
+    assert time.thread_time() - start < 2
+
+
+# -- what a configuration says ------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, **config: Any) -> dict[str, Any]:
+    item = {"data": data}
+    with pipe({"backend": "DecodeMat", **config}) as run:
+        run(item)
+    return item
+
+
+def test_formats_names_what_is_read() -> None:
+    ppm = saved("PPM")
+    refused = decode(ppm)
+    assert refused.keys() == {"data", "error"}
+    assert "they look like PNM, and formats names only jpeg, png, webp, bmp" in str(refused["error"])
+    assert decode(ppm, formats="jpeg, PNM")["result"].shape == (24, 32, 3)
+    assert isinstance(decode(saved("PNG"), formats=["jpeg"])["error"], DecodeError)
+
+
+def test_what_has_no_reader_cannot_be_named() -> None:
+    with pytest.raises(ConfigError, match="no image format 'hdr' can be read here"):
+        decode(JPEG, formats="jpeg, hdr")
+    with pytest.raises(ValueError, match="did you mean 'jpeg'"):
+        to_formats("jpg")
+    with pytest.raises(ValueError, match="at least one"):
+        to_formats("")
+
+
+def test_max_pixels() -> None:
+    assert decode(JPEG, max_pixels=24 * 32)["result"].shape == (24, 32, 3)
+    refused = decode(JPEG, max_pixels=24 * 32 - 1)
+    assert refused.keys() == {"data", "error"}
+    assert str(refused["error"]).endswith("a JPEG of 32x24 pixels, more than max_pixels = 767")
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "large" in name or "grow" in name])
+def test_what_is_refused_takes_no_memory(name: str) -> None:
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    assert "error" in decode(REFUSED[name][0])
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB

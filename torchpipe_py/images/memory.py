@@ -1,0 +1,67 @@
+"""The memory that decoding takes in a process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SMALL = 2**22
+"""Bytes. What takes no more is not counted: as many of them are under way as there are threads that decode."""
+
+
+class DecodingMemory:
+    """Counts the bytes that decoders of a process have under way; who would exceed the limit waits for the others.
+
+    They come in the order in which they asked. Nobody asks for more while it holds some, so nobody waits for ever; and
+    where nothing is under way, anything may be.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: set[_Reservation] = set()
+        self._waiting: deque[_Reservation] = deque()
+
+    @contextmanager
+    def reserved(self, size: int, limit: int) -> Iterator[None]:
+        """Wait until ``size`` bytes beside those under way are within ``limit``, and count them meanwhile."""
+        if size <= SMALL:
+            yield
+            return
+        reservation = _Reservation(size, limit)
+        # NOTE: Ctrl-C can meet a caller that decodes its own image anywhere here, even while it waits.
+        try:
+            with self._lock:
+                self._waiting.append(reservation)
+                self._admit()
+            reservation.admitted.acquire()
+            yield
+        finally:
+            with self._lock:
+                self._under_way.discard(reservation)
+                if reservation in self._waiting:
+                    self._waiting.remove(reservation)
+                self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            first, under_way = self._waiting[0], sum(other.size for other in self._under_way)
+            if under_way and under_way + first.size > first.limit:
+                return
+            self._under_way.add(first)
+            self._waiting.popleft()
+            first.admitted.release()
+
+
+class _Reservation:
+    """Some bytes; ``admitted`` can be acquired once they are counted."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.size, self.limit = size, limit
+        self.admitted = threading.Lock()
+        self.admitted.acquire()
+
+
+# Process-wide, as the memory is.
+DECODING = DecodingMemory()
