@@ -108,10 +108,10 @@ IMAGE = webp_chunks(LOSSY)
 TAGS = [(256, 4, 1, 32), (257, 4, 1, 24)]
 
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "0 bytes are no image that is read here; formats: jpeg"),
-    "one byte": (b"\xff", "no image that is read here"),
-    "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "no image that is read here"),
-    "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "no image that is read here"),
+    "nothing": (b"", "0 bytes are no image of formats jpeg"),
+    "one byte": (b"\xff", "no image of formats"),
+    "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "no image of formats"),
+    "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "no image of formats"),
     # JPEG
     "jpeg, large": (frame(JPEG, size=(32767, 32767)), "a JPEG of 32767x32767 pixels, more than max_pixels = 67108864"),
     "jpeg, progressive, large": (frame(PROGRESSIVE, 0xC2, (65535, 65535)), "a JPEG of 65535x65535 pixels"),
@@ -251,7 +251,7 @@ def test_formats_names_what_is_read() -> None:
     ppm = saved("PPM")
     refused = decode(ppm)
     assert refused.keys() == {"data", "error"}
-    assert "they look like PNM, and formats names only jpeg, png, webp, bmp" in str(refused["error"])
+    assert "no image of formats jpeg, png, webp, bmp; they look like PNM" in str(refused["error"])
     assert decode(ppm, formats="jpeg, PNM")["result"].shape == (24, 32, 3)
     assert isinstance(decode(saved("PNG"), formats=["jpeg"])["error"], DecodeError)
 

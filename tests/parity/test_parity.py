@@ -371,11 +371,7 @@ def test_a_corrupt_image_is_listed(parity: Parity, write: Write, images: Path) -
     assert run.status == 0
     (refused,) = run.json["refused"]
     assert refused["name"] == "broken.jpg"
-    assert (
-        refused["a"]
-        == refused["b"]
-        == ("DecodeError: 15 bytes are no image that is read here; formats: jpeg, png, webp, bmp")
-    )
+    assert refused["a"] == refused["b"] == ("DecodeError: 15 bytes are no image of formats jpeg, png, webp, bmp")
     assert len(run.json["images"]) == 5
     assert "broken.jpg" in run.out
     assert "broken.jpg" in run.html

@@ -98,7 +98,7 @@ class HeaderCheck:
         """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound."""
         read = self._readers.get(bytes(data[:2]))
         if read is None:
-            raise DecodeError(f"{len(data)} bytes are no image that is read here{self._hint(data)}")
+            raise DecodeError(f"{len(data)} bytes are no image of formats {', '.join(self._formats)}{_known(data)}")
         try:
             header = read(data)
         except (struct.error, IndexError):
@@ -113,13 +113,13 @@ class HeaderCheck:
             raise DecodeError(f"{len(data)} bytes: a JPEG of more than {MAX_SCANS} scans, each a pass over all pixels")
         return header
 
-    def _hint(self, data: Bytes) -> str:
-        known = _BY_START.get(bytes(data[:2]))
-        looks = f"; they look like {known.shown}, and formats names only" if known else "; formats:"
-        return f"{looks} {', '.join(self._formats)}"
-
     def _wrong_size(self, header: ImageHeader) -> str:
         size = f"a {_FORMATS[header.format].shown} of {header.width}x{header.height} pixels"
         if header.width <= 0 or header.height <= 0:
             return size
         return f"{size}, more than max_pixels = {self.max_pixels}"
+
+
+def _known(data: Bytes) -> str:
+    known = _BY_START.get(bytes(data[:2]))
+    return f"; they look like {known.shown}" if known else ""
