@@ -17,6 +17,7 @@ from benchmarks.gpu.service import served
 from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
 from benchmarks.in_process.processes import processes
+from benchmarks.service.isolation import isolation
 from benchmarks.service.mean import mean
 from benchmarks.service.models import service
 
@@ -32,6 +33,7 @@ ON_CPU: dict[str, Benchmark] = {
     "detector": detector,
     "service": service,
     "mean": mean,
+    "isolation": isolation,
 }
 ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = {
     "limits": gpu.limits,
