@@ -8,14 +8,12 @@ are idle, and since when, so that the supervisor can close one without asking it
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop
-from multiprocessing import reduction
 from struct import Struct
 from typing import Any, NamedTuple
 
+from torchpipe_server.serving.memory import SharedMemory
 from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
 
 SLOT_BYTES = 72
@@ -43,22 +41,20 @@ class LastState(NamedTuple):
 
 
 class Journal:
-    """``count`` slots in a file without a name; a child process that is started with the journal shares it."""
+    """``count`` slots in shared memory; a child process that is started with the journal shares it."""
 
-    def __init__(self, count: int, fd: int | None = None) -> None:
+    def __init__(self, count: int, memory: SharedMemory | None = None) -> None:
         self.count = count
-        self._fd = os.memfd_create("torchpipe-journal") if fd is None else fd
-        if fd is None:
-            os.ftruncate(self._fd, count * SLOT_BYTES)
-        self._view = memoryview(mmap.mmap(self._fd, count * SLOT_BYTES))
+        self._memory = memory or SharedMemory("torchpipe-journal", count * SLOT_BYTES)
+        self._view = self._memory.view
         self._times = self._view.cast("d")[_TIME_BYTES // 8 :: SLOT_BYTES // 8]
 
     def __reduce__(self) -> Any:
-        return _attach, (self.count, reduction.DupFd(self._fd))
+        return Journal, (self.count, self._memory)
 
     def close(self) -> None:
-        """Give the descriptor back; what is mapped stays."""
-        os.close(self._fd)
+        """No process is started with it any more; what is written there stays."""
+        self._memory.close()
 
     def begin(self, index: int, now: float) -> None:
         """A new connection has the slot, since ``now``, as ``monotonic``; it has asked nothing."""
@@ -92,15 +88,13 @@ class Journal:
         if work == _IDLE:
             return LastState(None, stream != _CLEAN)
         code, size, seqid, name = _head.unpack_from(self._view, base + 2)
-        if work != _BUSY or not 0 < size <= _NAME_BYTES:
-            return LastState(None, True)
         framing, is_oneway = divmod(code, 2)
-        message = Message(name[:size].decode(), ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing])
+        # NOTE: whatever stands there: the process may have died of bytes that had it write anywhere.
+        if work != _BUSY or not 0 < size <= _NAME_BYTES or framing >= len(_FRAMINGS):
+            return LastState(None, True)
+        called = name[:size].decode(errors="replace")
+        message = Message(called, ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing])
         return LastState(None if is_oneway else message, stream != _CLEAN)
-
-
-def _attach(count: int, fd: Any) -> Journal:
-    return Journal(count, fd.detach())
 
 
 class Entry:
