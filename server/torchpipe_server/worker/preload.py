@@ -19,12 +19,23 @@ if os.environ.get("PYTHONSAFEPATH") == "torchpipe-serve":
 # Without this ONNX Runtime, from 1.29 on, starts a thread here that reports to its maker which models it loads.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 with contextlib.suppress(ImportError):
+    import onnx  # noqa: F401
     import onnxruntime  # noqa: F401
 import cv2  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
+import torchpipe_py.drawing.depict  # noqa: E402, F401
 import torchpipe_server.serving.server  # noqa: E402
 import torchpipe_server.worker.handler  # noqa: E402
 import torchpipe_server.worker.worker  # noqa: E402, F401
+from torchpipe_py import Registry  # noqa: E402
+from torchpipe_py.idl import load_idl  # noqa: E402
+
+# What nearly every worker needs, and takes longer to import than to build.
+for name in ("DecodeMat", "Mat2Tensor", "OnnxTensor"):
+    with contextlib.suppress(ImportError):
+        Registry().find_backend(name)
+with contextlib.suppress(ImportError):
+    load_idl()
 
 gc.freeze()
