@@ -53,7 +53,9 @@ class Options:
         choices=("config", "none", "process"),
     )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")
-    hang_seconds: float = _option(30.0, "seconds after which a worker that does not answer is killed; 0 never", 0)
+    hang_seconds: float = _option(
+        30.0, "seconds for a batch, and for a worker's sign of life; then it is replaced; 0: no limit", 0
+    )
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(

@@ -82,13 +82,14 @@ class Lane:
     def paused(self, instance: Instance) -> Iterator[None]:
         """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
         busy, instance.busy = instance.busy, 0
+        started, instance.started = instance.started, 0.0
         self._paused.add(instance)
         self._wake_leaders()
         try:
             yield
         finally:
             self._paused.discard(instance)
-            instance.busy = busy
+            instance.busy, instance.started = busy, started
 
     def load(self) -> int:
         """Requests here that are not delivered yet, and could be; a moment's estimate."""

@@ -160,6 +160,7 @@ class Connection:
     def begin(self, message: Message) -> int:
         """A request's work begins; returns its serial number."""
         self.journal.begin(message)
+        self.settle()
         self.working_bytes = message.end - message.start
         self.serial += 1
         self.work = RUNNING

@@ -21,11 +21,13 @@ class Loop:
     """``call`` and ``stop`` are for any thread and for signal handlers, all else is for the thread of ``run``.
 
     ``on_error(error)`` gets what a handler, a step or a called function raises; without it, that ends ``run``.
+    ``progress`` counts what was begun: where it stands still for longer than ``LONGEST_WAIT``, one thing takes so long.
     """
 
     def __init__(self, on_error: Callable[[Exception], object] | None = None) -> None:
         self._on_error = on_error
         self.steps: list[Step] = []
+        self.progress = 0
         self._selector = selectors.DefaultSelector()
         self._watched: set[Any] = set()  # the selector's own mapping describes the socket at length to say no
         self._urgent: set[Any] = set()
@@ -85,9 +87,11 @@ class Loop:
         if len(ready) > 1 and self._urgent:
             ready.sort(key=lambda one: one[0].fileobj not in self._urgent)
         for key, events in ready:
+            self.progress += 1
             key.data(events)
         wait = LONGEST_WAIT
         for step in self.steps:
+            self.progress += 1
             wait = min(wait, step())
         return max(0.0, wait)
 
@@ -105,6 +109,7 @@ class Loop:
         try:
             # Those that come meanwhile wake it again: sockets have their turn between.
             for _ in range(len(self._calls)):
+                self.progress += 1
                 self._calls.popleft()()
         except Exception:
             self.call(lambda: None)  # those behind it have been woken for

@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from torchpipe_server.options import Options
-from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import READ, Loop
+from torchpipe_server.supervisor.forker import Forked
+from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
 from torchpipe_server.worker.channel import Channel, Said
-from torchpipe_server.worker.worker import Start, worker_main
 
 logger = logging.getLogger("torchpipe_server")
 
 KILLED_SECONDS = 0.05  # after which a killed process runs no code of ours, even if the system still cleans up behind it
 
+LOOK_SECONDS = 1.0  # between two looks at a worker's signs of life
+RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as one that answers nobody
+
 State = Literal["starting", "ready", "draining", "gone"]
-
-
-class Forked(NamedTuple):
-    """A worker's process, and the supervisor's end of the channel to it."""
-
-    process: Any
-    sock: socket.socket
-
-
-def fork_worker(index: int, options: Options, tables: Any, journal: Journal) -> Forked:
-    """Start a worker. From any thread; blocks until the process that workers are forked from has imported all."""
-    ours, theirs = socket.socketpair()
-    context: Any = multiprocessing.get_context("forkserver")
-    start = Start(index, options, tables, theirs, journal)
-    process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
-    try:
-        process.start()
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    return Forked(process, ours)
+Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved"]
+"""Why a worker ended, or is to be ended: by itself or by somebody else; no sign of life; its I/O loop at one thing for
+too long; a batch that runs for too long; an instance whose thread has ended; a message that no worker sends."""
 
 
 class Child:
     """A worker that was forked. ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
 
     ``connections`` are the slots of those that it serves. ``failure`` is why it could not start, if it has said so.
+    ``reason`` is why it ended. What it says is not believed before it is checked: it has read bytes from clients.
     """
 
     def __init__(
@@ -69,10 +51,17 @@ class Child:
         self.answered: bool | None = None  # whether it ended with every request answered, once it has
         self.stats: dict[str, Any] = {}
         self.graph = ""
-        self.unheard = 0  # beats since it last said anything
+        self.reason: Reason = "died"
+        self.has_served = False  # whether it was given a connection
         self.started_at = monotonic()
         self.ready_at = 0.0
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
+        self._heartbeat = forked.heartbeat
+        self._signs = forked.heartbeat.read()
+        self._silent_s = 0.0  # without a sign of life
+        self._overdue_looks = 0  # in a row, at which a batch ran for too long
+        self._is_asked = False  # for its figures
+        self._is_trusted = True
         self._gone_at = 0.0
         self.is_dismissed = False  # ended on purpose, before it had anything to answer
         self.process = forked.process
@@ -81,7 +70,7 @@ class Child:
             self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             self._pidfd = -1  # dead already; the channel's end tells
-        self._channel = Channel(loop, forked.sock, self._hear, self._channel_ended)
+        self._channel = Channel(loop, forked.sock, self._hear, self._channel_ended, is_trusted=False)
         if self._pidfd >= 0:
             # NOTE: a process that it has started may hold the channel open beyond its end.
             loop.watch(self._pidfd, READ, self._process_ended)
@@ -96,21 +85,50 @@ class Child:
         """Whether its process has ended."""
         return self.state == "gone"
 
+    @property
+    def responds(self) -> bool:
+        """Whether it has shown lately that it makes progress."""
+        return max(self._silent_s, self._signs.loop_s) < RESPONDS_SECONDS
+
+    def look(self, hang_seconds: float) -> Reason | None:
+        """Once in ``LOOK_SECONDS``: what is wrong with it, if anything; ``hang_seconds`` of 0 are no limit."""
+        if self.state not in ("ready", "draining"):
+            return None
+        before, self._signs = self._signs, self._heartbeat.read()
+        # NOTE: looks are counted, not seconds: a machine that slept must not find all its workers hanging. For the
+        # same reason a batch has to be overdue twice: that of a machine that slept is over by then.
+        self._silent_s = self._silent_s + LOOK_SECONDS if self._signs.beats == before.beats else 0.0
+        is_overdue = 0 < hang_seconds < self._signs.batch_s
+        self._overdue_looks = self._overdue_looks + 1 if is_overdue else 0
+        if 0 < hang_seconds < self._silent_s:
+            return "silent"
+        if 0 < hang_seconds < self._signs.loop_s:
+            return "stuck"
+        if self._overdue_looks >= 2:
+            return "hung_batch"
+        if self._signs.dead and self.state == "ready":  # at its end, a worker's instances end as well
+            return "dead_instance"
+        return None
+
     def give(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
         """Let it serve the connection."""
+        self.has_served = True
         self.connections.add(slot)
         self._channel.send({"type": "connection", "slot": slot, "refused": is_refused}, sock.fileno())
 
     def ask_stats(self) -> None:
-        """It answers with a message of that type."""
-        self._channel.send({"type": "stats"})
+        """It answers with a message of that type; one answer for all who ask until then."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._channel.send({"type": "stats"})
 
     def shed(self, count: int) -> None:
         """Have it give back so many connections."""
         self._channel.send({"type": "shed", "count": count})
 
-    def release(self) -> None:
+    def release(self, reason: Reason = "died") -> None:
         """Have it give back all connections, and end."""
+        self.reason = reason
         self._end("release")
 
     def drain(self) -> None:
@@ -125,10 +143,12 @@ class Child:
         self.is_dismissed = True
         self.kill()
 
-    def kill(self) -> None:
+    def kill(self, reason: Reason = "died") -> None:
         """End it now."""
         if self.is_gone:
             return
+        if self.reason == "died":
+            self.reason = reason
         try:
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -158,21 +178,40 @@ class Child:
             self._channel.send({"type": how})
 
     def _hear(self, message: Said, descriptor: int) -> None:
-        self.unheard = 0
+        if not self._is_trusted:
+            return
+        try:
+            check_message(message)
+            self._take(message)
+            self._on_message(self, message)
+        except UnexpectedMessageError as error:
+            self._distrust(str(error))
+        except Exception:
+            logger.exception("a defect")
+            self._distrust("what it says cannot be taken")
+
+    def _distrust(self, problem: str) -> None:
+        logger.error("worker %d (pid %d): %s: killing it", self.index, self.pid, problem)
+        self._is_trusted = False
+        self.kill("misbehaved")
+
+    def _take(self, message: Said) -> None:
+        """Note what it says of itself; ``UnexpectedMessageError`` for what it has no reason to say now."""
         kind = message["type"]
         if kind == "ready":
+            _require(self.state == "starting", "it was ready before")
             self.state, self.ready_at, self.graph = "ready", monotonic(), message["graph"]
         elif kind == "failed":
+            _require(self.state == "starting" and not self.failure, "it cannot fail to start any more")
             self.failure = message["message"]
-        elif kind == "end":
-            self.answered = message["answered"]
         elif kind == "stats":
-            self.stats = message["stats"]
-        try:
-            self._on_message(self, message)
-        except Exception:
-            logger.exception("worker %d: a defect; killing it", self.index)
-            self.kill()
+            _require(self._is_asked, "nobody has asked for its figures")
+            self._is_asked, self.stats = False, message["stats"]
+        elif kind == "end":
+            _require(self.answered is None, "it has ended before")
+            self.answered, self.stats = message["answered"], message["stats"]
+        else:
+            _require(message["slot"] in self.connections, "the connection is not its own")
 
     def _channel_ended(self) -> None:
         """All it has said is heard. What it held may be looked at as soon as it is certain that it runs no more."""
@@ -203,3 +242,8 @@ class Child:
         if self._step in self._loop.steps:
             self._loop.call(partial(self._loop.steps.remove, self._step))
         self._on_exit(self)
+
+
+def _require(is_right: bool, problem: str) -> None:
+    if not is_right:
+        raise UnexpectedMessageError(problem)

@@ -21,7 +21,7 @@ from torchpipe_server.supervisor.slots import Slots, slots_for
 
 logger = logging.getLogger("torchpipe_server")
 
-HOLD_SECONDS = 0.4  # connections wait so long for a worker before their requests are answered with an error
+HOLD_SECONDS = 0.4  # connections wait so long for a worker: then another one serves them, or they get an error
 
 
 class Connections:
@@ -29,13 +29,22 @@ class Connections:
 
     A worker of ``ready()`` serves it. Without a worker it is held for a moment, then the fallback serves it, a server
     that answers every request with an error, until a worker is ready. It moves between two messages.
+
+    While a worker that died is replaced, ``is_recovering()``, connections that may bring what killed it wait for the
+    next one as well: new ones, and those with a request that was lost. The others must not lose their worker to it.
     """
 
     def __init__(
-        self, loop: Loop, listener: socket.socket, options: Options, idl: Any, ready: Callable[[], list[Child]]
+        self,
+        loop: Loop,
+        listener: socket.socket,
+        options: Options,
+        idl: Any,
+        ready: Callable[[], list[Child]],
+        is_recovering: Callable[[], bool],
     ) -> None:
         self.journal = Journal(slots_for(options.max_connections))
-        self._options, self._ready = options, ready
+        self._options, self._ready, self._is_recovering = options, ready, is_recovering
         self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
         self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
         self._fallback = Fallback(loop, idl)
@@ -99,12 +108,12 @@ class Connections:
         """A worker is ready, perhaps the first: it gets what is held, and its share of what the others serve."""
         held, self._held = self._held, {}
         for slot in held:
-            self._place(slot)
+            self._give(slot, child)
         self._fallback_server.shed(self._fallback_server.connections)
         ready = self._ready()
         share = sum(len(other.connections) for other in ready) // len(ready)
         for other in ready:
-            if other is not child and len(other.connections) > share + 1:
+            if len(other.connections) > share + 1:
                 other.shed(len(other.connections) - share - 1)
 
     def died(self, child: Child) -> int:
@@ -123,7 +132,7 @@ class Connections:
         if is_lost or self._is_ending:
             self._close(slot)
         else:
-            self._place(slot)
+            self._place(slot, is_suspect=request is not None)
         return request is not None or is_lost
 
     def _write(self, slot: int, reply: bytes) -> bool:
@@ -144,7 +153,7 @@ class Connections:
             self.journal.begin(slot, monotonic())
             if is_refused:
                 self._refused.add(slot)
-            self._place(slot)
+            self._place(slot, is_suspect=True)
         if self._slots.is_short:
             self._acceptor.pause()
 
@@ -169,15 +178,17 @@ class Connections:
         except OSError:
             pass  # the client was faster
 
-    def _place(self, slot: int) -> None:
+    def _place(self, slot: int, is_suspect: bool = False) -> None:
         """Give the connection to the worker with the fewest, or let it wait for one."""
         children = self._ready()
-        if not children:
-            self._held[slot] = monotonic()
-            if self._is_ending:
-                self._give_to_fallback(slot)
+        if children and not (is_suspect and self._is_recovering()):
+            self._give(slot, min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0))))
             return
-        child = min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0)))
+        self._held[slot] = monotonic()
+        if self._is_ending:
+            self._give_to_fallback(slot)
+
+    def _give(self, slot: int, child: Child) -> None:
         self.journal.entry(slot)  # wiped: the next owner may die before it has seen the connection
         try:
             child.give(self._sockets[slot], slot, slot in self._refused)
@@ -208,7 +219,11 @@ class Connections:
     def _step(self) -> float:
         now = monotonic()
         for slot in [slot for slot, since in self._held.items() if now - since >= HOLD_SECONDS]:
-            self._give_to_fallback(slot)
+            if self._ready():
+                del self._held[slot]
+                self._place(slot)
+            else:
+                self._give_to_fallback(slot)
         return HOLD_SECONDS / 4 if self._held else LONGEST_WAIT
 
 

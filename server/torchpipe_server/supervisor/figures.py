@@ -10,6 +10,7 @@ from torchpipe_py.runtime.statistics import COUNTS
 Figures = dict[str, Any]
 
 _TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
+_HISTOGRAMS = ("queue", "batch_wait", "compute")
 _NOW = ("instances", "alive", "queued", "busy")
 
 
@@ -80,9 +81,8 @@ def _node_totals(parts: list[Figures]) -> Figures:
     for part in parts:
         for size, count in part["batch_sizes"].items():
             sizes[str(size)] = sizes.get(str(size), 0) + count
-    histograms: Iterable[str] = parts[0]["histograms"]
     return {
         **{key: sum(part[key] for part in parts) for key in _TOTALS},
         "batch_sizes": dict(sorted(sizes.items(), key=lambda item: int(item[0]))),
-        "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in histograms},
+        "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in _HISTOGRAMS},
     }

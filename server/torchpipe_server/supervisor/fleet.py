@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +14,25 @@ from torchpipe_py.errors import TorchpipeError
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.supervisor.child import Child, Forked, fork_worker
+from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, Reason
 from torchpipe_server.supervisor.figures import Figures, add_past
+from torchpipe_server.supervisor.forker import Forked, Forker
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
 
 START_ATTEMPTS = 5  # of a worker that ends before it is ready
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
-SETTLED_SECONDS = 1.0  # a worker that was ready for so long is replaced at once
-HEARTBEAT_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # for a fork under way
+SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
+RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
+RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish what does not
+
+_PROBLEMS: dict[Reason, str] = {
+    "silent": "gives no sign of life",
+    "stuck": "has an I/O loop that is stuck",
+    "hung_batch": "has a batch that does not end",
+    "dead_instance": "has lost the thread of an instance",
+}
 
 
 @dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
@@ -42,6 +50,7 @@ class WorkerSlot:
     failures: int = 0  # starts that failed, since the last one that did not
     start_at: float = 0.0
     is_given_up: bool = False
+    died_at: float = 0.0  # when its last worker died with connections; 0 once the next one is ready
 
     @property
     def is_ready(self) -> bool:
@@ -80,21 +89,33 @@ class Fleet:
     ) -> None:
         self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
         self.past: Figures = {}  # of workers that have ended
-        self._loop, self._options, self._journal, self._load, self._watcher = loop, options, journal, load, watcher
+        self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
+        self._loop, self._options, self._load, self._watcher = loop, options, load, watcher
+        self._forker = Forker(loop, options, journal)
         self._successors: list[WorkerSlot] = []  # while a reload is under way
         self._leaving: set[Child] = set()
+        self._retiring: dict[Child, float] = {}  # and when they are killed
         self._has_begun = self._is_ending = self._wants_reload = False
-        self._next_beat = 0.0
-        self._forking = threading.Lock()
-        self._unclaimed: list[Forked] = []  # processes that no child stands for yet
-        self._is_closed = False
+        self._next_look = 0.0
         loop.steps.append(self._step)
 
     @property
     def ready(self) -> list[Child]:
-        """Those that take connections."""
+        """Those that take connections; where some respond, only they."""
         children = [worker.child for worker in self.workers]
-        return [child for child in children if child is not None and child.is_ready]
+        ready = [child for child in children if child is not None and child.is_ready]
+        return [child for child in ready if child.responds] or ready
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a worker that served connections died a moment ago, and the next one is not ready."""
+        since = monotonic() - RECOVER_SECONDS
+        return any(worker.died_at > since for worker in self.workers)
+
+    @property
+    def is_responding(self) -> bool:
+        """Whether a worker is there that would answer."""
+        return any(child.responds for child in self.ready)
 
     @property
     def children(self) -> list[Child]:
@@ -124,34 +145,15 @@ class Fleet:
 
     def close(self) -> None:
         """End what is left, also what is being forked."""
-        self._is_closed = True
-        if self._forking.acquire(timeout=CLOSE_SECONDS):
-            for forked in self._unclaimed:
-                forked.process.kill()
-                forked.sock.close()
+        self._forker.close()
         for child in self.children:
             child.close()
 
     def _start(self, worker: WorkerSlot) -> None:
-        # NOTE: on a thread. The process that workers are forked from may have to import everything first, which takes
-        # seconds in which the loop has to answer.
         worker.start_at = 0.0
-        threading.Thread(target=self._fork, args=(worker,), name="torchpipe-fork", daemon=True).start()
-
-    def _fork(self, worker: WorkerSlot) -> None:
-        try:
-            with self._forking:
-                if self._is_closed:
-                    return
-                forked = fork_worker(worker.index, self._options, worker.tables, self._journal)
-                self._unclaimed.append(forked)
-        except Exception as error:
-            self._loop.call(partial(self._not_forked, worker, error))
-        else:
-            self._loop.call(partial(self._forked, worker, forked))
+        self._forker.fork(worker.index, worker.tables, partial(self._forked, worker), partial(self._not_forked, worker))
 
     def _forked(self, worker: WorkerSlot, forked: Forked) -> None:
-        self._unclaimed.remove(forked)
         child = Child(self._loop, worker.index, forked, self._hear, self._ended)
         if not self._is_ending and (worker in self.workers or worker in self._successors):
             worker.child = child
@@ -164,14 +166,22 @@ class Fleet:
         if worker in self._successors:
             self._give_up_reload("a worker cannot be started")
         elif worker in self.workers and not self._is_ending:
+            self._count_restart(worker, "failed_start")
             self._pause(worker, is_failure=True)
 
     def _step(self) -> float:
         now = monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + HEARTBEAT_SECONDS
-            self._beat()
         waits = [LONGEST_WAIT]
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look()
+        for child, until in list(self._retiring.items()):
+            if child.is_gone:
+                del self._retiring[child]
+            elif now >= until or not child.connections:
+                child.kill()
+            else:
+                waits.append(until - now)
         for worker in self.workers:
             if worker.start_at and not self._is_ending:
                 waits.append(worker.start_at - now)
@@ -179,17 +189,27 @@ class Fleet:
                     self._start(worker)
         return min(waits)
 
-    def _beat(self) -> None:
-        """Once a second: ask for figures, and end workers that do not answer any more."""
+    def _look(self) -> None:
+        """Ask for figures, and replace workers in which something is stuck for good."""
         for child in self.children:
-            # NOTE: beats are counted, not seconds: a machine that slept must not find all its workers hanging.
-            if self._options.hang_seconds and child.unheard * HEARTBEAT_SECONDS > self._options.hang_seconds:
-                logger.error("worker %d (pid %d) does not answer: killing it", child.index, child.pid)
-                child.unheard = 0
-                child.kill()
-            elif child.state in ("ready", "draining"):
-                child.unheard += 1
-                child.ask_stats()
+            reason = child.look(self._options.hang_seconds)
+            if reason is None:
+                if child.state in ("ready", "draining"):
+                    child.ask_stats()
+            elif child not in self._retiring:
+                logger.error("worker %d (pid %d) %s: replacing it", child.index, child.pid, _PROBLEMS[reason])
+                self._retire(child, reason)
+        self._forker.look(LOOK_SECONDS)
+
+    def _retire(self, child: Child, reason: Reason) -> None:
+        """End it; first let it finish the rest, where only some of its batches do not end."""
+        # NOTE: what cannot be finished is answered when the worker is dead, by whoever takes its connections over.
+        self._retiring[child] = monotonic()
+        if child.is_ready and reason in ("hung_batch", "dead_instance"):
+            self._retiring[child] += RETIRE_SECONDS
+            child.release(reason)
+        else:
+            child.kill(reason)
 
     # -- what becomes of a worker -------------------------------------------------------------------------------
 
@@ -200,6 +220,9 @@ class Fleet:
             self._watcher.said(child, message)
 
     def _became_ready(self, child: Child) -> None:
+        for worker in self.workers:
+            if worker.child is child:
+                worker.died_at = 0.0
         if self._is_ending:
             child.drain()
         elif child in [worker.child for worker in self._successors]:
@@ -226,7 +249,7 @@ class Fleet:
         self._leaving.discard(child)
         worker = next((worker for worker in [*self.workers, *self._successors] if worker.child is child), None)
         if worker is not None:
-            worker.child = None
+            worker.child, worker.died_at = None, monotonic() if child.has_served else 0.0
         self._watcher.died(child)
         if self._is_ending:
             self._drain_rest()
@@ -238,22 +261,29 @@ class Fleet:
             worker.failures = 0
         if worker in self._successors:
             self._give_up_reload(child.failure or "a worker of the new configuration died while it started")
-        elif child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS:
-            worker.restarts, worker.pauses = worker.restarts + 1, 0
+        elif child.has_served or (child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS):
+            # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
+            self._count_restart(worker, child.reason)
+            worker.pauses = 0
             self._start(worker)
         elif child.failure and not self._has_begun:
             self._watcher.failed(child.failure)  # what a configuration lacks, it lacks at the next attempt too
         elif child.ready_at:
-            # NOTE: it did start. A request that kills whoever takes it must not end the service.
+            # NOTE: it did start: that does not count as a failed attempt, after some of which the service ends.
             logger.error("worker %d ended as soon as it was ready", worker.index)
+            self._count_restart(worker, child.reason)
             self._pause(worker, is_failure=False)
         else:
             logger.error("worker %d ended while it started: %s", worker.index, child.failure or "killed, or crashed")
+            self._count_restart(worker, "failed_start")
             self._pause(worker, is_failure=True)
+
+    def _count_restart(self, worker: WorkerSlot, reason: str) -> None:
+        worker.restarts += 1
+        self.restarts[reason] += 1
 
     def _pause(self, worker: WorkerSlot, is_failure: bool) -> None:
         """Another attempt, later each time, unless enough starts in a row have failed."""
-        worker.restarts += 1
         worker.pauses += 1
         worker.failures += is_failure
         if worker.failures < START_ATTEMPTS:

@@ -22,7 +22,9 @@ _NODE_COUNTERS = (
 _NODE_GAUGES = (
     ("queued", "torchpipe_node_pending", "Requests in a node's queue"),
     ("instances", "torchpipe_node_instances", "Instances of a node, of all workers"),
+    ("alive", "torchpipe_node_instances_alive", "Instances of a node whose thread runs"),
     ("busy", "torchpipe_node_instances_busy", "Instances of a node that are computing"),
+    ("oldest_batch_s", "torchpipe_node_oldest_batch_seconds", "For how long the oldest batch of a node runs"),
 )
 _NODE_TIMES = (
     ("queue", "torchpipe_node_queue_seconds", "Time of a request from its arrival at a node until it was taken"),
@@ -69,16 +71,24 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily("torchpipe_connections_accepted", "Since the start", value=connections["accepted"])
     yield CounterMetricFamily("torchpipe_connections_refused", "For want of room", value=connections["refused"])
     yield CounterMetricFamily("torchpipe_connections_evicted", "Idle, for a newcomer", value=connections["evicted"])
-    yield CounterMetricFamily("torchpipe_worker_restarts", "Workers started in place of dead ones", figures["restarts"])
+    restarts = CounterMetricFamily(
+        "torchpipe_worker_restarts", "Workers started in place of dead ones, by why those ended", labels=("reason",)
+    )
+    for reason, count in sorted({"died": 0, **figures["restarts_by_reason"]}.items()):
+        restarts.add_metric((reason,), count)
+    yield restarts
     workers = GaugeMetricFamily("torchpipe_workers", "Worker processes, by state", labels=("state",))
     states = [worker["state"] for worker in figures["workers"]]
     for state in sorted({"ready", *states}):
         workers.add_metric((state,), states.count(state))
     yield workers
     memory = GaugeMetricFamily("torchpipe_worker_resident_bytes", "Memory of a worker", labels=("worker",))
+    responding = GaugeMetricFamily("torchpipe_worker_responding", "1 where a worker makes progress", labels=("worker",))
     for worker in figures["workers"]:
         memory.add_metric((str(worker["index"]),), worker["rss_bytes"])
+        responding.add_metric((str(worker["index"]),), int(worker["responding"]))
     yield memory
+    yield responding
     yield _gauge("torchpipe_ready", "1 where requests are taken", int(figures["ready"]))
     yield _gauge("torchpipe_uptime_seconds", "Since the start", figures["uptime_s"])
 

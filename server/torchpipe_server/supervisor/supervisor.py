@@ -52,7 +52,9 @@ class Supervisor:
         tables = load()
         self._options = options
         self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
-        self._connections = Connections(self._loop, listener, options, idl, lambda: self._fleet.ready)
+        self._connections = Connections(
+            self._loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering
+        )
         self._fleet = Fleet(self._loop, options, self._connections.journal, tables, load, self)
         self._asks: list[Ask] = []
         self._problem = ""
@@ -82,8 +84,8 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken, and a worker is there for them."""
-        return self._is_accepting and self._stopping_until is None and bool(self._fleet.ready)
+        """Whether requests are taken, and a worker is there that would answer them."""
+        return self._is_accepting and self._stopping_until is None and self._fleet.is_responding
 
     @property
     def graph(self) -> str:
@@ -200,6 +202,7 @@ class Supervisor:
             "graph_id": sha256(self.graph.encode()).hexdigest()[:16],
             "connections": connections,
             "restarts": sum(worker.restarts for worker in self._fleet.workers),
+            "restarts_by_reason": dict(self._fleet.restarts),
             "workers": [_worker_figures(worker, silent) for worker in self._fleet.workers],
             "bounds_ms": BOUNDS_MS,
             **service,
@@ -224,7 +227,7 @@ def _worker_figures(worker: WorkerSlot, silent: set[Child]) -> Figures:
     return figures | {
         "pid": child.pid,
         "state": child.state,
-        "responding": child not in silent,
+        "responding": child not in silent and child.responds,
         "connections": len(child.connections),
         "inflight": child.stats.get("inflight", 0),
         "uptime_s": monotonic() - child.started_at,

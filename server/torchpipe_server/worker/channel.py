@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 from array import array
@@ -13,9 +14,13 @@ from typing import Any
 
 from torchpipe_server.serving.loop import READ, WRITE, Loop
 
+logger = logging.getLogger("torchpipe_server")
+
 _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
 _RECEIVE_BYTES = 2**18
 _DESCRIPTORS = 64  # at most in one receive
+_LAST_RECEIVES = 16  # more than the system keeps of a process that has ended
+LINE_BYTES = 8 * 2**20  # of a message of the side that is not trusted
 
 Said = dict[str, Any]
 
@@ -24,13 +29,19 @@ class Channel:
     """One end of a pair of Unix sockets on a loop. ``send`` is for the loop's thread and never blocks.
 
     ``on_message(message, descriptor)`` owns the descriptor, -1 where there is none, or there was no room for it;
-    ``on_end()`` is called once, when the other side is gone.
+    ``on_end()`` is called once, when the other side is gone, or sends what is no message. The supervisor trusts no
+    worker: to a side that ``is_trusted`` not, no descriptor can be given, and no line beyond ``LINE_BYTES``.
     """
 
     def __init__(
-        self, loop: Loop, sock: socket.socket, on_message: Callable[[Said, int], object], on_end: Callable[[], object]
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        on_message: Callable[[Said, int], object],
+        on_end: Callable[[], object],
+        is_trusted: bool = True,
     ) -> None:
-        self._loop, self._sock = loop, sock
+        self._loop, self._sock, self._is_trusted = loop, sock, is_trusted
         self._on_message, self._on_end = on_message, on_end
         self._received = bytearray()
         self._descriptors: deque[int] = deque()
@@ -60,9 +71,10 @@ class Channel:
 
     def hear_out(self) -> None:
         """The other side's process has ended: what it has said is all there is, whoever else holds its socket."""
-        while not self._is_closed:
-            if not self._receive():
-                self._end()
+        for _ in range(_LAST_RECEIVES):  # a process that it has left behind may send without end
+            if self._is_closed or not self._receive():
+                break
+        self._end()
 
     def close(self) -> None:
         """Without ``on_end``."""
@@ -110,7 +122,10 @@ class Channel:
     def _receive(self) -> bool:
         """Whether there was anything."""
         try:
-            data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
+            if self._is_trusted:
+                data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
+            else:
+                data, descriptors, flags = self._sock.recv(_RECEIVE_BYTES), [], 0  # the system closes any descriptors
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
@@ -125,9 +140,16 @@ class Channel:
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
-        for line in lines:
-            message = json.loads(line)
-            descriptor = self._descriptors.popleft() if message.pop("descriptor", False) else -1
+        try:
+            messages = [_parse(line) for line in lines]
+            if not self._is_trusted and len(rest) > LINE_BYTES:
+                raise ValueError(f"a line of more than {LINE_BYTES} bytes")
+        except (ValueError, RecursionError) as error:
+            logger.error("what comes from the other process is no message: %s", str(error)[:200])
+            self._end()
+            return True
+        for message in messages:
+            descriptor = self._descriptors.popleft() if message.pop("descriptor", False) and self._descriptors else -1
             self._on_message(message, descriptor)
         return True
 
@@ -135,3 +157,10 @@ class Channel:
         if not self._is_closed:
             self.close()
             self._on_end()
+
+
+def _parse(line: bytes | bytearray) -> Said:
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"expected an object, got {type(message).__name__}")
+    return message

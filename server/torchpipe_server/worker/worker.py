@@ -19,6 +19,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.worker.channel import Channel, Said
+from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
@@ -41,6 +42,7 @@ class Start:
     tables: Any
     sock: socket.socket
     journal: Journal
+    heartbeat: Heartbeat
 
 
 def worker_main(start: Start) -> None:
@@ -80,14 +82,15 @@ class Worker:
         self._journal = start.journal
         self._server = Server(self._loop, methods, start.options, self._gone)
         self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
+        self._heart = Heart(start.heartbeat, self._loop, run.stats)
 
     def serve(self) -> bool:
         """Until told to end; whether every accepted request was answered."""
+        self._heart.start()
         self._channel.send({"type": "ready", "graph": _draw(self._tables)})
         self._loop.run()
         answered = self._server.close()
-        self._channel.send({"type": "stats", "stats": self._stats()})
-        self._channel.send({"type": "end", "answered": answered})
+        self._channel.send({"type": "end", "answered": answered, "stats": self._stats()})
         self._channel.finish(CLOSE_SECONDS)
         return answered
 

@@ -147,11 +147,15 @@ def test_sums_and_outcomes():
 def figures_of(*workers: dict[str, Any], past: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """As ``/stats`` tells them."""
     told = [
-        {"index": index, "state": "ready" if index else "starting", "rss_bytes": 1000 * (index + 1)}
+        {
+            **{"index": index, "state": "ready" if index else "starting", "rss_bytes": 1000 * (index + 1)},
+            "responding": bool(index),
+        }
         for index in range(len(workers))
     ]
     return {
-        **{"ready": True, "uptime_s": 12.5, "restarts": 3, "bounds_ms": BOUNDS_MS, "workers": told},
+        **{"ready": True, "uptime_s": 12.5, "restarts": 3, "restarts_by_reason": {"died": 1, "hung_batch": 2}},
+        **{"bounds_ms": BOUNDS_MS, "workers": told},
         "connections": {"open": 5, "max": 9, "accepted": 7, "refused": 2, "evicted": 3},
         **service_figures(workers, past or {}),
         **changes,
@@ -180,6 +184,7 @@ def test_names_types_and_values():
         "torchpipe_worker_restarts": "counter",
         "torchpipe_workers": "gauge",
         "torchpipe_worker_resident_bytes": "gauge",
+        "torchpipe_worker_responding": "gauge",
         "torchpipe_ready": "gauge",
         "torchpipe_uptime_seconds": "gauge",
         "torchpipe_node_requests": "counter",
@@ -188,7 +193,9 @@ def test_names_types_and_values():
         "torchpipe_node_expired": "counter",
         "torchpipe_node_pending": "gauge",
         "torchpipe_node_instances": "gauge",
+        "torchpipe_node_instances_alive": "gauge",
         "torchpipe_node_instances_busy": "gauge",
+        "torchpipe_node_oldest_batch_seconds": "gauge",
         "torchpipe_node_queue_seconds": "histogram",
         "torchpipe_node_batch_wait_seconds": "histogram",
         "torchpipe_node_compute_seconds": "histogram",
@@ -205,12 +212,20 @@ def test_names_types_and_values():
     single = {
         **{"requests_pending": 3, "connections": 5, "connections_accepted": 7, "connections_refused": 2},
         "connections_evicted": 3,
-        **{"worker_restarts": 3, "ready": 1, "uptime_seconds": 12.5},
+        **{"ready": 1, "uptime_seconds": 12.5},
     }
     assert {name: families[f"torchpipe_{name}"].samples[0].value for name in single} == single
     assert samples(families["torchpipe_workers"]) == {
         ("torchpipe_workers", "ready"): 1,
         ("torchpipe_workers", "starting"): 1,
+    }
+    assert samples(families["torchpipe_worker_restarts"]) == {
+        ("torchpipe_worker_restarts_total", "died"): 1,
+        ("torchpipe_worker_restarts_total", "hung_batch"): 2,
+    }
+    assert samples(families["torchpipe_worker_responding"]) == {
+        ("torchpipe_worker_responding", "0"): 0,
+        ("torchpipe_worker_responding", "1"): 1,
     }
     assert samples(families["torchpipe_worker_resident_bytes"]) == {
         ("torchpipe_worker_resident_bytes", "0"): 1000,
@@ -218,7 +233,8 @@ def test_names_types_and_values():
     }
     per_node = {
         **{"node_requests": 30, "node_batches": 12, "node_failures": 3, "node_expired": 6, "node_pending": 9},
-        **{"node_instances": 4, "node_instances_busy": 2},
+        **{"node_instances": 4, "node_instances_alive": 4, "node_instances_busy": 2},
+        **{"node_oldest_batch_seconds": 1.0},
     }
     found = {name: families[f"torchpipe_{name}"].samples[0] for name in per_node}
     assert {name: one.value for name, one in found.items()} == per_node

@@ -1,0 +1,121 @@
+"""Forks workers from a process that has imported everything once, and replaces that process where it forks no more."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import forkserver
+from typing import Any, NamedTuple
+
+from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.worker.heartbeat import Heartbeat
+from torchpipe_server.worker.worker import Start, worker_main
+
+logger = logging.getLogger("torchpipe_server")
+
+CLOSE_SECONDS = 5.0  # for a fork under way
+IMPORT_SECONDS = 300.0  # for the process that workers are forked from to import everything
+
+
+class Forked(NamedTuple):
+    """A worker's process, the supervisor's end of the channel to it, and the memory in which it gives signs of life."""
+
+    process: Any
+    sock: socket.socket
+    heartbeat: Heartbeat
+
+
+class Forker:
+    """Starts worker processes, one at a time, each on a thread.
+
+    That may take seconds, in which the loop has to answer: the process that workers are forked from has to import
+    everything first.
+    """
+
+    def __init__(self, loop: Loop, options: Options, journal: Journal) -> None:
+        self._loop, self._options, self._journal = loop, options, journal
+        self._lock = threading.Lock()  # held while a fork is under way
+        self._unclaimed: list[Forked] = []  # processes that nobody was told of yet
+        self._is_closed = False
+        self._looks = 0  # since the fork under way began
+        self._has_forked = False  # whether the process that workers are forked from has imported everything
+
+    def fork(
+        self, index: int, tables: Any, done: Callable[[Forked], object], failed: Callable[[Exception], object]
+    ) -> None:
+        """Start a worker; ``done`` or ``failed`` is called on the loop's thread."""
+        args = (index, tables, done, failed)
+        threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
+
+    def look(self, seconds: float) -> None:
+        """Give up a fork under way that has taken so long; to be called once in ``seconds``."""
+        limit = self._options.hang_seconds
+        if not limit or not self._lock.locked():
+            return
+        self._looks += 1
+        if self._looks * seconds > (limit if self._has_forked else max(limit, IMPORT_SECONDS)):
+            logger.error("forking a worker takes more than %g s: ending the process that does it", limit)
+            self._looks, self._has_forked = 0, False
+            _kill_fork_server()
+
+    def close(self) -> None:
+        """End what nobody was told of, and start nothing any more."""
+        self._is_closed = True
+        if self._lock.acquire(timeout=CLOSE_SECONDS):
+            for forked in self._unclaimed:
+                forked.process.kill()
+                forked.sock.close()
+        else:
+            _kill_fork_server()
+
+    def _fork(
+        self, index: int, tables: Any, done: Callable[[Forked], object], failed: Callable[[Exception], object]
+    ) -> None:
+        try:
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._looks = 0
+                forked = self._start_process(index, tables)
+                self._has_forked = True
+                self._unclaimed.append(forked)
+        except Exception as error:
+            self._loop.call(partial(failed, error))
+        else:
+            self._loop.call(partial(self._claim, forked, done))
+
+    def _claim(self, forked: Forked, done: Callable[[Forked], object]) -> None:
+        self._unclaimed.remove(forked)
+        done(forked)
+
+    def _start_process(self, index: int, tables: Any) -> Forked:
+        ours, theirs = socket.socketpair()
+        heartbeat = Heartbeat()
+        context: Any = multiprocessing.get_context("forkserver")
+        start = Start(index, self._options, tables, theirs, self._journal, heartbeat)
+        process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            heartbeat.close()
+        return Forked(process, ours, heartbeat)
+
+
+def _kill_fork_server() -> None:
+    """End the process that workers are forked from, stopped or not; the next fork starts a new one."""
+    server: Any = getattr(forkserver, "_forkserver", None)  # NOTE: the library has no public name for it
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: the number is not another one's
