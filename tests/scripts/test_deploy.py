@@ -1,0 +1,137 @@
+"""What lies in scripts/deploy: the unit for systemd, and nginx that asks clients for a certificate."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import WAIT
+from service import IDL, eventually, serving
+from thriftpy2.rpc import make_client
+
+ROOT = Path(__file__).parents[2]
+UNIT = ROOT / "scripts/deploy/torchpipe.service"
+NGINX = ROOT / "scripts/deploy/nginx.conf"
+PING = b"\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01\x00"
+MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
+
+
+def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_takes_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    unit.write_text(re.sub("ExecStart=[^ ]*", "ExecStart=/bin/true", UNIT.read_text()))
+    version = run("systemd-analyze", "--version").stdout.split()
+    if int(version[1]) < 250:
+        pytest.skip("this systemd-analyze cannot look at a file")
+    verified = run("systemd-analyze", "verify", unit)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    rated = run("systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", unit)
+    assert rated.returncode == 0, rated.stdout[-1000:]
+
+
+def test_the_unit_waits_longer_than_the_service_drains() -> None:
+    text = UNIT.read_text()
+    assert int(re.search(r"TimeoutStopSec=(\d+)", text)[1]) >= 25 + 10
+    assert "--drain-seconds" not in re.search("ExecStart=.*", text)[0]
+
+
+# -- TLS -----------------------------------------------------------------------------------------------------------
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority, certificates of a server and a client that it has signed, and one that nobody has."""
+    new = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    commands = [(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")]
+    commands += [(*new, "-x509", "-days", "2", "-subj", "/CN=mallory", "-keyout", "other.key", "-out", "other.crt")]
+    (folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1")
+    (folder / "client.ext").write_text("extendedKeyUsage=clientAuth")
+    for name in ("server", "client"):
+        commands.append((*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"))
+        signed = ("openssl", "x509", "-req", "-days", "2", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
+        commands.append((*signed, "-extfile", f"{name}.ext", "-in", f"{name}.csr", "-out", f"{name}.crt"))
+    for command in commands:
+        done = run(*command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[int]:
+    """The port of nginx, as configured in scripts/deploy, before a service; its certificates lie in ``tmp_path``."""
+    for program in ("nginx", "openssl"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    if not MODULE.exists():
+        pytest.skip("nginx has no stream module here (libnginx-mod-stream)")
+    make_certificates(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with serving("Identity") as server:
+        text = NGINX.read_text()
+        for there, here in {
+            "modules/ngx_stream_module.so": str(MODULE),
+            "0.0.0.0:9443": f"127.0.0.1:{port}",
+            "/etc/torchpipe/clients-ca.crt": str(tmp_path / "ca.crt"),
+            "/etc/torchpipe/": f"{tmp_path}/",
+            "/var/log/nginx/": f"{tmp_path}/",
+            "127.0.0.1:8888": f"127.0.0.1:{server.port}",
+        }.items():
+            assert there in text, f"{there} is no longer in {NGINX}"
+            text = text.replace(there, here)
+        config = tmp_path / "nginx.conf"
+        config.write_text(f"daemon off; pid {tmp_path}/nginx.pid; error_log {tmp_path}/error.log;\n{text}")
+        command = ["nginx", "-p", str(tmp_path), "-c", str(config), "-e", str(tmp_path / "error.log")]
+        tested = run(*command, "-t")
+        assert tested.returncode == 0, tested.stderr
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            eventually(lambda: _listens(port), "nginx does not listen")
+            yield port
+        finally:
+            process.terminate()
+            process.wait(WAIT)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_client_with_a_certificate_is_answered(proxy: int, tmp_path: Path) -> None:
+    files = {"cafile": "ca.crt", "certfile": "client.crt", "keyfile": "client.key"}
+    paths = {name: str(tmp_path / file) for name, file in files.items()}
+    client = make_client(IDL.InferenceService, "127.0.0.1", proxy, **paths)
+    client.ping()
+    client.close()
+    log = tmp_path / "torchpipe.log"
+    eventually(lambda: log.exists() and '127.0.0.1 "CN=client"' in log.read_text(), "nginx logs no client")
+
+
+@pytest.mark.parametrize("certificate", [None, "other"])
+def test_a_client_without_one_is_refused(proxy: int, tmp_path: Path, certificate: str | None) -> None:
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    if certificate is not None:
+        context.load_cert_chain(tmp_path / f"{certificate}.crt", tmp_path / f"{certificate}.key")
+    answer = b""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", proxy), WAIT) as plain:
+        with context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
+            sock.sendall(PING)
+            answer = sock.recv(100)
+    assert answer == b""
+
+
+def test_a_client_without_tls_is_refused(proxy: int) -> None:
+    with socket.create_connection(("127.0.0.1", proxy), WAIT) as sock:
+        sock.sendall(PING)
+        with contextlib.suppress(OSError):
+            assert b"ping" not in sock.recv(100)
