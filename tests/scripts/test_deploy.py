@@ -123,10 +123,13 @@ def test_a_client_without_one_is_refused(proxy: int, tmp_path: Path, certificate
     if certificate is not None:
         context.load_cert_chain(tmp_path / f"{certificate}.crt", tmp_path / f"{certificate}.key")
     answer = b""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", proxy), WAIT) as plain:
-        with context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
-            sock.sendall(PING)
-            answer = sock.recv(100)
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", proxy), WAIT) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
+    ):
+        sock.sendall(PING)
+        answer = sock.recv(100)
     assert answer == b""
 
 
