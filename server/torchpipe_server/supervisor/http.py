@@ -161,6 +161,7 @@ class HttpServer:
             self._refuse(connection, error)
             return
         if request is None:
+            self._watch(connection, READ)
             return
         connection.serial += 1
         connection.request = request
@@ -199,9 +200,8 @@ class HttpServer:
             self._watch(connection, WRITE)
         elif connection.request is not None and connection.request.keeps_alive:
             connection.state, connection.until = READING, monotonic() + self._request_seconds
-            self._watch(connection, READ)
-            if connection.received:
-                self._loop.call(partial(self._guard, connection, self._next))  # others are served in between
+            self._watch(connection, 0)
+            self._loop.call(partial(self._guard, connection, self._next))  # others are served in between
         else:
             self._linger(connection)
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("torchpipe_server")
 
 ANSWER_SECONDS = 3.0
 REQUEST_SECONDS = 10.0  # for a client to send its request, and to take the answer
-ASK_PAUSE_SECONDS = 0.05  # between two questions to the supervisor, however many clients ask
+ASK_PAUSE_SECONDS = 0.05  # between two questions for the workers' figures, however many clients ask
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _HEADERS = {
@@ -67,8 +67,10 @@ class StatusServer:
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
         loop = Loop(lambda error: logger.error("a defect of the HTTP port", exc_info=error))
-        self._pings: _Shared[None] = _Shared(loop, lambda told: service.ping(lambda: told(None)))
-        self._figures: _Shared[_Figures] = _Shared(loop, lambda told: service.ask(lambda found: told(_Figures(found))))
+        self._pings: _Shared[None] = _Shared(loop, lambda told: service.ping(lambda: told(None)), 0.0)
+        self._figures: _Shared[_Figures] = _Shared(
+            loop, lambda told: service.ask(lambda figures: told(_Figures(figures))), ASK_PAUSE_SECONDS
+        )
         self._paths: Mapping[str, Callable[[_Finish], object]] = {
             "/": _file("index.html", "text/html"),
             "/page.js": _file("page.js", "text/javascript"),
@@ -110,13 +112,13 @@ class StatusServer:
 
 
 class _Shared(Generic[T]):
-    """One question for all who ask it at a time, and not again at once; who comes later gets the next answer.
+    """One question for all who ask it at a time, and the next one after ``pause`` seconds, for who came meanwhile.
 
     ``ask(told)`` may call ``told(answer)`` on any thread. All else is for the thread of the loop.
     """
 
-    def __init__(self, loop: Loop, ask: Callable[[Callable[[T], object]], object]) -> None:
-        self._loop, self._ask = loop, ask
+    def __init__(self, loop: Loop, ask: Callable[[Callable[[T], object]], object], pause: float) -> None:
+        self._loop, self._ask, self._pause = loop, ask, pause
         # NOTE: bounded, since no answer may ever come. Those that fall out were answered otherwise long ago.
         self._waiting: deque[Callable[[T], object]] = deque(maxlen=2 * HTTP_CONNECTIONS)
         self._asked: list[Callable[[T], object]] = []
@@ -137,7 +139,7 @@ class _Shared(Generic[T]):
             return self._next_at - now
         self._asked = list(self._waiting)
         self._waiting.clear()
-        self._is_asking, self._next_at = True, now + ASK_PAUSE_SECONDS
+        self._is_asking, self._next_at = True, now + self._pause
         self._ask(lambda answer: self._loop.call(partial(self._told, answer)))
         return LONGEST_WAIT
 

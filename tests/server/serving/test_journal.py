@@ -124,3 +124,29 @@ def test_what_a_killed_process_wrote_is_there(journal: Journal, method: Any) -> 
     process.join(WAIT)
     assert process.exitcode == -signal.SIGKILL
     assert journal.read(0) == LastState(without_body(call("of the child", seqid=5)), False)
+
+
+def test_who_is_idle_and_for_how_long(journal: Journal) -> None:
+    entries = []
+    for index, now in enumerate((30.0, 20.0, 10.0)):
+        journal.begin(index, now)
+        entries.append(journal.entry(index))
+    assert list(journal.idle(range(3))) == [2, 1, 0]
+    assert list(journal.idle({0, 1})) == [1, 0]
+    entries[2].touch()
+    assert list(journal.idle(range(3))) == [1, 0], "half a message is no silence"
+    entries[2].begin(FIRST)
+    entries[2].settle()
+    assert list(journal.idle(range(3))) == [1, 0], "nor is a request in work"
+    entries[2].reply()
+    assert list(journal.idle(range(3))) == [1, 0]
+    entries[2].end()
+    assert list(journal.idle(range(3))) == [1, 0, 2], "those that asked come last"
+    entries[1].begin(SECOND)
+    entries[1].end()
+    entries[1].remember(40.0)
+    assert list(journal.idle(range(3))) == [0, 2, 1]
+    journal.entry(1)
+    assert list(journal.idle(range(3))) == [0, 2, 1], "another process goes on with it"
+    journal.begin(1, 50.0)
+    assert list(journal.idle(range(3))) == [0, 1, 2], "a new connection"

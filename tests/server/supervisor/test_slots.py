@@ -1,0 +1,112 @@
+"""Who gets a slot, who gives one up, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+from torchpipe_server.supervisor.slots import Slots, http_connections, most_connections, slots_for
+
+HOME, OTHER = "127.0.0.1", "198.51.100.7"
+
+
+class Idle:
+    """Which slots are idle, the longest first; those that were evicted."""
+
+    def __init__(self, *slots: int) -> None:
+        self.slots = list(slots)
+        self.evicted: list[int] = []
+
+    def __call__(self, candidates: Collection[int]) -> int | None:
+        slot = next((slot for slot in self.slots if slot in candidates), None)
+        if slot is not None:
+            self.slots.remove(slot)
+            self.evicted.append(slot)
+        return slot
+
+
+def test_newcomers_are_refused_where_none_is_idle_and_closed_where_none_is_left():
+    slots = Slots(2, 0, Idle())
+    taken = [slots.take(HOME) for _ in range(slots_for(2) + 1)]
+    assert [place and place[1] for place in taken] == [False, False, *[True] * (slots_for(2) - 2), None]
+    assert (slots.open, slots.accepted, slots.refused) == (slots_for(2), slots_for(2), slots_for(2) - 1)
+    slots.release(0)
+    assert slots.take(HOME) == (0, False)
+
+
+def test_the_idlest_gives_way_once_and_its_slot_comes_back_when_it_is_closed():
+    idle = Idle(1)
+    slots = Slots(2, 0, idle)
+    assert [slots.take(HOME), slots.take(HOME), slots.take(HOME)] == [(0, False), (1, False), (2, False)]
+    assert idle.evicted == [1]
+    assert slots.take(HOME) == (3, True), "the one that gives way was counted twice"
+    slots.release(1)
+    assert slots.take(HOME) == (1, True)
+    slots.release(2)
+    assert slots.take(HOME) == (2, False)
+
+
+def test_a_slot_that_will_come_back_is_waited_for():
+    idle = Idle(0)
+    slots = Slots(1, 0, idle)
+    for _ in range(slots_for(1)):
+        slots.take(HOME)
+    assert slots.is_short
+    slots.release(0)
+    assert not slots.is_short
+
+
+def test_an_address_beyond_its_share_gives_up_one_of_its_own():
+    idle = Idle(0, 2)
+    slots = Slots(8, 2, idle)
+    assert [slots.take(peer) for peer in (HOME, OTHER, OTHER)] == [(0, False), (1, False), (2, False)]
+    assert slots.take(OTHER) == (3, False)
+    assert idle.evicted == [2], "not the idlest of all"
+    assert slots.take(OTHER) == (4, True)
+    assert slots.take(HOME) == (5, False)
+
+
+@pytest.mark.parametrize(
+    ("peer", "same", "other"),
+    [
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", "2001:db8:0:2::1"),
+        ("198.51.100.7", "::ffff:198.51.100.7", "198.51.100.8"),
+        ("fe80::1%eth0", "fe80::2%eth0", "fe81::1"),
+    ],
+)
+def test_what_counts_as_one_address(peer: str, same: str, other: str):
+    slots = Slots(8, 1, Idle())
+    assert [slots.take(one) for one in (peer, same, other)] == [(0, False), (1, True), (2, False)]
+
+
+@pytest.mark.parametrize(("peer", "served"), [(OTHER, 2), (HOME, 4), ("::1", 4), ("::ffff:127.0.0.1", 4)])
+def test_by_default_half_is_for_one_address_and_all_for_this_machine(peer: str, served: int):
+    slots = Slots(4, 0, Idle())
+    taken = [slots.take(peer) for _ in range(6)]
+    assert [place and place[1] for place in taken] == [False] * served + [True] * (6 - served)
+
+
+def test_silent_refused_connections_give_way_to_those_that_are_refused_later():
+    idle = Idle(1)
+    slots = Slots(1, 0, idle)
+    for _ in range(slots_for(1)):
+        slots.take(HOME)
+    assert idle.evicted == [1]
+
+
+def test_room_is_made_where_one_is_idle():
+    slots = Slots(2, 0, Idle(0))
+    slots.take(HOME)
+    slots.make_room()
+    slots.make_room()
+    assert (slots.evicted, slots.open) == (1, 1)
+
+
+@pytest.mark.parametrize("files", [64, 256, 1024, 20_000, 10**9])
+def test_descriptors_are_left_for_everything_else(files: int):
+    for workers in (1, 2):
+        count = most_connections(files, workers)
+        left = files - slots_for(count) - http_connections(files)
+        assert count > 0
+        assert 32 + 8 * workers <= left <= 34 + 8 * workers
+    assert most_connections(32, 1) == 0

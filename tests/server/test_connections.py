@@ -1,0 +1,196 @@
+"""Connections of a real service: more than there is room for, silent ones, few descriptors, addresses of both kinds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, pack_batch, pack_call, read_all
+from torchpipe_server import cli
+from torchpipe_server.options import Options
+from torchpipe_server.serving.loop import Loop
+from torchpipe_server.supervisor.acceptor import Acceptor, listen
+
+JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+FILES = 64
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Process]:
+    """A service that may open few files."""
+    with Process("--http-port", "0", "--message-seconds", "60") as process:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (FILES, FILES))
+        yield process.wait_started()
+
+
+@pytest.fixture(scope="module")
+def http_port(small: Process) -> int:
+    line = small.process.stdout.readline()
+    return int(line.partition("127.0.0.1:")[2].partition("/")[0])
+
+
+def is_served(port: int) -> bool:
+    with Client(port) as client:
+        return client.infer_batch(JPEG)[0] == "ring"
+
+
+def is_answered(client: Client) -> bool:
+    try:
+        return client.infer_batch(JPEG)[0] == "ring"
+    except IDL.InferenceError as error:
+        if error.code not in ("unavailable", "worker_died"):
+            raise
+        return False
+
+
+def is_live(http_port: int) -> bool:
+    with connect(http_port) as sock:
+        sock.sendall(b"GET /live HTTP/1.0\r\n\r\n")
+        return read_all(sock).startswith(b"HTTP/1.1 200")
+
+
+def cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def test_the_limit_of_open_files_bounds_the_connections_and_is_told(small: Process):
+    eventually(lambda: "--max-connections is 8 instead of 1024: only 64 files may be open (ulimit -n)" in small.stderr)
+
+
+def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: Process):
+    with Client(small.port) as client, ExitStack() as stack:
+        client.infer_batch(JPEG)
+        silent = [stack.enter_context(connect(small.port)) for _ in range(60)]
+        assert is_served(small.port)
+        client.infer_batch(JPEG)
+        assert read_all(silent[0]) == b"", "the oldest is still there"
+    eventually(lambda: psutil.Process(small.pid).num_fds() < FILES / 2)
+
+
+def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process):
+    with ExitStack() as stack:
+        half = [stack.enter_context(connect(small.port)) for _ in range(8)]
+        for sock in half:
+            sock.sendall(pack_batch(JPEG)[:20])
+        with Client(small.port) as client:
+            error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=JPEG))
+        assert error.code == "overloaded"
+        for sock in half:
+            sock.sendall(pack_batch(JPEG)[20:])
+            assert sock.recv(4)
+    eventually(lambda: is_served(small.port))
+
+
+def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(small: Process, http_port: int):
+    with Client(small.port) as client, ExitStack() as stack:
+        client.infer_batch(JPEG)
+        dripping = [stack.enter_context(connect(http_port)) for _ in range(100)]
+        for sock in [*dripping, *(stack.enter_context(connect(small.port)) for _ in range(100))]:
+            try:
+                sock.sendall(b"GET / HTTP/1.1\r\nX: " if sock in dripping else b"")
+            except OSError:
+                pass
+        before = cpu_seconds(small.pid)
+        threading.Event().wait(1.0)
+        assert cpu_seconds(small.pid) - before < 0.3
+        assert psutil.Process(small.pid).num_threads() < 8
+        assert is_live(http_port)
+        client.infer_batch(JPEG)
+        (worker,) = small.workers
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: small.workers not in ([], [worker]))
+        eventually(lambda: is_answered(client), "no worker is ready again")
+        assert is_served(small.port)
+    assert "cannot be started" not in small.stderr
+
+
+def test_connections_that_end_at_once_leave_nothing(small: Process):
+    process = psutil.Process(small.pid)
+    eventually(lambda: process.num_fds() < FILES / 2)
+    for index in range(1000):
+        with connect(small.port) as sock:
+            if index % 2:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            if index % 3 == 0:
+                sock.send(b"\x80", socket.MSG_OOB)
+    assert is_served(small.port)
+    eventually(lambda: process.num_fds() < FILES / 2, "descriptors are left")
+
+
+def test_too_few_files_are_told():
+    with pytest.raises(cli.CannotServeError, match="only 40 files may be open"):
+        cli._fit(Options(DEMO), 40)
+
+
+# -- addresses ------------------------------------------------------------------------------------------------------
+
+HOSTS = [
+    ("127.0.0.1", "127.0.0.1", socket.AF_INET, True),
+    ("localhost", "127.0.0.1", socket.AF_INET, True),
+    ("0.0.0.0", "0.0.0.0", socket.AF_INET, False),
+    ("::1", "[::1]", socket.AF_INET6, True),
+    ("::", "[::]", socket.AF_INET6, False),
+]
+
+
+@pytest.mark.parametrize(("host", "shown", "family", "is_local"), HOSTS, ids=[host[0] for host in HOSTS])
+def test_the_start_line_says_where_it_listens_and_how_it_is_opened(host, shown, family, is_local):
+    if family == socket.AF_INET6 and not socket.has_ipv6:
+        pytest.skip("no IPv6 on this machine")
+    with listen(host, 0) as listener, listen("127.0.0.1", 0) as http:
+        assert listener.family == family
+        port = listener.getsockname()[1]
+        line, second = cli._start_lines(Options("x.toml", host=host), listener, http)
+        assert line.startswith("serving x.toml ")
+        assert line.endswith(f" on {shown}:{port} (pid {os.getpid()})")
+        assert ("--host 0.0.0.0" in line) is is_local
+        assert second == f"http://127.0.0.1:{http.getsockname()[1]}/ shows how it does (--http-host 0.0.0.0 opens it)"
+        if host == "::":
+            connect(port).close()  # over IPv4
+
+
+@pytest.mark.parametrize("host", ["", "x" * 70, "no.such.host.invalid", "256.256.256.256"])
+def test_an_address_that_is_none(host):
+    with pytest.raises(OSError, match=r"."):
+        listen(host, 0)
+
+
+def test_this_machine_alone_can_connect_by_default():
+    options = Options("x.toml")
+    assert (options.host, options.http_host, options.idle_seconds) == ("127.0.0.1", "127.0.0.1", 300.0)
+
+
+def test_a_peer_that_is_gone_without_a_word_is_noticed():
+    taken: list[socket.socket] = []
+    loop = Loop()
+    with listen("127.0.0.1", 0) as listener:
+        acceptor = Acceptor(loop, listener, lambda sock, peer: taken.append(sock), lambda: None)
+        acceptor.start()
+        with connect(listener.getsockname()[1]):
+            acceptor.close()
+        (sock,) = taken
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for option in (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT):
+            assert sock.getsockopt(socket.IPPROTO_TCP, option) > 0
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+        assert not sock.getblocking() or sock.gettimeout() == 0
+        sock.close()
+    loop.close()
+
+
+def test_out_of_band_bytes_are_no_part_of_a_message(small: Process):
+    with connect(small.port) as sock:
+        message = pack_call("ping")
+        sock.sendall(message[:10])
+        sock.send(b"!", socket.MSG_OOB)
+        sock.sendall(message[10:])
+        assert sock.recv(4) == b"\x80\x01\x00\x02"
