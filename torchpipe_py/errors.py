@@ -6,12 +6,15 @@ And how any exception comes out of a worker process.
 from __future__ import annotations
 
 import difflib
+import logging
 import pickle
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger("torchpipe_py")
 
 
 class TorchpipeError(Exception):
@@ -136,14 +139,18 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         kind = next((cls.code for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), "")
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        message = message_of(error)
+        try:
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        except BaseException:
+            trace = describe(error)
         try:
             pickled = pickle.dumps(error)
             if str(pickle.loads(pickled)) != str(error):
                 pickled = b""
-        except Exception:
+        except BaseException:
             pickled = b""
-        return cls(kind, type(error).__name__, str(error), trace, pickled)
+        return cls(kind, _type_name(error), message, trace, pickled)
 
     def error(self, otherwise: type[TorchpipeError] = BackendError) -> BaseException:
         """The exception again, or one of its kind; its ``__cause__`` tells where in the worker it was raised.
@@ -171,9 +178,46 @@ class WorkerTraceback(Exception):
         return f"in the worker process:\n{self.args[0]}"
 
 
+MESSAGE_LIMIT = 4000
+"""Characters of a message that are kept: a client may have sent what a backend puts into its exceptions."""
+
+
+def message_of(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
+    """An exception's message, which can be encoded and is cut at ``limit`` characters; its type where it has none.
+
+    Raises nothing, whatever the exception's own methods do.
+    """
+    try:
+        # NOTE: `str` may give an object of a subclass, whose methods are somebody else's too.
+        text = str.__getitem__(str(error), slice(limit + 1))
+        if len(text) > limit:
+            text = f"{text[:limit]} …"
+        return text.encode("utf-8", "replace").decode() or _type_name(error)
+    except BaseException:
+        return f"an exception of type {_type_name(error)} whose message cannot be read"
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and ``message_of`` it."""
+    return f"{_type_name(error)}: {message_of(error)}"
+
+
+def log_failure(what: str, error: BaseException) -> None:
+    """Log an exception that goes no further, with its traceback; raises nothing."""
+    try:
+        logger.error("%s", what, exc_info=error)
+    except BaseException:
+        logger.error("%s: %s", what, describe(error))
+
+
+def _type_name(error: BaseException) -> str:
+    name = type.__dict__["__name__"].__get__(type(error))  # past what a metaclass says
+    return str(name)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+    return message_of(error).strip().split("\n", 1)[0] or _type_name(error)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

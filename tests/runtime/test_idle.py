@@ -41,7 +41,7 @@ def ended(thread: threading.Thread) -> bool:
 
 def wait_until(idle: IdleStack, count: int) -> None:
     limit = perf_counter() + WAIT
-    while len(idle.idle) != count:
+    while idle.count() != count:
         assert perf_counter() < limit
 
 
@@ -73,7 +73,7 @@ def test_nobody_rests_while_there_is_work_or_after_closing() -> None:
     idle.close()
     assert ended(thread)
     assert not idle.sleep(Sleeper())
-    assert idle.idle == []
+    assert idle.count() == 0
 
 
 def test_one_leads_and_hands_on_only_what_is_left() -> None:
@@ -112,7 +112,7 @@ def test_a_wait_ends_by_the_clock_by_work_and_by_closing() -> None:
     idle.wait(leader, 1000.0)  # there is something in the queue
     queue.clear()
     idle.wait(leader, 0.01)
-    assert idle.idle == []
+    assert idle.count() == 0
     thread = start(lambda: idle.wait(leader, 1000.0))
     wait_until(idle, 1)
     idle.close()
@@ -151,7 +151,7 @@ def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
     def add(numbers: range) -> None:
         for number in numbers:
             queue.append(number)
-            if idle.idle:
+            if idle.to_wake:
                 idle.wake_one()
 
     workers = [start(work) for _ in range(4)]

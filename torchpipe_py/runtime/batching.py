@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
+from itertools import islice
 from typing import Any
 
 from torchpipe_py.runtime.request import Request
@@ -20,10 +21,9 @@ class BatchQueue:
         self.timeout = timeout
         self._key = key
         self._buckets: dict[Hashable, deque[Request]] = {}
-        self._size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, list(self._buckets.values())))
 
     def add(self, request: Request) -> None:
         key = self._key(request.data)
@@ -31,7 +31,6 @@ class BatchQueue:
         if bucket is None:
             bucket = self._buckets[key] = deque()
         bucket.append(request)
-        self._size += 1
 
     def take(self, limit: int, now: float, quiet: bool, lead_time: float = 0.0) -> list[Request] | None:
         """The batch that closes now, at most ``limit`` long, or ``None``.
@@ -57,7 +56,6 @@ class BatchQueue:
         """Everything that waits, removed."""
         requests = [request for bucket in self._buckets.values() for request in bucket]
         self._buckets.clear()
-        self._size = 0
         return requests
 
     def _closes_at(self, bucket: deque[Request], limit: int, lead_time: float) -> float:
@@ -72,10 +70,10 @@ class BatchQueue:
 
     def _cut(self, key: Hashable, limit: int) -> list[Request]:
         bucket = self._buckets[key]
-        if len(bucket) <= limit:
-            batch = list(bucket)
+        batch = list(islice(bucket, limit))
+        if len(batch) == len(bucket):
             del self._buckets[key]
         else:
-            batch = [bucket.popleft() for _ in range(limit)]
-        self._size -= len(batch)
+            for _ in batch:
+                bucket.popleft()
         return batch

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import threading
 from _thread import allocate_lock
-from collections.abc import Sized
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sized
+from contextlib import suppress
+from functools import partial
+from operator import methodcaller
+from typing import Any, Generic, TypeVar
 
 
 class Sleeper:
@@ -24,24 +27,38 @@ class Sleeper:
 S = TypeVar("S", bound=Sleeper)
 
 
+def waker(sleepers: list[S]) -> Callable[[], Any]:
+    """What takes the last one out of ``sleepers`` and wakes it; it raises ``IndexError`` where there is none.
+
+    NOTE: all of that is one call of C. The handler of a signal may raise in the main thread between any two bytecodes,
+    and whom it had taken out and not woken would sleep for ever.
+    """
+    return partial(next, map(methodcaller("wake"), iter(sleepers.pop, None)))
+
+
 class IdleStack(Generic[S]):
     """Idle sleepers who take requests from ``queue`` one at a time.
 
-    Whoever adds to the queue calls ``wake_one`` if ``idle`` is not empty. A sleeper first enters ``idle`` and then
+    Whoever adds to the queue calls ``wake_one`` if there is one ``to_wake``. A sleeper first enters that and then
     looks for work, whoever adds work does it the other way round: so no work is left with everybody asleep.
     """
 
     def __init__(self, queue: Sized) -> None:
-        self.idle: list[S] = []
+        self.to_wake: list[S] = []
+        self._wake_last = waker(self.to_wake)
         self._queue = queue
         self._closed = False
 
+    def count(self) -> int:
+        """How many are idle."""
+        return len(self.to_wake)
+
     def sleep(self, sleeper: S) -> bool:
         """Sleep until there is work; ``False`` once closed. There may be none left on waking up."""
-        self.idle.append(sleeper)
+        self.to_wake.append(sleeper)
         if self._queue or self._closed:
             try:
-                self.idle.remove(sleeper)
+                self.to_wake.remove(sleeper)
             except ValueError:
                 sleeper.sleep()  # somebody took it out to wake it
         else:
@@ -53,121 +70,147 @@ class IdleStack(Generic[S]):
         if self._queue or self._closed:
             return None
         try:
-            return self.idle.pop()
+            return self.to_wake.pop()
         except IndexError:
             return None
 
     def give_back(self, sleeper: S) -> None:
         """A borrowed one is idle again."""
-        self.idle.append(sleeper)
+        self.to_wake.append(sleeper)
         if self._queue or self._closed:
             self.wake_one()
 
     def wake_one(self) -> None:
         """Wake one that is idle, if any."""
         try:
-            sleeper = self.idle.pop()
+            self._wake_last()
         except IndexError:
             return
-        sleeper.wake()
+
+    def recover(self, sleeper: S) -> None:
+        """After an exception, wherever that met the sleeper's thread: it is awake, and nobody is about to wake it."""
+        with suppress(ValueError):
+            self.to_wake.remove(sleeper)
+        sleeper.sleep(False)
 
     def close(self) -> None:
         """Wake everybody; nobody is idle any more."""
         self._closed = True
-        while self.idle:
+        while self.to_wake:
             self.wake_one()
 
 
 class Leadership:
-    """Idle sleepers of whom one at a time leads: it collects from ``queue``, and may have ``kept`` some of it."""
+    """Idle sleepers of whom one leads: it collects from ``queue``, and may have ``kept`` some of it.
+
+    Only the leader, while it sleeps, is ``to_wake``: when work comes, and when nothing is under way any more that could
+    join what it has kept. It stays the leader while it collects. Then it hands over to one that is idle, who is woken
+    only if work is left.
+    """
 
     def __init__(self, queue: Sized, kept: Sized) -> None:
-        self.idle: list[Sleeper] = []
+        self.to_wake: list[Sleeper] = []
+        self._wake_leader = waker(self.to_wake)
+        self._followers: list[Sleeper] = []
+        self._wake_follower = waker(self._followers)
         self._queue, self._kept = queue, kept
-        self._lock = threading.Lock()  # of all that follows, and of `idle`
-        self._closed = False
-        self._leads = False
-        self._waiting: Sleeper | None = None  # the leader, while it waits; it is in `idle` then
+        self._lock = threading.Lock()  # of who leads and who follows
+        self._leader: Sleeper | None = None
         self._is_woken = False  # the leader was woken before it fell asleep
+        self._closed = False
+
+    def count(self) -> int:
+        """How many are idle, the leader among them while it sleeps."""
+        return len(self.to_wake) + len(self._followers)
 
     def lead(self, sleeper: Sleeper) -> bool:
-        """Sleep until there is work that nobody collects, and become the leader; ``False`` once closed."""
+        """Sleep until the sleeper leads and there may be work; ``False`` once closed."""
         with self._lock:
             if self._closed:
                 return False
-            self.idle.append(sleeper)
-            if not self._leads and (self._queue or len(self._kept)):
-                self.idle.pop()
-                self._leads = True
-                return True
-        sleeper.sleep()  # whoever wakes it has made it the leader
+            leads = self._leader is None or self._relieves_leader()
+            if leads:
+                self._leader = sleeper
+            else:
+                self._followers.append(sleeper)
+        if leads:
+            self._rest(sleeper, len(self._kept) > 0)
+        else:
+            sleeper.sleep()  # whoever wakes it has made it the leader before
         return not self._closed
 
-    def lead_last(self) -> bool:
-        """Once closed: whether the caller is the first to ask while nobody leads, and is to clear up what is kept."""
+    def _relieves_leader(self) -> bool:
+        """Whether the leader was asleep with nothing to do: one that has just worked does better."""
+        if not len(self._kept):
+            with suppress(IndexError):
+                self._followers.append(self.to_wake.pop())
+                return True
+        return False
+
+    def lead_last(self, sleeper: Sleeper) -> bool:
+        """Once closed: whether nobody else leads, so that the sleeper, which leads for good, clears up what is kept."""
         with self._lock:
-            is_last, self._leads = not self._leads, True
+            is_last = self._leader is None or self._leader is sleeper
+            if is_last:
+                self._leader = sleeper
         return is_last
 
     def hand_over(self) -> None:
-        """The leader stops leading; if work is left, another one that is idle becomes the leader."""
+        """The leader stops leading; another one that is idle leads, and is woken if work is left."""
         with self._lock:
-            self._leads = False
-            if not self.idle or not (self._queue or len(self._kept)):
+            self._leader = self._followers.pop() if self._followers else None
+            if self._leader is None:
                 return
-            self._leads = True
-            sleeper = self.idle.pop()
-        sleeper.wake()
+            self.to_wake.append(self._leader)
+        if self._queue or len(self._kept) or self._closed:
+            self.wake_one()
 
     def wait(self, leader: Sleeper, timeout: float) -> None:
         """The leader sleeps until work is added, ``wake_leader`` is called, or the time is over."""
-        with self._lock:
-            # NOTE: enters `idle` before it looks for work; who adds work does it the other way round, without the lock.
-            self.idle.append(leader)
-            if self._closed or self._queue or self._is_woken:
-                self._is_woken = False
-                self.idle.pop()
-                return
-            self._waiting = leader
-        if leader.sleep(True, timeout):
-            return
-        with self._lock:
-            if self._waiting is leader:
-                self._stop_waiting()
-                return
-        leader.sleep()  # woken after all, in the last moment
+        self._rest(leader, False, timeout)
+
+    def _rest(self, leader: Sleeper, has_work: bool, timeout: float = -1) -> None:
+        # NOTE: is there to be woken before it looks for work; who adds work does it the other way round.
+        self.to_wake.append(leader)
+        is_woken = not (has_work or self._queue or self._is_woken or self._closed) and leader.sleep(True, timeout)
+        if not is_woken:
+            try:
+                self.to_wake.remove(leader)
+            except ValueError:
+                leader.sleep()  # woken after all, in the last moment
+        self._is_woken = False
 
     def wake_one(self) -> None:
-        """Wake the leader if it waits, else make one that is idle the leader if nobody leads."""
-        with self._lock:
-            sleeper = self._stop_waiting()
-            if sleeper is None:
-                if self._leads or not self.idle:
-                    return
-                self._leads = True
-                sleeper = self.idle.pop()
-        sleeper.wake()
+        """Wake the leader if it sleeps."""
+        try:
+            self._wake_leader()
+        except IndexError:
+            return
 
     def wake_leader(self) -> None:
-        """Wake the leader if it waits; if it is about to, it will not."""
-        with self._lock:
-            sleeper = self._stop_waiting()
-            if sleeper is None:
-                self._is_woken = self._leads
-                return
-        sleeper.wake()
+        """Wake the leader if it sleeps; if it is about to, it will not."""
+        self._is_woken = True
+        self.wake_one()
 
-    def _stop_waiting(self) -> Sleeper | None:
-        sleeper = self._waiting
-        if sleeper is not None:
-            self._waiting = None
-            self.idle.remove(sleeper)
-        return sleeper
+    def is_leader(self, sleeper: Sleeper) -> bool:
+        """Whether it leads, asleep or awake."""
+        return self._leader is sleeper
+
+    def recover(self, sleeper: Sleeper) -> None:
+        """After an exception, wherever that met the sleeper's thread: it is awake, follows nobody and leads nobody."""
+        with self._lock:
+            for sleepers in (self.to_wake, self._followers):
+                with suppress(ValueError):
+                    sleepers.remove(sleeper)
+        sleeper.sleep(False)
+        if self.is_leader(sleeper):
+            self.hand_over()
 
     def close(self) -> None:
         """Wake everybody; nobody is idle any more."""
         with self._lock:
             self._closed = True
-            sleepers, self.idle[:], self._waiting = list(self.idle), [], None
-        for sleeper in sleepers:
-            sleeper.wake()
+        self.wake_one()
+        while self._followers:
+            with suppress(IndexError):
+                self._wake_follower()

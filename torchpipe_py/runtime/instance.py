@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, BackendConfig
+from torchpipe_py.errors import log_failure
 from torchpipe_py.runtime.idle import Sleeper
+from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.statistics import Record
-
-logger = logging.getLogger("torchpipe_py")
 
 Serve = Callable[["Instance"], None]
 
@@ -24,9 +23,10 @@ def _no_backend(index: int) -> Backend:
 class Instance(Sleeper):
     """One backend and its thread, which waits between ``setup`` and the first request for ``open``.
 
-    ``stand_in`` is the identity of a caller's thread that runs ``forward`` in place of it, ``busy`` counts the
-    requests that are taken and not yet delivered, ``started`` is when ``forward`` was last called for them
-    (``perf_counter``; 0.0 when idle). One of the two threads at a time writes these and ``record``.
+    ``stand_in`` is the identity of a caller's thread that runs ``forward`` in place of it. ``taken`` are the requests
+    that its own thread has, ``busy`` counts those that either has and has not delivered, ``started`` is when
+    ``forward`` was last called for them (``perf_counter``; 0.0 when idle). One of the two threads at a time writes
+    these and ``record``.
     """
 
     def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
@@ -35,6 +35,7 @@ class Instance(Sleeper):
         self.backend = _no_backend(index)
         self.max = self.min = 1
         self.setup_error: BaseException | None = None
+        self.taken: Sequence[Request] = ()
         self.busy = 0
         self.stand_in = 0
         self.started = 0.0
@@ -89,7 +90,8 @@ class Instance(Sleeper):
             self._set_up()
         except BaseException as error:
             self.setup_error = error
-        self._is_set_up.set()
+        finally:
+            self._is_set_up.set()
         self._is_opened.wait()
         try:
             if self._serve is not None:
@@ -107,7 +109,7 @@ class Instance(Sleeper):
     def _tear_down(self) -> None:
         try:
             self.backend.close()
-        except BaseException:
-            logger.exception("node %r: close of instance %d failed", self._node, self.index)
+        except BaseException as error:
+            log_failure(f"node {self._node!r}: close of instance {self.index} failed", error)
         # What the instances share, an engine say, goes with the last of them.
         self.backend, self._create = _no_backend(self.index), _no_backend

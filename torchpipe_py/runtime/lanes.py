@@ -6,16 +6,17 @@ meanwhile, ``BatchingLane`` where an instance takes batches. Which it is, is set
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
-from time import perf_counter
+from contextlib import contextmanager, suppress
+from time import perf_counter, sleep
 from typing import Any
 
 from torchpipe_py.backends.base import Data, DeferredBackend, run_padded
-from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied
+from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied, describe
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.idle import IdleStack, Leadership
@@ -25,7 +26,11 @@ from torchpipe_py.runtime.request import CallerThread, Request
 _HAND_OVER = 5e-5  # seconds from one thread to another that sleeps
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
+_PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that comes at once does not take a core
+
 Fail = Callable[[Request, BaseException], object]
+
+logger = logging.getLogger("torchpipe_py")
 
 
 class Lane:
@@ -59,7 +64,7 @@ class Lane:
             return
         request.caller = None
         self._queue.append(request)
-        if self.idle.idle:
+        if self.idle.to_wake:
             self.idle.wake_one()
         if self.is_closing:
             self._fail_queued()
@@ -69,8 +74,31 @@ class Lane:
         return False
 
     def serve(self, instance: Instance) -> None:
-        """Run what comes until the lane is closed: the main loop of an instance's thread."""
+        """Run what comes until the lane is closed: the main loop of an instance's thread, which no exception ends."""
+        error: BaseException | None = None
+        while True:
+            try:
+                if error is not None:
+                    self._recover(instance, error)
+                self._serve(instance)
+                return
+            except BaseException as raised:
+                error = raised
+
+    def _serve(self, instance: Instance) -> None:
+        """Run what comes until the lane is closed."""
         raise NotImplementedError
+
+    def _recover(self, instance: Instance, error: BaseException) -> None:
+        """Where an exception in the loop itself has met the instance: fail what it holds, so that it can go on."""
+        for request in instance.taken:
+            self.fail(request, self._backend_error(error))
+        instance.taken = ()
+        instance.started = instance.busy = 0
+        self.idle.recover(instance)
+        self._wake_leaders()
+        logger.error("node %r: instance %d goes on after %s", self.name, instance.index, describe(error))
+        sleep(_PAUSE)
 
     def close(self) -> None:
         """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
@@ -114,37 +142,40 @@ class Lane:
             instance.record.expired += 1
             self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
             return False
-        # A result or an error is what this backend says, never what an earlier one said.
-        request.data.pop(TASK_RESULT_KEY, None)
-        request.data.pop(TASK_ERROR_KEY, None)
+        try:
+            # A result or an error is what this backend says, never what an earlier one said.
+            request.data.pop(TASK_RESULT_KEY, None)
+            request.data.pop(TASK_ERROR_KEY, None)
+        except BaseException as error:  # the dict may be of a class of the caller's own
+            self._fail_defect(instance, request, error)
+            return False
         return True
 
     def _go_on(self, instance: Instance, request: Request) -> None:
-        data = request.data
-        if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-            data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self.label} gave no result")
         try:
+            data = request.data
+            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self.label} gave no result")
             self.deliver(request)
         except BaseException as error:
             self._fail_defect(instance, request, error)
 
     def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
         instance.record.failed += 1
-        request.data.pop(TASK_RESULT_KEY, None)
-        self.fail(request, error if self._is_no_defect(request, error) else self._backend_error(error))
+        with suppress(BaseException):  # what the dict's class does, or the backend did to it
+            request.data.pop(TASK_RESULT_KEY, None)
+        self.fail(request, error if self._is_no_defect(error) else self._backend_error(error))
 
-    def _is_no_defect(self, request: Request, error: BaseException) -> bool:
+    def _is_no_defect(self, error: BaseException) -> bool:
         """Whether the caller gets the error as it is."""
-        if isinstance(error, KeyboardInterrupt):
-            # NOTE: Ctrl-C meets a caller that stands in for an instance in the middle of the backend.
-            return request.caller is not None
-        if isinstance(error, PipeClosed):
+        kind = type(error)  # what an exception says of its own class may raise
+        if issubclass(kind, PipeClosed):
             return self.is_closing  # a jump's own requests were closed, say
-        return isinstance(error, WorkerDied)
+        return issubclass(kind, WorkerDied)
 
     def _backend_error(self, error: BaseException) -> BackendError:
         """What a caller gets for an exception in a backend."""
-        failure = BackendError(f"node {self.name!r}: {self.label}: {type(error).__name__}: {error}")
+        failure = BackendError(f"node {self.name!r}: {self.label}: {describe(error)}")
         failure.__cause__ = error
         return failure
 
@@ -152,11 +183,10 @@ class Lane:
         self.fail(request, PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}"))
 
     def _fail_queued(self) -> None:
-        try:
-            while True:
-                self._fail_closed(self._queue.popleft())
-        except IndexError:
-            return
+        for request in list(self._queue):
+            self._fail_closed(request)
+            with suppress(ValueError):  # an instance may have taken it meanwhile
+                self._queue.remove(request)
 
     def _wake_leaders(self) -> None:
         for lane in list(self._waiting):
@@ -210,11 +240,11 @@ class SingleLane(Lane):
         """A request that has come here is not run after all."""
         self._reached.discard(request)
 
-    def serve(self, instance: Instance) -> None:
+    def _serve(self, instance: Instance) -> None:
         take, run, waiting = self._queue.popleft, self.run, self._waiting
         while True:
             try:
-                request = take()
+                instance.taken = (request := take(),)
             except IndexError:
                 if self.idle.sleep(instance):
                     continue
@@ -222,6 +252,7 @@ class SingleLane(Lane):
             instance.busy = 1
             run(instance, request)
             del request  # an idle instance keeps nothing of its last one
+            instance.taken = ()
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
             instance.started = instance.busy = 0
             if waiting:
@@ -294,25 +325,28 @@ class BatchingLane(Lane):
                 return True  # through a logical node, a request comes by a second time
         return False
 
-    def serve(self, instance: Instance) -> None:
+    def _serve(self, instance: Instance) -> None:
         while self.idle.lead(instance):
-            try:
-                since = perf_counter()
-                batch = self._collect(instance)
-                instance.busy = len(batch)
-            finally:
-                self.idle.hand_over()
+            since = perf_counter()
+            instance.taken = batch = self._collect(instance)
+            instance.busy = len(batch)
+            self.idle.hand_over()
             if not batch:
                 continue
             self.run(instance, batch, since)
-            batch = []  # an idle instance keeps nothing of its last request
+            instance.taken = batch = []  # an idle instance keeps nothing of its last request
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
             instance.started = instance.busy = 0
             if self._waiting:
                 self._wake_leaders()
-        if self.idle.lead_last():
+        if self.idle.lead_last(instance):
             for request in self._batches.clear():
                 self._fail_closed(request)
+
+    def _recover(self, instance: Instance, error: BaseException) -> None:
+        if self.idle.is_leader(instance):
+            instance.taken = [*instance.taken, *self._batches.clear()]
+        super()._recover(instance, error)
 
     def _collect(self, instance: Instance) -> list[Request]:
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
@@ -320,13 +354,13 @@ class BatchingLane(Lane):
         while True:
             while queue:
                 try:
-                    request = queue.popleft()
+                    instance.taken = (queue.popleft(),)
                 except IndexError:  # close() empties the queue too
                     break
                 try:
-                    batches.add(request)
-                except Exception as error:
-                    self.fail(request, self._backend_error(error))
+                    batches.add(instance.taken[0])
+                except BaseException as error:
+                    self.fail(instance.taken[0], self._backend_error(error))
             if self.is_closing:
                 return batches.clear()
             if not len(batches):
@@ -375,23 +409,26 @@ class BatchingLane(Lane):
     def _forward(self, instance: Instance, requests: list[Request]) -> Mapping[Request, BaseException]:
         """Run the backend; the errors of the requests that it failed for."""
         items = [request.data for request in requests]
-        saved = [dict(item) for item in items] if len(items) > 1 else None
+        saved: list[Data] = []
         try:
+            if len(items) > 1:
+                saved = [dict(item) for item in items]
             if len(items) < instance.min:
                 run_padded(instance.backend, items)
             else:
                 instance.backend.forward(items)
             return {}
         except BaseException as error:
-            if saved is None:
+            if len(requests) == 1:
                 return {requests[0]: error}
         # After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail.
         errors = {}
-        for request, before in zip(requests, saved, strict=True):
-            request.data.clear()
-            request.data.update(before)
+        for index, request in enumerate(requests):
             instance.started = perf_counter()
             try:
+                if saved:
+                    request.data.clear()
+                    request.data.update(saved[index])
                 run_padded(instance.backend, [request.data])
             except BaseException as error:
                 errors[request] = error

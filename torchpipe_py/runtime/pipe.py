@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
@@ -20,6 +20,7 @@ from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.request import CallerThread, Countdown, OnDone, Request, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
+from torchpipe_py.runtime.signals import is_main_thread
 from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
 
 Data = dict[str, Any]
@@ -55,10 +56,12 @@ class pipe:
         """Run one request, or several, and wait until all are finished."""
         lock = allocate_lock()
         lock.acquire()
-        requests = self._requests(data, lambda data, error: lock.release(), timeout)
+        # NOTE: a function of C: no handler of a signal can raise before the lock is released.
+        requests = self._requests(data, cast(OnDone, lock.__exit__), timeout)
         if not requests:
             return
-        caller = requests[0].caller = CallerThread() if timeout is None and len(requests) == 1 else None
+        stands_in = timeout is None and len(requests) == 1 and not is_main_thread()
+        caller = requests[0].caller = CallerThread() if stands_in else None
         try:
             self._runtime.submit(requests)
             if caller is not None:

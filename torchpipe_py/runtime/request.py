@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from types import BuiltinMethodType
 from typing import Protocol
 
 from torchpipe_py.backends.base import Data
@@ -221,7 +223,7 @@ class CallerThread:
                 lane, request = self.reached.pop()
                 lane.run_on_caller(request)
         finally:
-            for lane, request in self.reached:  # after Ctrl-C
+            for lane, request in self.reached:  # after an exception
                 lane.forget(request)
 
 
@@ -229,14 +231,17 @@ class Countdown:
     """Calls ``on_done`` when it was called ``count`` times, as the completion of as many requests."""
 
     def __init__(self, count: int, on_done: OnDone) -> None:
-        self._left, self._on_done, self._lock = count, on_done, threading.Lock()
+        self._count, self._on_done = count, on_done
+        self._calls = itertools.count(1)
 
     def __call__(self, data: Data, error: BaseException | None) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        self._on_done(data, error)
+        if next(self._calls) == self._count:  # one call of C: no two threads get the same number
+            self._on_done(data, error)
+
+
+def is_own(on_done: OnDone) -> bool:
+    """Whether a callback is of the pipe's own kinds, which raise nothing themselves."""
+    return isinstance(on_done, (Countdown, BuiltinMethodType))
 
 
 def nobody_waits(data: Data, error: BaseException | None) -> None:

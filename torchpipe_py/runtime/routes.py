@@ -8,13 +8,15 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.errors import BackendError, NoResult
+from torchpipe_py.errors import BackendError, NoResult, describe
 from torchpipe_py.filters import Filter, Status
+from torchpipe_py.filters import run as always_run
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.plan.graph import Graph, Hidden
 from torchpipe_py.runtime.lanes import Lane
 from torchpipe_py.runtime.request import Branches, Maps, Request
+from torchpipe_py.runtime.signals import is_interrupt
 
 Enter = Callable[[Request], None]
 
@@ -60,10 +62,16 @@ class Routes:
         """The way into a node: its filter decides on the thread that brings the request."""
         filter_, put, run = self._filters[name], self._put[name], Status.Run
 
+        def enter_at_once(request: Request) -> None:
+            request.node, request.arrived = name, perf_counter()
+            put(request)
+
         def enter(request: Request) -> None:
             try:
                 status = filter_(request.data)
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 self._complete(request, _filter_error(name, error), None)
                 return
             if status is run:
@@ -74,7 +82,7 @@ class Routes:
                 if hidden is not None:
                     self._leave(hidden, request)
 
-        return enter
+        return enter_at_once if filter_ is always_run else enter
 
     def _way_out(self, hidden: Hidden) -> Enter:
         return self.entries[hidden.next] if hidden.next is not None else partial(self._leave, hidden)
@@ -124,7 +132,9 @@ class Routes:
             return None
         try:
             status = self._filters[name](data)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             self._complete(request, _filter_error(name, error), None)
             return None
         return self._decide(name, request, status)
@@ -141,7 +151,7 @@ class Routes:
         elif isinstance(status, Status):
             return self._skip(name, status)
         else:
-            wrong = f"node {name!r}: its filter gave {status!r}, which is no Status"
+            wrong = f"node {name!r}: its filter gave an object of type {type(status).__name__}, which is no Status"
             self._complete(request, BackendError(wrong), None)
         return None
 
@@ -173,6 +183,6 @@ def _sources(name: str, graph: Graph, plans: Mapping[str, NodePlan]) -> tuple[tu
 
 
 def _filter_error(node: str, error: BaseException) -> BackendError:
-    failure = BackendError(f"node {node!r}: its filter: {type(error).__name__}: {error}")
+    failure = BackendError(f"node {node!r}: its filter: {describe(error)}")
     failure.__cause__ = error
     return failure

@@ -12,15 +12,36 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, NoResult, Overloaded, PipeClosed
+from torchpipe_py.errors import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    NoResult,
+    Overloaded,
+    PipeClosed,
+    describe,
+    log_failure,
+    message_of,
+)
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.runtime.lanes import BatchingLane
 from torchpipe_py.runtime.node import Node, creators
-from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after, nobody_waits
+from torchpipe_py.runtime.request import (
+    Branches,
+    Countdown,
+    Links,
+    Request,
+    deadline_after,
+    is_own,
+    nobody_waits,
+)
 from torchpipe_py.runtime.routes import Enter, Routes
+from torchpipe_py.runtime.signals import is_interrupt, is_main_thread
 
 logger = logging.getLogger("torchpipe_py")
+
+SETUP_MESSAGE_LIMIT = 100_000  # characters: what a compiler says may be long, and no client has a part in it
 
 
 class Runtime:
@@ -90,7 +111,7 @@ class Runtime:
             return None
         plan = self.plans[name]
         kind = next((cls for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), BackendError)
-        failure = kind(f"{plan.spec.place}: {plan.label}: {error}")
+        failure = kind(f"{plan.spec.place}: {plan.label}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
         failure.__cause__ = error
         return failure
 
@@ -132,6 +153,20 @@ class Runtime:
 
         ``Overloaded`` beyond the bound, ``PipeClosed`` after ``close``.
         """
+        try:
+            self._admit(requests)
+            for request in requests:
+                try:
+                    self.entries[request.node](request)
+                except Exception as error:
+                    self.complete(request, error)
+        except BaseException as error:  # the handler of a signal may raise anywhere
+            for request in requests:
+                request.on_done = nobody_waits
+                self.complete(request, error)
+            raise
+
+    def _admit(self, requests: Sequence[Request]) -> None:
         with self._lock:
             if self._closed:
                 raise PipeClosed(self._closed)
@@ -147,11 +182,6 @@ class Runtime:
                 f"max_inflight = {self.max_inflight}",
                 retry_after_ms=self.retry_after_ms() if len(requests) <= self.max_inflight else None,
             )
-        for request in requests:
-            try:
-                self.entries[request.node](request)
-            except Exception as error:
-                self.complete(request, error)
 
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
         """Make the outcome final and tell whoever waits; ``False`` if it was final already.
@@ -168,26 +198,39 @@ class Runtime:
             return False
         request.error = error
         request.done = True
-        if branches is not None:
-            branches.settle(last, error is not None)
         data = request.data
-        if error is None and TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-            data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
-        if request.caller_data is not None:
-            if error is None:
-                for key in request.caller_data.keys() - data.keys():
-                    del request.caller_data[key]
-                request.caller_data.update(data)
-            data = request.caller_data
+        try:
+            if branches is not None:
+                branches.settle(last, error is not None)
+                data = request.data
+            if error is None and TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
+            if request.caller_data is not None:
+                if error is None:
+                    for key in request.caller_data.keys() - data.keys():
+                        del request.caller_data[key]
+                    request.caller_data.update(data)
+                data = request.caller_data
+        except BaseException as failure:  # the dict may be of a class of the caller's own
+            if is_interrupt(failure):
+                raise
+            error = request.error = error or BackendError(f"the request's dict: {describe(failure)}")
         # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
         on_done, request.on_done = request.on_done, nobody_waits
         try:
             on_done(data, error)
-        except BaseException:
-            logger.exception("%s: the callback of a finished request failed", self.name)
+        except BaseException as failure:
+            if is_interrupt(failure) or (is_main_thread() and is_own(on_done)):
+                raise
+            log_failure(f"{self.name}: the callback of a finished request failed", failure)
+        finally:
+            self._let_go(request, branches)
+        return True
+
+    def _let_go(self, request: Request, branches: Branches | None) -> None:
+        """Nobody waits any more for what the request's jumps have started."""
         links = request.links  # NOTE: anew, since a jump may have made them until the request was done.
         if links is not None:
-            # Nobody waits any more for what the request's jumps have started.
             for child in links.children:
                 self.complete(child, CancelledError())
             links.children.clear()
@@ -195,7 +238,6 @@ class Runtime:
             # Branches that are still under way know the request; without this it would be a cycle that holds all dicts.
             request.links = None
             branches.requests.clear()
-        return True
 
     # -- graphs that are run by a node of another -----------------------------------------------------------------
 
