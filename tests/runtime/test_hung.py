@@ -1,4 +1,4 @@
-"""A backend that does not return: the figures tell."""
+"""A backend that does not return: the figures tell, and neither ``close`` nor the interpreter waits for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import Gate, outcome
+from fakes import WAIT, Gate, outcome
+from test_lifecycle import run_python
 
+import torchpipe_py.runtime.runtime
 from torchpipe_py import pipe
 
 
@@ -50,3 +52,85 @@ def test_what_a_caller_runs_counts_as_well(register: Register) -> None:
         gate.open()
         caller.join()
         assert node_of(p)["oldest_batch_s"] == 0.0
+
+
+# -- the end of a program ---------------------------------------------------------------------------------------------
+
+HUNG = """
+import ctypes, os, sys, time
+import torchpipe_py.runtime.runtime
+from torchpipe_py import Backend, DeadlineExceeded, pipe, register_backend
+
+torchpipe_py.runtime.runtime.LEAVE_SECONDS = 0.3
+
+class Hangs(Backend):
+    def forward(self, items):
+        if items[0]["data"] == "sleep":
+            time.sleep(10**6)
+        ctypes.CDLL(None).pause()
+
+register_backend(Hangs, "Hangs")
+config = {"broken": {"backend": "Hangs"}}
+
+def call(p, what="sleep"):
+    try:
+        p({"data": what}, timeout=0.1)
+    except DeadlineExceeded:
+        print("given up", flush=True)
+
+"""
+
+NOT_RETURNED = "node 'broken': instance 0 of Hangs has not returned"
+
+ENDS = {
+    "in C": "p = pipe(config); call(p, 'pause')",
+    "closed": "p = pipe(config); call(p); assert p.close() is False; del p",
+    "with": "with pipe(config) as p: call(p)",
+    "submitted": "p = pipe(config); p.submit({'data': 'sleep'}); time.sleep(0.1); print('given up')",
+    "an exception": "p = pipe(config)\ncall(p)\nraise ValueError('mine')",
+    "two pipes": "p, q = pipe(config), pipe(config); call(p); call(q)",
+    "a forked child": "p = pipe(config); call(p)\nif os.fork():\n    assert os.wait()[1] == 0",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_hung_backend_lets_the_interpreter_exit(end: str) -> None:
+    ended = run_python(HUNG + ENDS[end])
+    assert ended.returncode == (1 if end == "an exception" else 0), ended.stderr
+    assert "given up" in ended.stdout
+    assert ended.stderr.count(NOT_RETURNED) == (2 if end == "two pipes" else 1), ended.stderr
+
+
+def test_close_waits_for_what_somebody_waits_for(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", 0.0)
+    gate = Gate()
+    with gate:
+        p = pipe({"backend": register(gate.backend)})
+        waited_for = gate.hold(p, {"data": 1})
+        closed: list[bool] = []
+        closer = threading.Thread(target=lambda: closed.append(p.close()))
+        closer.start()
+        closer.join(0.3)
+        assert closer.is_alive()
+        gate.open()
+        assert outcome(waited_for)["result"] == 1
+        closer.join(WAIT)
+        assert closed == [True]
+
+
+@pytest.mark.parametrize("given_up", ["cancelled", "past its deadline"])
+def test_close_leaves_what_nobody_waits_for(
+    register: Register, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given_up: str
+) -> None:
+    monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", 0.1)
+    gate = Gate()
+    with gate:
+        p = pipe({"broken": {"backend": register(gate.backend)}})
+        request = p.dispatch({"data": 1}, lambda data, error: None, timeout=1.0 if "deadline" in given_up else None)
+        gate.wait_entered()
+        if given_up == "cancelled":
+            assert request.cancel()
+        assert p.close() is False
+        assert [record.getMessage() for record in caplog.records if "node 'broken': instance 0" in record.getMessage()]
+        gate.open()
+        assert p.close() is True

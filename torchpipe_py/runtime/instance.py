@@ -41,17 +41,16 @@ class Instance(Sleeper):
         self.started = 0.0
         self.last_compute = 0.0  # seconds
         self.record = Record(node, index)
-        self._node, self._create = node, create
+        self.node, self._create = node, create
         self._is_set_up, self._is_opened = threading.Event(), threading.Event()
         self._serve: Serve | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread, which sets the backend up."""
-        name = f"torchpipe-{self._node}-{self.index}"
-        thread = threading.Thread(target=self._main, name=name, daemon=True)
-        thread.start()
-        self._thread = thread
+        name = f"torchpipe-{self.node}-{self.index}"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
 
     def wait_setup(self) -> BaseException | None:
         """Wait until the backend is set up; what that raised, if anything."""
@@ -63,12 +62,10 @@ class Instance(Sleeper):
         self._serve = self._serve or serve
         self._is_opened.set()
 
-    def join(self, until: float | None) -> bool:
-        """Wait for the thread to end, no longer than ``until``; whether it did."""
-        if self._thread is None:
-            return True
-        self._thread.join(None if until is None else max(0.0, until - perf_counter()))
-        return not self._thread.is_alive()
+    def join(self, until: float) -> None:
+        """Wait for the thread to end, no longer than ``until``."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(max(0.0, until - perf_counter()))
 
     @property
     def is_alive(self) -> bool:
@@ -110,6 +107,6 @@ class Instance(Sleeper):
         try:
             self.backend.close()
         except BaseException as error:
-            log_failure(f"node {self._node!r}: close of instance {self.index} failed", error)
+            log_failure(f"node {self.node!r}: close of instance {self.index} failed", error)
         # What the instances share, an engine say, goes with the last of them.
         self.backend, self._create = _no_backend(self.index), _no_backend

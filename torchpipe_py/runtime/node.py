@@ -71,13 +71,8 @@ class Node:
         """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
         if self._is_open:
             self.lane.close()
-        else:
-            for instance in self.instances:
-                instance.open(None)
-
-    def join(self, until: float | None = None) -> bool:
-        """Wait for the threads to end, no longer than ``until``; whether they did."""
-        return all(instance.join(until) for instance in self.instances)
+        for instance in self.instances:
+            instance.open(None)  # for those that were not let do so yet
 
     def current_instance(self) -> Instance | None:
         """The instance whose thread, or whose stand-in, is calling."""

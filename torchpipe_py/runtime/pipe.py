@@ -45,12 +45,13 @@ class pipe:
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None) -> None:
         self._runtime = Runtime(plan_pipeline(config, default_registry if registry is None else registry))
+        # The threads know the runtime only: a pipe that is dropped is closed. At exit, the runtime closes itself.
+        self._finalizer = weakref.finalize(self, self._runtime.drop)
+        self._finalizer.atexit = False
         self._runtime.start()
         self._roots = self._runtime.graph.roots
         entered = [name for name in self._roots if name not in self._runtime.graph.jumped_to]
         self._only_root = entered[0] if len(entered) == 1 else None
-        # The threads know the runtime only: a pipe that is dropped, or alive at exit, is closed.
-        self._finalizer = weakref.finalize(self, self._runtime.close)
 
     def __call__(self, data: Data | Sequence[Data], timeout: float | None = None) -> None:
         """Run one request, or several, and wait until all are finished."""
@@ -158,23 +159,28 @@ class pipe:
         ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
         """
         records = [instance.record for node in self._runtime.nodes.values() for instance in node.instances]
-        if any(record.trace is not None for record in records):
+        if any(record.trace is not None and not record.trace.is_over for record in records):
             raise RuntimeError("the pipe is being traced already")
         trace = Trace(limit)
-        for record in records:
-            record.trace = trace
         try:
+            for record in records:
+                record.trace = trace
             yield trace
         finally:
+            trace.is_over = True
             for record in records:
                 record.trace = None
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
 
-        ``False`` if a backend still runs after ``timeout`` seconds; its requests have failed nevertheless.
+        ``False`` if a backend still runs after ``timeout`` seconds, or 2 s after every request that it runs was given
+        up (at its deadline, say); its requests have failed nevertheless, and a line in the log names it.
         """
-        return self._runtime.close(timeout)
+        ended = self._runtime.close(timeout)
+        if ended or self._runtime.is_left:
+            self._finalizer.detach()
+        return ended
 
     def __enter__(self) -> pipe:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from time import perf_counter
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import (
@@ -25,6 +27,7 @@ from torchpipe_py.errors import (
 )
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes import BatchingLane
 from torchpipe_py.runtime.node import Node, creators
 from torchpipe_py.runtime.request import (
@@ -40,6 +43,11 @@ from torchpipe_py.runtime.routes import Enter, Routes
 from torchpipe_py.runtime.signals import is_interrupt, is_main_thread
 
 logger = logging.getLogger("torchpipe_py")
+
+LEAVE_SECONDS = 2.0
+"""How long a pipe that is closed waits for a backend to return when nobody waits for its requests any more."""
+
+_LOOK_SECONDS = 0.05  # between two looks at whether somebody does
 
 SETUP_MESSAGE_LIMIT = 100_000  # characters: what a compiler says may be long, and no client has a part in it
 
@@ -64,6 +72,8 @@ class Runtime:
         self._inner: set[Request] = set()
         self._lock = threading.Lock()
         self._closed = ""
+        self._is_forked = False
+        self.is_left = False  # nobody waits any more for a backend that does not return
         waiting: set[BatchingLane] = set()
         self.nodes: dict[str, Node] = {
             name: Node(
@@ -118,25 +128,78 @@ class Runtime:
     def close(self, timeout: float | None = None) -> bool:
         """End every thread; queued requests fail with ``PipeClosed``. Idempotent, from any thread.
 
-        ``False`` if a backend still ran after ``timeout`` seconds; its requests have failed nevertheless.
+        ``False`` if a backend still ran after ``timeout`` seconds, or ``LEAVE_SECONDS`` after nobody waited for it any
+        more; its requests have failed nevertheless.
         """
         until = deadline_after(timeout)
+        is_callback = any(node.current_instance() for node in self.nodes.values())
+        if is_callback:
+            self.refuse()
+        elif not is_main_thread():
+            return self.end(until)
+        # A callback's thread cannot wait for itself, and that of the handlers of signals may be torn out of the wait.
+        ended: list[bool] = []
+        closer = threading.Thread(target=lambda: ended.append(self.end(until)), name="torchpipe_py close", daemon=True)
+        try:
+            closer.start()
+        except RuntimeError:  # Python ends, and starts no thread any more
+            return not is_callback and self.end(until)
+        if not is_callback:
+            closer.join()
+        return ended == [True]
+
+    def drop(self) -> None:
+        """``close`` for a pipe that nobody has any more."""
+        # NOTE: a collection may end it anywhere, even where a thread is being started: start none, if possible.
+        if any(node.current_instance() for node in self.nodes.values()):
+            self.close()
+        else:
+            self.end()
+
+    def refuse(self) -> None:
+        """Take no further request; let every instance finish its batch, and fail what is queued."""
+        if self._is_forked:
+            return
         with self._lock:
             self._closed = self._closed or "the pipe is closed"
         for node in self.nodes.values():
             node.close()
-        if any(node.current_instance() for node in self.nodes.values()):
-            # Called from a callback: this thread cannot wait for itself, another one finishes the job.
-            threading.Thread(target=self.close, name="torchpipe_py close", daemon=True).start()
-            return False
-        ended = [node.join(until) for node in self.nodes.values()]
+
+    def end(self, until: float | None = None) -> bool:
+        """``close`` on a thread that nothing interrupts; ``until`` is in seconds of ``time.perf_counter``."""
+        self.refuse()
+        left = self._wait_for_threads(until)
         for request in [*self._inner, *self._inflight]:
             self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
-        return all(ended)
+        for instance in left:
+            logger.warning(
+                "%s: node %r: instance %d of %s has not returned for %.1f s; it is left behind",
+                *(self.name, instance.node, instance.index, instance.backend.config.label),
+                instance.running_s(perf_counter()),
+            )
+        self.is_left = bool(left) and (until is None or perf_counter() < until)
+        return not left
+
+    def _wait_for_threads(self, until: float | None) -> list[Instance]:
+        """The instances whose threads have not ended: their time is over, or nobody waits for what they run."""
+        leave_at = math.inf
+        while True:
+            now = perf_counter()
+            left = [instance for node in self.nodes.values() for instance in node.instances if instance.is_alive]
+            if not left or (until is not None and now >= until):
+                return left
+            if any(request.deadline is None or request.deadline > now for request in list(self._inflight)):
+                leave_at = math.inf
+            elif leave_at == math.inf:
+                leave_at = now + LEAVE_SECONDS
+            elif now >= leave_at and all(instance.running_s(now) for instance in left):
+                return left
+            left[0].join(min(now + _LOOK_SECONDS, math.inf if until is None else until))
 
     def after_fork(self) -> None:
         """In a forked child the threads are gone: refuse instead of waiting for them."""
         self._lock = threading.Lock()
+        self._is_forked = True
         self._closed = "the pipe was built in the parent process; threads do not survive a fork"
         self._inflight.clear()
         self._inner.clear()
@@ -326,4 +389,15 @@ def _after_fork() -> None:
         runtime.after_fork()
 
 
+def _at_exit() -> None:
+    """End the threads of the pipes that are still there; nobody waits for them any more."""
+    until = perf_counter() + LEAVE_SECONDS
+    runtimes = [runtime for runtime in list(_runtimes) if not runtime.is_left]
+    for runtime in runtimes:
+        runtime.refuse()
+    for runtime in runtimes:
+        runtime.end(until)
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -44,6 +44,7 @@ class Trace:
 
     def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
         self.dropped = 0
+        self.is_over = False
         self._limit = limit
         self._begin = perf_counter()
         self._spans: list[Span] = []
@@ -60,6 +61,8 @@ class Trace:
         self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
     ) -> None:
         """A batch has run; times of ``time.perf_counter``. From any thread."""
+        if self.is_over:
+            return
         if len(self._spans) + len(requests) > self._limit:
             self.dropped += len(requests)
             return
