@@ -127,6 +127,13 @@ def test_what_cannot_be_is_refused(config: Data, message: str) -> None:
         plan_pipeline(config)
 
 
+def test_isolation_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    plan_pipeline({"backend": "DecodeMat", **PROCESS})
+    assert caplog.text == ""
+    plan_pipeline({"backend": "Identity", **PROCESS})
+    assert "no backend says that it decodes" in caplog.text
+
+
 def test_results_are_those_without_isolation(jpeg: bytes) -> None:
     """Also the color that a backend behind the decoder's process prefers reaches the decoder."""
     import cv2

@@ -33,11 +33,16 @@ class BackendPlan:
         children = tuple(map(cls.of, config.children))
         return cls(type(backend), config.label, dict(config.params), children, config.filters)
 
+    def parts(self) -> Iterator[BackendPlan]:
+        """Itself, its children, theirs, and so on."""
+        yield self
+        for child in self.children:
+            yield from child.parts()
+
     def jumps(self) -> Iterator[tuple[str, str]]:
         """Roots of the graphs that it runs, each with what a drawing says of the jump."""
-        yield from self.cls.jumps(self.params).items()
-        for child in self.children:
-            yield from child.jumps()
+        for part in self.parts():
+            yield from part.cls.jumps(part.params).items()
 
     def batch_range(self) -> BatchRange | None:
         """The batches that it takes, as far as the configuration says."""

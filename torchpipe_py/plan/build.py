@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,8 +23,10 @@ from torchpipe_py.plan.config import (
     split_variants,
 )
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
-from torchpipe_py.plan.isolation import isolated
+from torchpipe_py.plan.isolation import decodes, isolated
 from torchpipe_py.registry import Registry, default
+
+logger = logging.getLogger("torchpipe_py")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
     with problems.gathered():
         graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
     problems.raise_all()
+    _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
 
 
@@ -124,6 +128,16 @@ def _bind_node(
     used = set().union(*(binder.used for binder in binders))
     binders[-1].check_keys([key for key in node.params if key in node.own and key not in used])
     return tuple(backends), used, set().union(*(binder.known for binder in binders))
+
+
+def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> None:
+    """Say it where isolation is wanted and nothing is isolated: a decoder of the user's own may not say what it is."""
+    wanted = any(node.decode_isolation != "none" for node in spec.nodes.values())
+    if wanted and not any(decodes(backend) for plan in plans.values() for backend in plan.backends):
+        logger.warning(
+            '%s: decode_isolation = "process", but no backend says that it decodes (Isolation.MOVES); none is isolated',
+            spec.place,
+        )
 
 
 def _variant(node: NodeSpec, index: int) -> NodeSpec:

@@ -21,12 +21,11 @@ def isolated(plan: BackendPlan, binder: Binder) -> BackendPlan:
 
     ``ConfigError`` for a decoder that no other process can run.
     """
-    if all(part.cls.isolation is not Isolation.MOVES for part in _parts(plan)):
-        _refuse(plan, binder)
+    _refuse(plan, binder)
+    if not decodes(plan):
         return plan
     # NOTE: its parameters are known to a node that could use it, so that the key alone turns isolation on and off.
     wrapper = binder.wrapper(_ISOLATED)
-    _refuse(plan, binder)
     if binder.node.decode_isolation == "none":
         return plan
 
@@ -34,6 +33,11 @@ def isolated(plan: BackendPlan, binder: Binder) -> BackendPlan:
         return replace(wrapper, label=f"{_ISOLATED}[{inner.label}]", children=(inner,), filters=(None,))
 
     return _wrapped(plan, wrap, wrapper.cls)
+
+
+def decodes(plan: BackendPlan) -> bool:
+    """Whether a backend of it is one that isolation moves elsewhere."""
+    return any(part.cls.isolation is Isolation.MOVES for part in plan.parts())
 
 
 def _wrapped(plan: BackendPlan, wrap: Wrap, wrapper: type) -> BackendPlan:
@@ -73,15 +77,9 @@ def _follows(plan: BackendPlan, index: int) -> bool:
 
 
 def _refuse(plan: BackendPlan, binder: Binder) -> None:
-    refused = [part for part in _parts(plan) if part.cls.isolation is Isolation.REFUSED]
+    refused = [part for part in plan.parts() if part.cls.isolation is Isolation.REFUSED]
     if refused and binder.node.decode_isolation != "none":
         raise binder.node.at("decode_isolation").error(
             f"{refused[0].label} decodes on the GPU, in this process, and cannot be isolated; "
             'DecodeMat can, and decode_isolation = "none" in the table of the node lets it be'
         )
-
-
-def _parts(plan: BackendPlan) -> Iterator[BackendPlan]:
-    yield plan
-    for child in plan.children:
-        yield from _parts(child)

@@ -127,8 +127,9 @@ def _serve(backend: Backend, connection_fd: int, memory_fd: int, capacity: int, 
         number, size = wire.REQUEST.unpack(request)
         wire.TAKEN.pack_into(memory, 0, number)
         _limit_cpu(seconds)
-        item: dict[str, Any] = {TASK_DATA_KEY: memory[wire.DATA_AT : wire.DATA_AT + size]}
+        item: dict[str, Any] = {}
         try:
+            item[TASK_DATA_KEY] = memory[wire.DATA_AT : wire.DATA_AT + size]
             backend.forward([item])
             answer = wire.pack_answer(number, item, pixels)
         except MemoryError:
@@ -136,7 +137,7 @@ def _serve(backend: Backend, connection_fd: int, memory_fd: int, capacity: int, 
         except Exception as error:
             answer = wire.pack_error(number, error, raised=True)
         connection.send(answer)
-        del item
+        del item  # an idle decoder keeps nothing of its last image
 
 
 def _limit_cpu(seconds: int) -> None:

@@ -142,11 +142,11 @@ class Template:
     def _stop(self) -> None:
         control, self._control = self._control, None
         process, self._process = self._process, None
-        if control is not None:
-            control.close()
         if process is not None:
             process.kill()
             process.wait()
+        if control is not None:
+            control.close()
 
 
 def failure_of(told: dict[str, Any]) -> BaseException:

@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -44,7 +43,7 @@ def pickle_plan(plan: BackendPlan) -> bytes:
     ``ConfigError`` that names what another process could not make.
     """
     postprocessors = {}
-    for part in _parts(plan):
+    for part in plan.parts():
         _check_importable(getattr(part.cls, "wrapped", part.cls), part.label)
         values = {repr(name): value for name, value in part.params.items()}
         for name, value in {**values, **{f"filter {filter_!r}": filter_ for filter_ in part.filters}}.items():
@@ -66,12 +65,6 @@ class _PlanPickler(pickle.Pickler):
         if isinstance(value, type) and issubclass(value, PythonClass) and "wrapped" in vars(value):
             return PythonClass.of, (value.wrapped,)
         return NotImplemented
-
-
-def _parts(plan: BackendPlan) -> Iterator[BackendPlan]:
-    yield plan
-    for child in plan.children:
-        yield from _parts(child)
 
 
 def main_source() -> tuple[str, str] | None:
