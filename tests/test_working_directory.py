@@ -67,10 +67,30 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
+def ends_well(process: subprocess.Popen[str]) -> str:
+    """The line that the service starts with; it is stopped then."""
+    assert process.stdout is not None
+    with process:
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 0
+    return line
+
+
 def test_the_service(folder: Path) -> None:
     config = folder / "my.toml"
-    config.write_text('[node]\nbackend = "Own"\n')
-    (folder / "my_own_code.py").write_text("""
+    config.write_text('[node]\nbackend = "S[DecodeMat,Process[Identity]]"\n')
+    flags = ("--port", "0", "--decode-isolation", "process")
+    assert ends_well(start(folder, script(folder, SERVE), str(config), *flags)).startswith("serving")
+    assert ran(folder) == ""
+
+
+def test_the_service_as_a_module_with_code_of_the_operator(tmp_path: Path) -> None:
+    """`python -m` imports the package itself with this folder in front; no library comes from here, though."""
+    for name in ("argparse", "thriftpy2", "torch", "cv2", "onnxruntime", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('from the working directory')")
+    (tmp_path / "my.toml").write_text('[node]\nbackend = "Own"\n')
+    (tmp_path / "my_own_code.py").write_text("""
 import os, sys
 from torchpipe_py import ItemBackend, register_backend
 
@@ -83,28 +103,8 @@ class Own(ItemBackend):
     def forward_item(self, item):
         item["result"] = item["data"]
 """)
-    command = script(folder, SERVE)
-    process = start(folder, command, str(config), "--host", "127.0.0.1", "--port", "0", "--import", "my_own_code")
-    assert process.stdout is not None
-    with process:
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT) == 0
-    assert line.startswith("serving")
-    assert ran(folder) == ""
-
-
-def test_the_service_as_a_module(tmp_path: Path) -> None:
-    """`python -m` imports the package itself with this folder in front; no library comes from here, though."""
-    for name in ("argparse", "thriftpy2", "torch", "cv2", "onnxruntime", "multiprocessing"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('from the working directory')")
-    (tmp_path / "my.toml").write_text('[node]\nbackend = "Identity"\n')
-    with start(tmp_path, "-m", "torchpipe_server", "my.toml", "--host", "127.0.0.1", "--port", "0") as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT) == 0
-    assert line.startswith("serving")
+    command = ("-m", "torchpipe_server", "my.toml", "--port", "0", "--import", "my_own_code")
+    assert ends_well(start(tmp_path, *command)).startswith("serving")
 
 
 @SAFE_PATH
