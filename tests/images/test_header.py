@@ -137,6 +137,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "png, unknown": (png_of([ihdr(), idat(), (b"I\x7f\xff\xff", b""), IEND]), "a chunk b'I.x7f.xff.xff'"),
     **{f"png, {kind!r}": (png_of([ihdr(), (kind, more), idat(), IEND]), "animated") for kind, more in ANIMATION},
     "png, animated behind its data": (png_of([ihdr(), idat(), *ANIMATION, IEND]), "animated"),
+    "png, a length": (png_of([ihdr()]) + b"\xff\x01\x0a\xcfIDAT" + bytes(99), "a chunk b'IDAT' of 4278258383 bytes"),
     "png, no data": (png_of([ihdr(), IEND]), "no image data"),
     "png, chunks": (png_of([ihdr(), *[(b"tEXt", b"")] * 1000, idat(), IEND]), "more than 279 chunks"),
     "png, texts": (png_of([ihdr(), *[(b"zTXt", b"a\0\0" + TEXT)] * 9, idat(), IEND]), "grow to more than 8388608"),

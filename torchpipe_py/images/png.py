@@ -68,7 +68,7 @@ def read_png(data: Bytes) -> PngHeader:
 
 
 def _chunks(data: Bytes) -> tuple[list[Span], list[tuple[bytes, Span]]]:
-    """The image data, and what else is compressed, with its kind; a last chunk may be cut off."""
+    """The image data, and what else is compressed, with its kind; the last chunks may be missing."""
     image: list[Span] = []
     texts: list[tuple[bytes, Span]] = []
     position, size = 33, len(data)
@@ -77,10 +77,13 @@ def _chunks(data: Bytes) -> tuple[list[Span], list[tuple[bytes, Span]]]:
             break
         length, kind = _CHUNK.unpack_from(data, position)
         start, position = position + 8, position + 12 + length
+        if position > size and kind != b"IEND":
+            # NOTE: OpenCV from 4.12 on allocates what the length says, up to 4 GiB, before it looks for the bytes.
+            raise DecodeError(f"PNG: cut off in a chunk {kind!r} of {length} bytes")
         if kind == b"IDAT":
-            image.append((start, min(start + length, size)))
+            image.append((start, start + length))
         elif kind in _COMPRESSED:
-            texts.append((kind, (start, min(start + length, size))))
+            texts.append((kind, (start, start + length)))
         elif kind in _ANIMATED:
             raise DecodeError("PNG: animated (APNG) files are not read; save one of the frames")
         elif not kind[0] & 0x20 and kind not in _CRITICAL:  # a capital first letter: it must be understood

@@ -1,0 +1,70 @@
+"""A short run of the fuzzer for images, what longer ones have found, and that it finds what there is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FUZZER = Path(__file__).parent / "images.py"
+SEEDS = sorted((FUZZER.parent / "seeds" / "images").iterdir())
+
+
+def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FUZZER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_three_thousand_mutants(tmp_path: Path) -> None:
+    done = fuzz("--mutants", "3000", "--jobs", "1", "--save", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("3000 mutants in ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_found_is_refused_or_decoded() -> None:
+    done = fuzz("--replay", *map(str, SEEDS))
+    assert (done.returncode, done.stdout) == (0, "".join(f"{path}: ok\n" for path in SEEDS)), done.stderr
+
+
+HARMFUL = """
+import os, sys, runpy
+sys.argv[0] = {path!r}
+fuzzer = runpy.run_path({path!r}, run_name="fuzzer")
+from torchpipe_py.backends.images.opencv import MatDecoder
+decode = MatDecoder.__call__
+held = []
+
+def harmful(self, data):
+    if {when}:
+        {harm}
+    return decode(self, data)
+
+MatDecoder.__call__ = harmful
+fuzzer["main"].__globals__["__file__"] = {me!r}
+sys.exit(fuzzer["main"]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("harm", "finding"),
+    [
+        ("os.kill(os.getpid(), 11)", "ends the process with status -11"),
+        ("sum(range(10_000_000))", "takes "),
+        ("held.append(b'x' * 2**26)", "the process has grown by "),
+    ],
+    ids=["crash", "time", "memory"],
+)
+def test_it_finds_what_there_is(tmp_path: Path, harm: str, finding: str) -> None:
+    """A decoder that does harm at one of the mutants."""
+    me, found = tmp_path / "harmful.py", tmp_path / "found"
+    found.mkdir()
+    when = "bytes(data[:2]) == b'BM' and len(data) < 60"
+    me.write_text(HARMFUL.format(path=str(FUZZER), me=str(me), harm=harm, when=when))
+    command = [sys.executable, str(me), "--mutants", "400", "--jobs", "1", "--save", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert finding in done.stdout
+    assert {path.stat().st_size < 60 for path in found.iterdir()} == {True}

@@ -1,0 +1,93 @@
+"""The memory that decoders of a process have under way."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from torchpipe_py.images.memory import SMALL, DecodingMemory
+
+SIZE = 2 * SMALL
+
+
+class Holder(threading.Thread):
+    """Holds a reservation from when it has it until it is told to end."""
+
+    def __init__(self, memory: DecodingMemory, size: int, limit: int) -> None:
+        super().__init__(daemon=True)
+        self._arguments = memory, size, limit
+        self.has, self.may_end = threading.Event(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        memory, size, limit = self._arguments
+        with memory.reserved(size, limit):
+            self.has.set()
+            self.may_end.wait(60)
+
+    def end(self) -> None:
+        self.may_end.set()
+        self.join(60)
+
+
+def test_what_exceeds_the_limit_waits_for_the_others_in_order() -> None:
+    memory = DecodingMemory()
+    first, second = (Holder(memory, SIZE, 2 * SIZE) for _ in range(2))
+    assert first.has.wait(60)
+    assert second.has.wait(60)
+    large = Holder(memory, 2 * SIZE, 2 * SIZE)
+    while not memory._waiting:
+        pass
+    small = Holder(memory, SIZE, 2 * SIZE)  # would fit sooner, but came later
+    while len(memory._waiting) < 2:
+        pass
+    first.end()
+    assert not large.has.is_set()
+    assert not small.has.is_set()
+    second.end()
+    assert large.has.wait(60)
+    assert not small.has.is_set()
+    large.end()
+    assert small.has.wait(60)
+    small.end()
+    assert not memory._under_way
+
+
+def test_an_image_larger_than_the_limit_runs_alone() -> None:
+    memory = DecodingMemory()
+    with memory.reserved(9 * SIZE, SIZE), memory.reserved(SMALL, SIZE):  # small ones are not counted
+        other = Holder(memory, SIZE, SIZE)
+        while not memory._waiting:
+            pass
+        assert not other.has.is_set()
+    assert other.has.wait(60)
+    other.end()
+
+
+def test_an_error_gives_the_memory_back() -> None:
+    memory = DecodingMemory()
+    with pytest.raises(ValueError, match="no image"), memory.reserved(SIZE, SIZE):
+        raise ValueError("no image")
+    assert not memory._under_way
+
+
+def test_many_threads_stay_within_the_limit() -> None:
+    memory, lock, highest, under_way = DecodingMemory(), threading.Lock(), 0, 0
+
+    def decode(number: int) -> None:
+        nonlocal highest, under_way
+        size = SIZE * (1 + number % 3)
+        with memory.reserved(size, 4 * SIZE):
+            with lock:
+                under_way += size
+                highest = max(highest, under_way)
+            with lock:
+                under_way -= size
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(decode, range(500)))
+    assert SIZE <= highest <= 4 * SIZE
+    assert not memory._under_way
+    assert not memory._waiting
