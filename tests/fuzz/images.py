@@ -2,8 +2,8 @@
 
 A mutant is made of its number and ``--seed`` alone. It is a finding if the decoder crashes on it, hangs, raises what is
 no ``DecodeError``, gives an image of another size than the header's, takes more than 50 ms of CPU time three times, or
-if the process grows by more than 32 MiB. Findings are saved, in ``tests/fuzz/seeds/images`` by default; what lies there is
-mutated as well. Exit status 1 if there are any.
+if the process grows by more than 32 MiB. Findings are saved, in ``tests/fuzz/seeds/images`` by default; what lies there
+is mutated as well. Exit status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -279,12 +279,12 @@ class Judge:
             sides = shape[:2] if len(shape) == 3 else shape[2:]
             if sides not in ((header.height, header.width), (header.width, header.height)):
                 return f"is {shape}, and its header says {header}"
-        if seconds > SLOW and min(self._seconds(data) for _ in range(2)) > SLOW:
-            return f"takes {1000 * seconds:.0f} ms"
         peak = getrusage(RUSAGE_SELF).ru_maxrss
         if self._limit is not None and peak > self._limit:
             grown, self._limit = peak - self._limit + GROWTH, peak + GROWTH
-            return f"the process has grown by {grown >> 10} MiB"
+            return f"the process has grown by {grown >> 10} MiB, in {1000 * seconds:.0f} ms"
+        if seconds > SLOW and min(self._seconds(data) for _ in range(2)) > SLOW:
+            return f"takes {1000 * seconds:.0f} ms"
         return ""
 
     def _seconds(self, data: bytes) -> float:
