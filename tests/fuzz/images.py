@@ -336,6 +336,7 @@ class Child:
     process: subprocess.Popen[bytes]
     progress: Path
     output: Path
+    first: int
     last: int
     at: int
     since: float
@@ -380,10 +381,9 @@ class Campaign:
         command += ["--seed", str(self._options.seed), "--decoder", self._options.decoder]
         with output.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
-        return Child(process, progress, output, last, first - 1, time.monotonic())
+        return Child(process, progress, output, first, last, first - 1, time.monotonic())
 
     def _finish(self, child: Child, is_over: bool) -> None:
-        first = child.last - BLOCK
         hangs = child.process.poll() is None and not is_over
         if child.process.poll() is None:
             child.process.kill()
@@ -391,16 +391,15 @@ class Campaign:
         child.moves()
         for line in child.output.read_text().splitlines():
             self._keep(*json.loads(line))
-        self.done += min(child.at + 1, child.last) - max(first, 0)
+        self.done += min(child.at + 1, child.last) - child.first
         if status == 0 or (is_over and not hangs):
             return
-        if child.at < 0 or (status > 0 and not hangs):
+        if child.at < child.first or (status > 0 and not hangs):
             raise SystemExit(
                 f"a child ended with status {status} before its first mutant, or by an exception of its own"
             )
         self._keep(child.at, "hangs" if hangs else f"ends the process with status {status}")
         if child.at + 1 < child.last:
-            self.done += first + BLOCK - child.last  # nothing: the block goes on where it ended
             self._blocks.append((child.at + 1, child.last))
 
     def _keep(self, number: int, finding: str) -> None:
