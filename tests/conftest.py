@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,12 +46,19 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
-    """The root logger has the handlers and the level afterwards that it had before."""
+    """The root logger has the handlers and the level afterwards that it had before, and stderr is what it was."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, stderr = root.handlers[:], root.level, sys.stderr
     yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+    sys.stderr = stderr
+    for thread in threading.enumerate():
+        if thread.name == "torchpipe-log":
+            thread.join(30)
 
 
 @pytest.fixture

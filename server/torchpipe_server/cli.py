@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_server.logs import set_up_logging
+from torchpipe_server.logs.handler import FLUSH_SECONDS
+from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
 from torchpipe_server.options import Options, parse_options
 
 logger = logging.getLogger("torchpipe_server")
@@ -30,15 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until there is something to stop, a signal ends the process at once: nothing was accepted yet.
     _on_signals(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is to be loaded again is not loaded yet
+    open_standard_streams()
     options = parse_options(argv)
     set_up_logging(options)
+    take_over_stderr()
     # NOTE: imported only now, under the signal handler: it takes a moment.
     from torchpipe_py.errors import TorchpipeError
 
     try:
         return _serve(options)
     except (CannotServeError, TorchpipeError) as error:
-        print(f"torchpipe-serve: {error}", file=sys.stderr)
+        logging.shutdown()
+        print_line(2, f"torchpipe-serve: {error}").join(FLUSH_SECONDS)
         return 1
 
 
@@ -67,10 +72,8 @@ def _serve(options: Options) -> int:
 
         def announce() -> None:
             gc.freeze()
-            try:
-                print("\n".join(lines), flush=True)
-            except OSError:
-                logger.info("%s; nobody reads standard output", lines[0])
+            print_line(1, "
+".join(lines))
 
         if not supervisor.run(announce):
             return 1

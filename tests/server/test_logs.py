@@ -30,18 +30,20 @@ from torchpipe_py.runtime.statistics import COUNTS
 class Lines:
     """What was written on stderr."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys, self._text = capsys, ""
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd, self._text = capfd, ""
 
     def getvalue(self) -> str:
-        self._text += self._capsys.readouterr().err
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        self._text += self._capfd.readouterr().err
         return self._text
 
 
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str], restored_logging: None) -> Lines:
+def lines(capfd: pytest.CaptureFixture[str], restored_logging: None) -> Lines:
     logging.getLogger().handlers[:] = []
-    return Lines(capsys)
+    return Lines(capfd)
 
 
 def set_up(**options: Any) -> logging.Logger:
@@ -93,7 +95,7 @@ def test_the_counters_lines(lines):
     counters.settle()
     said = json.loads(lines.getvalue())
     assert list(said)[4:] == ["message", "request", "method", "outcome", "ms"]
-    assert said["message"] == "my name infer_batch ok 12.500 ms"
+    assert said["message"] == '"my name" infer_batch ok 12.500 ms'
     assert {key: said[key] for key in ("request", "method", "outcome", "ms")} == {
         **{"request": "my name", "method": "infer_batch", "outcome": "ok", "ms": 12.5}
     }
@@ -109,6 +111,18 @@ def test_a_name_cannot_begin_a_line_of_its_own(lines, kind, name):
     (line,) = lines.getvalue().splitlines()
     assert "\x1b" not in line
     assert "\x00" not in line
+
+
+def test_a_name_looks_like_nothing_else_on_the_line(lines):
+    set_up()
+    counters = RequestCounters("all")
+    for name in ("0 infer_batch ok 0.1 ms", 'a" infer_batch ok 0.1 ms', 'a\\" infer_batch ok 0.1 ms'):
+        counters.add("ping", "failed", 0.0, name)
+    counters.settle()
+    for line in lines.getvalue().splitlines():
+        name, rest = json.JSONDecoder().raw_decode(line.partition("]: ")[2])
+        assert name.endswith("infer_batch ok 0.1 ms")
+        assert line.endswith('" ping failed 0.000 ms'), rest
 
 
 def test_a_name_of_a_megabyte_is_cut(lines):
@@ -178,15 +192,15 @@ def wait_settled(server: LocalServer, count: int) -> None:
     ("logged", "wanted"),
     [
         ("none", []),
-        ("failed", ["second infer_batch decode_error", "many,of it infer_many decode_error"]),
+        ("failed", ['"second" infer_batch decode_error', '"many,of it" infer_many decode_error']),
         (
             "all",
             [
-                "first infer_batch ok",
-                "second infer_batch decode_error",
-                " ping ok",
-                "third infer ok",
-                "many,of it infer_many decode_error",
+                '"first" infer_batch ok',
+                '"second" infer_batch decode_error',
+                '"" ping ok',
+                '"third" infer ok',
+                '"many,of it" infer_many decode_error',
             ],
         ),
     ],
@@ -219,7 +233,7 @@ def test_a_message_that_fails_before_it_has_a_name_is_not_logged_under_another(r
             client.receive()
         wait_settled(server, 3)
     found = [one.getMessage().rsplit(" ", 2)[0] for one in caplog.records]
-    assert found == ["first infer_batch ok", " unknown unknown_method", " infer_batch bad_arguments"]
+    assert found == ['"first" infer_batch ok', '"" unknown unknown_method', '"" infer_batch bad_arguments']
 
 
 @pytest.mark.parametrize("data", [b"odd", b"exit"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import Counter, deque
@@ -9,9 +10,10 @@ from time import time
 from typing import Any
 
 from torchpipe_py.runtime.statistics import COUNTS, bucket
+from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.serving.service import OK
 
-logger = logging.getLogger("torchpipe_server.requests")
+logger = logging.getLogger(REQUESTS)
 
 NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
 _DUE = 256  # what is noted is worked through, so that no round of the loop has more to do
@@ -69,7 +71,7 @@ class RequestCounters:
         self._seconds += seconds
         if self._logged == "all" or (self._logged == "failed" and outcome != OK):
             fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
-            said = name if name.isprintable() else repr(name)  # a client must not end the line and write one of its own
+            said = json.dumps(name, ensure_ascii=False)  # in quotes, so that it looks like nothing else on the line
             text = "%s %s %s %.3f ms"
             record = logger.makeRecord(
                 logger.name, logging.INFO, "", 0, text, (said, method, outcome, 1000 * seconds), None, None,

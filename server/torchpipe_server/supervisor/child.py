@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torchpipe_server.serving.loop import READ, Loop
 from torchpipe_server.supervisor.forker import Forked
 from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
+from torchpipe_server.supervisor.stderr import WorkerStderr
 from torchpipe_server.worker.channel import Channel, Said
 
 logger = logging.getLogger("torchpipe_server")
@@ -71,6 +72,7 @@ class Child:
         except ProcessLookupError:
             self._pidfd = -1  # dead already; the channel's end tells
         self._channel = Channel(loop, forked.sock, self._hear, self._channel_ended, is_trusted=False)
+        self._stderr = WorkerStderr(loop, forked.stderr, self.pid)
         if self._pidfd >= 0:
             # NOTE: a process that it has started may hold the channel open beyond its end.
             loop.watch(self._pidfd, READ, self._process_ended)
@@ -159,10 +161,15 @@ class Child:
         """End it now, and forget it."""
         self.kill()
         self._channel.close()
+        self._stderr.close()
         if self._pidfd >= 0 and not self.is_gone:
             self._loop.watch(self._pidfd, 0, self._process_ended)
             os.close(self._pidfd)
         self.state = "gone"
+
+    def last_words(self) -> str:
+        """What was written on its stderr in the last moments, on one line."""
+        return self._stderr.last_words()
 
     def rss_bytes(self) -> int:
         """Memory that is resident, what it shares with others included."""
@@ -241,6 +248,7 @@ class Child:
             os.close(self._pidfd)
         if self._step in self._loop.steps:
             self._loop.call(partial(self._loop.steps.remove, self._step))
+        self._stderr.close()
         self._on_exit(self)
 
 

@@ -21,6 +21,7 @@ def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
     return {
         "requests": {"inflight": sum(worker["inflight"] for worker in alive), **_requests([*alive, past])},
         "nodes": _nodes(alive, past),
+        "log_lines_dropped": _dropped([*alive, past]),
         "gpus": [gpus[index] for index in sorted(gpus)],
     }
 
@@ -31,7 +32,7 @@ def add_past(past: Figures, ended: Figures) -> Figures:
     for name in {**past.get("nodes", {}), **ended.get("nodes", {})}:
         parts = [part["nodes"][name] for part in (past, ended) if name in part.get("nodes", {})]
         nodes[name] = _node_totals(parts)
-    return {"requests": _requests([past, ended]), "nodes": nodes}
+    return {"requests": _requests([past, ended]), "nodes": nodes, "log_lines_dropped": _dropped([past, ended])}
 
 
 def add_requests(*parts: Figures) -> Figures:
@@ -57,6 +58,10 @@ def add_lists(lists: Iterable[list[int]]) -> list[int]:
 
 def _requests(parts: Iterable[Figures]) -> Figures:
     return add_requests(*(part["requests"] for part in parts if "requests" in part))
+
+
+def _dropped(parts: Iterable[Figures]) -> int:
+    return sum(part.get("log_lines_dropped", 0) for part in parts)
 
 
 def _nodes(workers: list[Figures], past: Figures) -> Figures:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from torchpipe_server.options import Options
@@ -26,11 +27,16 @@ IMPORT_SECONDS = 300.0  # for the process that workers are forked from to import
 
 
 class Forked(NamedTuple):
-    """A worker's process, the supervisor's end of the channel to it, and the memory in which it gives signs of life."""
+    """A worker's process, and what the supervisor has of it.
+
+    Its end of the channel, the memory in which the worker gives signs of life, and the end of the pipe to read from
+    that is the worker's stderr.
+    """
 
     process: Any
     sock: socket.socket
     heartbeat: Heartbeat
+    stderr: Connection
 
 
 class Forker:
@@ -73,6 +79,7 @@ class Forker:
             for forked in self._unclaimed:
                 forked.process.kill()
                 forked.sock.close()
+                forked.stderr.close()
         else:
             _kill_fork_server()
 
@@ -98,19 +105,22 @@ class Forker:
 
     def _start_process(self, index: int, tables: Any) -> Forked:
         ours, theirs = socket.socketpair()
+        read_end, write_end = multiprocessing.Pipe(duplex=False)
         heartbeat = Heartbeat()
         context: Any = multiprocessing.get_context("forkserver")
-        start = Start(index, self._options, tables, theirs, self._journal, heartbeat)
+        start = Start(index, self._options, tables, theirs, write_end, self._journal, heartbeat)
         process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
         try:
             process.start()
         except BaseException:
             ours.close()
+            read_end.close()
             raise
         finally:
             theirs.close()
+            write_end.close()
             heartbeat.close()
-        return Forked(process, ours, heartbeat)
+        return Forked(process, ours, heartbeat, read_end)
 
 
 def _kill_fork_server() -> None:

@@ -81,6 +81,7 @@ _STATS = {
     "inflight": _number,
     "nodes": {str: _NODE},
     "requests": {"by_method": {str: {str: _number}}, "latency": {"counts": _histogram, "sum_ms": _number}},
+    "log_lines_dropped": _number,
     "gpus": [{"index": _number, "name": str, "used_bytes": _number, "total_bytes": _number}],
 }
 _MESSAGES: dict[str, Any] = {

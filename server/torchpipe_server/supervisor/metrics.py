@@ -77,6 +77,8 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
     for reason, count in sorted({"died": 0, **figures["restarts_by_reason"]}.items()):
         restarts.add_metric((reason,), count)
     yield restarts
+    dropped = figures["log_lines_dropped"]
+    yield CounterMetricFamily("torchpipe_log_lines_dropped", "Log lines that nobody took in time", value=dropped)
     workers = GaugeMetricFamily("torchpipe_workers", "Worker processes, by state", labels=("state",))
     states = [worker["state"] for worker in figures["workers"]]
     for state in sorted({"ready", *states}):

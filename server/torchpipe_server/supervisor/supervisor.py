@@ -18,6 +18,7 @@ from typing import Any
 import torchpipe_py
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.runtime.statistics import BOUNDS_MS
+from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.child import Child
@@ -153,7 +154,8 @@ class Supervisor:
         lost = self._connections.died(child)
         if child.answered is not True and child.ready_at and not child.is_dismissed:
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
-            logger.error("worker %d (pid %d) died%s; requests lost: %d", child.index, child.pid, how, lost)
+            said = f"; it said: {words}" if (words := child.last_words()) else ""
+            logger.error("worker %d (pid %d) died%s; requests lost: %d%s", child.index, child.pid, how, lost, said)
             self._has_lost = self._has_lost or self._stopping_until is not None
 
     def said(self, child: Child, message: Said) -> None:
@@ -190,6 +192,7 @@ class Supervisor:
     def _figures(self, silent: set[Child]) -> Figures:
         service = service_figures([child.stats for child in self._fleet.children if child.stats], self._fleet.past)
         connections, answered = self._connections.figures()
+        service["log_lines_dropped"] += dropped_lines()
         service["requests"] |= add_requests(answered, service["requests"])
         return {
             "state": "stopping" if self._stopping_until is not None else "ready" if self.is_ready else "starting",

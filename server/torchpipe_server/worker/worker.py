@@ -12,9 +12,11 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from torchpipe_server.logs import set_up_logging
+from torchpipe_server.logs import dropped_lines, set_up_logging
+from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
@@ -35,12 +37,16 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker is started with. ``tables`` is the configuration, ``sock`` its end of the channel."""
+    """What a worker is started with.
+
+    ``tables`` is the configuration, ``sock`` its end of the channel, ``stderr`` where its libraries' lines go.
+    """
 
     index: int
     options: Options
     tables: Any
     sock: socket.socket
+    stderr: Connection
     journal: Journal
     heartbeat: Heartbeat
 
@@ -51,6 +57,18 @@ def worker_main(start: Start) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(start.options)
+    take_over_stderr(start.stderr.fileno())
+    start.stderr.close()
+    try:
+        _work(start)
+    except Exception:
+        logger.exception("a defect; the worker ends")
+        raise
+    finally:
+        logging.shutdown()  # the process ends without what a program does at its exit
+
+
+def _work(start: Start) -> None:
     _choose_device(start)
     _die_with_parent(True)
     try:
@@ -128,7 +146,8 @@ class Worker:
         return 0.5
 
     def _stats(self) -> dict[str, Any]:
-        return {**self._run.stats(), "requests": self._server.counters.summary(), "gpus": _gpus()}
+        requests = self._server.counters.summary()
+        return {**self._run.stats(), "requests": requests, "log_lines_dropped": dropped_lines(), "gpus": _gpus()}
 
 
 def build_pipe(options: Options, tables: Any) -> pipe:

@@ -1,0 +1,118 @@
+"""What others write on stderr, as log records: libraries, tracebacks, programs that a backend starts."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+import threading
+from collections import deque
+from time import monotonic
+from typing import Any
+
+logger = logging.getLogger("stderr")
+
+REST_BYTES = 2000  # so much without an end is taken for a line
+KEPT_LINES = 5
+RECENT_SECONDS = 5.0
+
+_line_end = re.compile(rb"[\r\n]+")
+
+
+class StderrLines:
+    """Makes a record of each line. ``process`` is whose lines they are, if not this one's. For any thread."""
+
+    def __init__(self, process: int | None = None) -> None:
+        self._process = process
+        self._rest = b""
+        self._kept: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
+        self._lock = threading.RLock()
+        self._is_logging = False
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes of the stream."""
+        with self._lock:
+            if self._is_logging:
+                return  # NOTE: a handler of the user's may write what is logged here on sys.stderr, and so on
+            *lines, self._rest = _line_end.split(self._rest + data)
+            if len(self._rest) > REST_BYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            self._is_logging = True
+            try:
+                for line in filter(None, lines):
+                    self._log(line.decode("utf-8", "backslashreplace"))
+            finally:
+                self._is_logging = False
+
+    def end(self) -> None:
+        """The stream has ended, in the middle of a line perhaps."""
+        self.feed(b"\n")
+
+    def recent(self) -> list[str]:
+        """The last lines, if they were written a moment ago."""
+        return [text for at, text in self._kept if at > monotonic() - RECENT_SECONDS]
+
+    def _log(self, text: str) -> None:
+        self._kept.append((monotonic(), text))
+        if logger.isEnabledFor(logging.WARNING):
+            record = logger.makeRecord(logger.name, logging.WARNING, "", 0, "%s", (text,), None)
+            record.process = self._process or record.process
+            logger.handle(record)
+
+
+class _Raw(io.RawIOBase):
+    """What is below a text stream."""
+
+    def __init__(self) -> None:
+        self._lines = StderrLines()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._lines.feed(bytes(data))
+        return len(data)
+
+    def fileno(self) -> int:
+        return 2
+
+
+def take_over_stderr(descriptor: int = 2) -> None:
+    """Make log records of what is written on ``sys.stderr``, and let ``descriptor`` take what is written on 2.
+
+    A library writes there past Python. The log itself must have been set up before: it goes where 2 led then.
+    """
+    if descriptor != 2:
+        os.dup2(descriptor, 2)
+    raw: Any = _Raw()
+    sys.stderr = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+
+
+def open_standard_streams() -> None:
+    """Open what of the descriptors 0 to 2 is closed: the next socket would take its place, and print what is for it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def print_line(descriptor: int, text: str) -> threading.Thread:
+    """Write a line that is no log record, on a thread: a reader that has stopped keeps nobody but that."""
+
+    def write() -> None:
+        try:
+            os.write(descriptor, f"{text}\n".encode("utf-8", "backslashreplace"))
+        except OSError:
+            logger.info("%s; nobody reads descriptor %d", text, descriptor)
+
+    thread = threading.Thread(target=write, name="torchpipe-print", daemon=True)
+    thread.start()
+    return thread

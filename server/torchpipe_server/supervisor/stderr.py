@@ -1,0 +1,53 @@
+"""What a worker's process writes on stderr, read by the supervisor: it is there when the worker is no more."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+
+from torchpipe_server.logs.stderr import StderrLines
+from torchpipe_server.serving.loop import READ, Loop
+
+READ_BYTES = 8192  # at a time: lines of a byte take the loop 20 ms then
+LAST_READS = 32  # once the worker has ended: a program that it has started may go on writing
+
+
+class WorkerStderr:
+    """The end of a pipe to read from; owns it."""
+
+    def __init__(self, loop: Loop, pipe: Connection, pid: int) -> None:
+        self._loop, self._pipe = loop, pipe
+        self._lines = StderrLines(pid)
+        os.set_blocking(pipe.fileno(), False)
+        loop.watch(pipe, READ, self._read)
+
+    def close(self) -> None:
+        """Read what is left, and close it."""
+        for _ in range(LAST_READS):
+            if self._pipe.closed or not self._read():
+                break
+        self._end()
+
+    def last_words(self) -> str:
+        """What it wrote in the last moments, on one line."""
+        return " / ".join(self._lines.recent())
+
+    def _read(self, events: int = READ) -> bool:
+        """Whether there was anything."""
+        try:
+            data = os.read(self._pipe.fileno(), READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        if data:
+            self._lines.feed(data)
+        else:
+            self._end()
+        return bool(data)
+
+    def _end(self) -> None:
+        if not self._pipe.closed:
+            self._loop.watch(self._pipe, 0, self._read)
+            self._pipe.close()
+            self._lines.end()
