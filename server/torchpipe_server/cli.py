@@ -72,8 +72,7 @@ def _serve(options: Options) -> int:
 
         def announce() -> None:
             gc.freeze()
-            print_line(1, "
-".join(lines))
+            print_line(1, "\n".join(lines))
 
         if not supervisor.run(announce):
             return 1

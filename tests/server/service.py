@@ -124,16 +124,18 @@ def serving(config: Any, **options: Any) -> Iterator[LocalServer]:
 
 
 class Process:
-    """`python -m torchpipe_server` in a process of its own."""
+    """`python -m torchpipe_server` in a process of its own. `stderr` is a descriptor that takes its log unread."""
 
-    def __init__(self, *args: str, config: str = DEMO, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *args: str, config: str = DEMO, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+    ) -> None:
         command = [sys.executable, "-m", "torchpipe_server", config, "--host", "127.0.0.1", "--port", "0", *args]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
         self.pid = self.process.pid
@@ -143,7 +145,7 @@ class Process:
         self.port = 0
 
     def _read_stderr(self) -> None:
-        self._stderr.extend(self.process.stderr)
+        self._stderr.extend(self.process.stderr or ())
 
     def wait_started(self) -> Process:
         line = self.process.stdout.readline()
@@ -184,7 +186,8 @@ class Process:
             self.process.kill()
         self.wait()
         self.process.stdout.close()
-        self.process.stderr.close()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
 
 
 # -- the Apache Thrift library, driven by the IDL -------------------------------------------------------------------

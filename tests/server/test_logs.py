@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 import threading
-from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from datetime import datetime, timezone
 from typing import Any
@@ -335,28 +332,6 @@ def test_at_the_edges():
 
 
 # -- a process of its own -------------------------------------------------------------------------------------------
-
-
-def test_every_line_of_a_service_is_json():
-    with Process("--log-format", "json", "--log-requests", "all", "--workers", "2") as process:
-        process.wait_started()
-        with ExitStack() as stack:
-            for index in range(4):  # open at the same time: connections of both workers
-                batch(stack.enter_context(Client(process.port)), b"no image", f"größe {index}")
-        (first, second) = process.workers
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: "died" in process.stderr)
-        process.signal()
-        process.wait()
-        lines = [json.loads(line) for line in process.stderr.splitlines()]
-    assert all({"time", "level", "logger", "pid", "message"} <= line.keys() for line in lines)
-    requests = [line for line in lines if line["logger"] == "torchpipe_server.requests"]
-    assert {line["request"] for line in requests} <= {f"größe {index}" for index in range(4)}
-    assert {line["pid"] for line in requests} <= {first, second}
-    assert {(line["method"], line["outcome"]) for line in requests} == {("infer_batch", "decode_error")}
-    assert all(line["ms"] >= 0 for line in requests)
-    assert [line["level"] for line in lines if "died" in line["message"]] == ["error"]
-    assert lines[-1]["pid"] == process.pid
 
 
 def test_a_service_says_nothing_of_requests_by_default():

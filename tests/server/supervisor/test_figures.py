@@ -120,8 +120,14 @@ def test_nobody_there_and_nothing_told():
     assert service_figures([], {}) == {
         "requests": {"inflight": 0, "by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
         "nodes": {},
+        "log_lines_dropped": 0,
         "gpus": [],
     }
+
+
+def test_dropped_log_lines_are_those_of_all_who_were_there():
+    past = add_past(add_past({}, {**ONE, "log_lines_dropped": 2}), TWO)
+    assert service_figures([{**ONE, "log_lines_dropped": 5}, TWO], past)["log_lines_dropped"] == 7
 
 
 def test_a_gpu_that_two_workers_use_is_told_once_and_the_latest_counts():
@@ -172,7 +178,7 @@ def samples(family: Any) -> dict[tuple[Any, ...], float]:
 
 def test_names_types_and_values():
     gpu = {"index": 1, "name": "GPU", "used_bytes": 4, "total_bytes": 9}
-    families = parsed(figures_of(ONE, {**TWO, "gpus": [gpu]}))
+    families = parsed(figures_of({**ONE, "log_lines_dropped": 8}, {**TWO, "gpus": [gpu]}))
     assert {name: family.type for name, family in families.items()} == {
         "torchpipe_requests": "counter",
         "torchpipe_request_seconds": "histogram",
@@ -182,6 +188,7 @@ def test_names_types_and_values():
         "torchpipe_connections_refused": "counter",
         "torchpipe_connections_evicted": "counter",
         "torchpipe_worker_restarts": "counter",
+        "torchpipe_log_lines_dropped": "counter",
         "torchpipe_workers": "gauge",
         "torchpipe_worker_resident_bytes": "gauge",
         "torchpipe_worker_responding": "gauge",
@@ -212,7 +219,7 @@ def test_names_types_and_values():
     single = {
         **{"requests_pending": 3, "connections": 5, "connections_accepted": 7, "connections_refused": 2},
         "connections_evicted": 3,
-        **{"ready": 1, "uptime_seconds": 12.5},
+        **{"log_lines_dropped": 8, "ready": 1, "uptime_seconds": 12.5},
     }
     assert {name: families[f"torchpipe_{name}"].samples[0].value for name in single} == single
     assert samples(families["torchpipe_workers"]) == {

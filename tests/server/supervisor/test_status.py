@@ -177,7 +177,7 @@ def test_a_connection_may_ask_again(served: Served):
 
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers "
-    "bounds_ms requests nodes gpus",
+    "bounds_ms requests nodes log_lines_dropped gpus",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency",
     "latency": "counts sum_ms",

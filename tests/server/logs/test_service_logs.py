@@ -1,0 +1,132 @@
+"""The log of a whole service: who reads it, who writes it, and what a client can make of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import signal
+import struct
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from service import IDL, Client, Process, connect, eventually, read_all
+
+FORGED = '\n{"level":"critical","logger":"torchpipe_server","message":"forged"}\n'
+
+PLUGIN = '''
+import logging, os, sys, warnings
+from torchpipe_py import Backend, register_backend
+
+class Noisy(Backend):
+    """Writes on stderr in every way there is; ends its process where the data say so."""
+
+    def forward(self, items):
+        for item in items:
+            os.write(2, b"native\\x1b[2J\\n")
+            print("printed\\n\\u2028", file=sys.stderr)
+            logging.getLogger("mine").warning("logged")
+            if item["data"] == b"die":
+                os.write(2, b"the last words")
+                os.abort()
+            item["result"] = ("a", 1.0)
+
+register_backend(Noisy, "Noisy")
+'''
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_with_a_profile_called(name: str) -> bytes:
+    """libpng says what the profile is called, for it is none."""
+    header = struct.pack(">I", 200) + b"lcms\2\1\0\0mntrRGB XYZ " + b"\0" * 12 + b"acsp" + b"\0" * 160
+    pixels = zlib.compress((b"\0" + b"\x80" * 93) * 24)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", 31, 24, 8, 2, 0, 0, 0))
+        + chunk(b"iCCP", name.encode() + b"\0\0" + zlib.compress(header))
+        + chunk(b"IDAT", pixels)
+        + chunk(b"IEND", b"")
+    )
+
+
+def ask(client: Client, data: bytes, uuid: str = "mine") -> None:
+    client.call("infer_batch", params=IDL.InferenceParams(uuid=uuid, data=data))
+
+
+def test_a_stalled_reader_of_the_log_stops_nobody():
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * 4096)
+    try:
+        with Process("--log-requests", "all", "--drain-seconds", "5", stderr=writer) as process:
+            with Client(process.wait_started().port) as client:
+                for _ in range(20):
+                    with connect(process.port) as garbage:
+                        garbage.sendall(b"\xff" * 64)
+                        read_all(garbage)
+                    client.ping()
+            process.signal()
+            assert process.wait() == 0
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_every_line_is_json_and_no_client_writes_one():
+    """libpng writes a name from the image on stderr; a request's name is the client's as well."""
+    with Process("--log-format", "json", "--log-requests", "all", "--workers", "2") as process:
+        process.wait_started()
+        first, second = process.workers
+        with ExitStack() as stack:
+            for index in range(4):  # open at the same time: connections of both workers
+                ask(stack.enter_context(Client(process.port)), png_with_a_profile_called(FORGED), f"{index}{FORGED!r}")
+        eventually(lambda: process.stderr.count('"infer_batch"') == 4)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: "died" in process.stderr)
+        process.signal()
+        process.wait()
+        lines = [json.loads(line) for line in process.stderr.splitlines()]
+    assert all({"time", "level", "logger", "pid", "message"} <= line.keys() for line in lines)
+    requests = [line for line in lines if line["logger"] == "torchpipe_server.requests"]
+    assert sorted(line["request"] for line in requests) == [f"{index}{FORGED!r}" for index in range(4)]
+    assert {(line["method"], line["outcome"]) for line in requests} == {("infer_batch", "ok")}
+    assert all(line["ms"] >= 0 for line in requests)
+    said = [line for line in lines if line["logger"] == "stderr"]
+    assert FORGED.strip() in [line["message"] for line in said]
+    for found in (requests, said):
+        assert {line["pid"] for line in found} == {first, second}
+    assert {line["level"] for line in said} == {"warning"}
+    assert [line["level"] for line in lines if "died" in line["message"]] == ["error"]
+    assert "critical" not in {line["level"] for line in lines}
+    assert lines[-1]["pid"] == process.pid
+
+
+def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
+    """Of the worker itself, of a backend's own process, and its last words."""
+    (tmp_path / "noisy_plugin.py").write_text(PLUGIN)
+    config = tmp_path / "noisy.toml"
+    config.write_text('[own]\nbackend = "Noisy"\nnext = "other"\n[other]\nbackend = "Process[Noisy]"\n')
+    args = "--import", str(tmp_path / "noisy_plugin.py"), "--hang-seconds", "0"
+    with Process(*args, config=str(config)) as process:
+        with Client(process.wait_started().port) as client:
+            (worker,) = process.workers
+            ask(client, b"x")
+            native = f"WARNING stderr[{worker}]: native\\x1b[2J\n"
+            eventually(lambda: process.stderr.count(native) == 2)  # by both processes
+            assert f"WARNING mine[{worker}]: logged\n" in process.stderr
+            eventually(lambda: len(re.findall(r"WARNING stderr\[\d+\]: logged\n", process.stderr)) == 1)
+            with pytest.raises(IDL.InferenceError, match="died"):
+                ask(client, b"die")
+        eventually(lambda: "died" in process.stderr)
+        process.signal()
+        process.wait()
+    (died,) = [line for line in process.stderr.splitlines() if " died" in line]
+    assert died.endswith(" / the last words")
+    assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in process.stderr.splitlines())
+    assert process.stderr.replace("\n", "").isprintable()
