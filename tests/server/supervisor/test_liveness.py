@@ -32,7 +32,7 @@ from torchpipe_server.supervisor.forker import Forked, Forker
 from torchpipe_server.worker.channel import LINE_BYTES
 from torchpipe_server.worker.heartbeat import BEAT_SECONDS, Heart, Heartbeat, Signs
 
-STATS = {**ONE, "gpus": []}
+STATS = {**ONE, "log_lines_dropped": 0, "gpus": []}
 
 
 class Subject:
