@@ -275,6 +275,7 @@ WRONG = {
     "--deadline-ms": ["-1", "nan", "inf"],
     "--drain-seconds": ["-1", "nan", "inf"],
     "--hang-seconds": ["-0.1", "nan"],
+    "--decode-isolation": ["thread"],
     "--log-level": ["loud", "INFO", ""],
     "--log-format": ["xml"],
     "--log-requests": ["some"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -45,7 +46,8 @@ class Subject:
         self.heartbeat = Heartbeat()
         self.ended: list[Child] = []
         process = SimpleNamespace(pid=self.process.pid)
-        forked = Forked(process, ours, self.heartbeat)
+        read_end, self.stderr = multiprocessing.Pipe(duplex=False)
+        forked = Forked(process, ours, self.heartbeat, read_end)
         self.child = Child(self.loop, 0, forked, lambda child, message: None, self.ended.append)
 
     def say(self, *messages: Any) -> None:
@@ -74,6 +76,7 @@ def subject() -> Iterator[Subject]:
     made.process.wait(WAIT)
     made.child.close()
     made.sock.close()
+    made.stderr.close()
     made.loop.close()
 
 
