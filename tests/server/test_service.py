@@ -664,12 +664,32 @@ def test_a_oneway_message_is_done_and_not_answered(register: Register):
     assert seen.batches == [[b"oneway"]]
 
 
-def test_the_last_answer_survives_the_end_of_a_client_that_is_done_sending(demo):
-    """Not promised for a half-closed connection, but nothing may hang."""
-    with connect(demo.port) as sock:
-        sock.sendall(pack_call("ping"))
+@pytest.mark.parametrize("rest", [b"", pack_batch(b"half")[:9]], ids=["whole", "half"])
+def test_a_client_that_is_done_sending_gets_its_answers(register: Register, rest):
+    gate = Gate()
+    with serving(register(gate.backend)) as server, gate, connect(server.port) as sock:
+        sock.sendall(
+            b"".join(pack_call("ping", seqid=seqid) for seqid in range(5)) + pack_batch(b"last", seqid=7) + rest
+        )
         sock.shutdown(socket.SHUT_WR)
-        assert read_all(sock)[:4] in (b"", b"\x80\x01\x00\x02")
+        gate.wait_entered()
+        eventually(lambda: all(connection.ended_at for connection in server.server._connections))
+        gate.open()
+        received = read_all(sock)
+    assert received.count(b"ping") == 5
+    assert b"infer_batch" in received, "the one that was in work is not answered"
+
+
+def test_nothing_is_left_of_a_client_that_is_gone_while_its_request_is_in_work(register: Register):
+    gate = Gate()
+    with serving(register(gate.backend)) as server, gate:
+        with connect(server.port) as sock:
+            sock.sendall(pack_batch(b"x") * 3)
+            gate.wait_entered()
+        eventually(lambda: not server.server.connections)
+        gate.open()
+        eventually(lambda: server.run.stats()["inflight"] == 0)
+    assert gate.batches == [[b"x"]]
 
 
 def test_overloaded_without_a_hint_is_encoded():

@@ -49,8 +49,9 @@ class Connection:
     """
 
     __slots__ = (
-        "backlog", "events", "has_turn", "is_gone", "is_refused", "journal", "last_active", "lock", "message_since",
-        "reader", "serial", "slot", "sock", "state", "ticket", "uncut", "unsent", "work", "working_bytes",
+        "backlog", "ended_at", "events", "has_turn", "is_gone", "is_refused", "journal", "last_active", "lock",
+        "message_since", "reader", "serial", "slot", "sock", "state", "ticket", "uncut", "unsent", "work",
+        "working_bytes",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, reader: MessageReader, journal: Entry, slot: int, is_refused: bool) -> None:
@@ -60,6 +61,7 @@ class Connection:
         self.events = 0  # that the loop watches for
         self.last_active = monotonic()
         self.message_since = 0.0  # when an unfinished message began, 0 if there is none
+        self.ended_at = 0.0  # when the client said that it sends nothing more, 0 if it has not
         self.backlog: deque[Message] = deque()
         self.uncut: Iterator[Message] | None = None  # the messages in what was read, those behind the backlog
         self.lock = threading.Lock()

@@ -40,6 +40,7 @@ logger = logging.getLogger("torchpipe_server")
 # requests: the threads that decode wait longer for it.
 RECEIVE_BYTES = 120 * 1024
 LINGER_SECONDS = 2.0
+ENDED_SECONDS = 1.0  # after a client's last byte; what is still queued then is not computed
 TICK_SECONDS = 0.5
 
 
@@ -192,6 +193,8 @@ class Server:
             is_over = silent >= LINGER_SECONDS
         elif connection.work is SENDING:
             is_over = silent > seconds  # the client does not take its reply
+        elif connection.ended_at:
+            is_over = now - connection.ended_at >= ENDED_SECONDS
         elif connection.has_work:
             is_over = False
         else:
@@ -225,9 +228,10 @@ class Server:
             connection.settle()
             return
         except OSError:
-            data = b""
-        if not data:
             self._drop(connection)
+            return
+        if not data:
+            self._hear_end(connection)
             return
         if connection.state is LINGERING:
             return
@@ -240,6 +244,16 @@ class Server:
         if connection.is_full(self._options.max_message_bytes):
             self._watch(connection, connection.events & ~READ)
         self._held_bytes += len(data)
+
+    def _hear_end(self, connection: Connection) -> None:
+        """The client sends nothing more. Nobody can see whether it still reads: it has a moment to be answered in."""
+        if connection.state is LINGERING or not connection.has_work:
+            self._drop(connection)
+            return
+        connection.settle()
+        connection.end_after_replies()
+        connection.ended_at = monotonic()
+        self._watch(connection, connection.events & ~READ)
 
     def _bound_memory(self) -> None:
         """Where all connections together really hold too much, those end that hold most, until it fits again.
