@@ -6,14 +6,14 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
+from errno import EAGAIN, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from time import monotonic
 
 from torchpipe_server.serving.loop import READ, Loop
 
 logger = logging.getLogger("torchpipe_server")
 
-EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM))  # no descriptor or no memory is left, for the moment
+EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM, EAGAIN))  # no descriptor, memory or process is left for now
 LISTEN_BACKLOG = 1024
 ACCEPTS_AT_ONCE = 64
 RETRY_SECONDS = 0.5

@@ -14,6 +14,7 @@ from torchpipe_py.errors import TorchpipeError
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, Reason
 from torchpipe_server.supervisor.figures import Figures, add_past
 from torchpipe_server.supervisor.forker import Forked, Forker
@@ -23,6 +24,7 @@ logger = logging.getLogger("torchpipe_server")
 
 START_ATTEMPTS = 5  # of a worker that ends before it is ready
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
+EXHAUSTED_DELAY = 1.0  # where descriptors, memory or threads were missing
 SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
 RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
 RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish what does not
@@ -167,7 +169,10 @@ class Fleet:
             self._give_up_reload("a worker cannot be started")
         elif worker in self.workers and not self._is_ending:
             self._count_restart(worker, "failed_start")
-            self._pause(worker, is_failure=True)
+            if isinstance(error, OSError) and error.errno in EXHAUSTED:
+                worker.start_at = monotonic() + EXHAUSTED_DELAY  # no fault of the worker's, however often
+            else:
+                self._pause(worker, is_failure=True)
 
     def _step(self) -> float:
         now = monotonic()

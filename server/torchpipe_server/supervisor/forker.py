@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -59,7 +60,10 @@ class Forker:
     ) -> None:
         """Start a worker; ``done`` or ``failed`` is called on the loop's thread."""
         args = (index, tables, done, failed)
-        threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
+        try:
+            threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            failed(OSError(errno.EAGAIN, str(error)))
 
     def look(self, seconds: float) -> None:
         """Give up a fork under way that has taken so long; to be called once in ``seconds``."""

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from fakes import WAIT, in_threads
 from service import IDL, Client, Process, connect, eventually
 from thrift.Thrift import TApplicationException
+from torchpipe_server.options import Options
+from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
-from torchpipe_server.supervisor.fleet import WorkerSlot
+from torchpipe_server.supervisor.fleet import EXHAUSTED_DELAY, START_ATTEMPTS, Fleet, WorkerSlot
 from torchpipe_server.worker.channel import Channel
 
 BACKENDS = '''
@@ -199,3 +205,26 @@ def test_workers_that_look_alike_are_not_the_same():
     """A worker forked for a reload that was given up would be taken for one of the next reload."""
     assert WorkerSlot(0, None) != WorkerSlot(0, None)
     assert WorkerSlot(0, None) not in [WorkerSlot(0, None)]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
+def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(monkeypatch, number):
+    """However often: a worker is given up for what is wrong with it."""
+    loop, journal = Loop(), Journal(1)
+    watcher: Any = SimpleNamespace(failed=lambda problem: pytest.fail(problem))
+    fleet = Fleet(loop, Options("test"), journal, {}, dict, watcher)
+    error = OSError(number, os.strerror(number)) if number != errno.EAGAIN else RuntimeError("can't start new thread")
+
+    def start(thread: threading.Thread) -> None:
+        if isinstance(error, RuntimeError):
+            raise error
+        thread._args[3](error)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    (worker,) = fleet.workers
+    for _ in range(2 * START_ATTEMPTS):
+        fleet._start(worker)
+        assert 0 < worker.start_at - time.monotonic() <= EXHAUSTED_DELAY
+    assert not worker.is_given_up
+    loop.close()
+    journal.close()
