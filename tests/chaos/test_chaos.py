@@ -55,7 +55,7 @@ CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
     "death by garbage": (lambda: scenarios.malformed(200, fault="die_of_garbage"), "the workers is"),
     "garbage kept": (lambda: scenarios.malformed(2000, fault="keep_garbage"), "memory, MiB is"),
     "limit off by one": (lambda: scenarios.oversize(served_limit=MEBIBYTE - 1), "the answers is"),
-    "hasty stop": (lambda: scenarios.stopped(fault="drain_hastily"), "without an answer"),
+    "hasty stop": (lambda: scenarios.stopped(fault="drain_hastily"), "the exit code is"),
     "neighbours spoiled": (
         lambda: scenarios.corrupt_item(positions=[3], fault="spoil_neighbours"),
         "positions [3] change",

@@ -165,13 +165,16 @@ def test_a_signal_while_loading_ends_the_process_once_loaded(plugin: Plugin):
 
 
 def test_a_backend_that_hangs_does_not_keep_the_process(plugin: Plugin):
-    """After drain_seconds the process ends, whatever its backends do."""
+    """After drain_seconds the process ends, whatever its backends do, and what they had is answered."""
     with plugin.process("--drain-seconds", "0.2") as process, Client(process.wait_started().port) as client:
-        client.send_batch(b"x")
+        seqid = client.send_batch(b"x")
         plugin.wait_entered("forward")
         process.signal()
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive(seqid)
+        assert caught.value.code == "worker_died"
         try:
-            process.wait(10)
+            assert process.wait(10) == 1
         except subprocess.TimeoutExpired:
             pytest.fail("alive 10 s after drain_seconds")
 

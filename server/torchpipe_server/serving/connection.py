@@ -236,7 +236,7 @@ class Connection:
             return ticket
 
     def let_go(self) -> None:
-        """Close this process's copy of the socket, on which another one goes on. There is no work then."""
+        """Close this process's copy of the socket, on which another one goes on: a reply that is made is not sent."""
         with self.lock:
             self.state = CLOSED
             self.sock.close()

@@ -117,12 +117,15 @@ class Server:
         return len(self._connections)
 
     def close(self) -> bool:
-        """Close every connection there is; whether none of them still had a request to be answered."""
+        """End every connection there is; whether none of them still had a request to be answered.
+
+        One whose request is in work is let go of: whoever holds its socket as well answers when this process has ended.
+        """
         busy = sum(connection.has_work for connection in self._connections)
         if busy:
             logger.warning("%d connections still busy after drain_seconds", busy)
         for connection in list(self._connections):
-            self._guard(connection, self._drop)
+            self._guard(connection, self._abandon if connection.work is RUNNING else self._drop)
         self._loop.steps.remove(self._step)
         self.counters.settle()
         return not busy
@@ -140,10 +143,14 @@ class Server:
         if self._is_draining:
             self._drop(connection)
             return
+        self._abandon(connection)
+        self._on_gone(connection.slot, False)
+
+    def _abandon(self, connection: Connection) -> None:
+        """Close this process's copy of the socket, and nothing else."""
         self._watch(connection, 0)
         self._connections.discard(connection)
         connection.let_go()
-        self._on_gone(connection.slot, False)
 
     # -- the clock ----------------------------------------------------------------------------------------------
 

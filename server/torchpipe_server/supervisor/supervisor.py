@@ -31,6 +31,7 @@ logger = logging.getLogger("torchpipe_server")
 
 ASK_SECONDS = 1.0  # for a worker to tell its figures
 EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
+KILL_SECONDS = 1.0  # beyond those, for those that were killed to be gone, and for what they had to be answered
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ class Supervisor:
         self._fleet = Fleet(self._loop, options, self._connections.journal, tables, load, self)
         self._asks: list[Ask] = []
         self._problem = ""
-        self._has_lost = self._is_accepting = False
+        self._has_lost = self._is_accepting = self._has_killed = False
         self._stopping_until: float | None = None
         self._began = monotonic()
         self._on_ready: Callable[[], object] = lambda: None
@@ -130,11 +131,17 @@ class Supervisor:
     def _is_stopped(self, now: float) -> bool:
         assert self._stopping_until is not None
         children = self._fleet.children
-        if now >= self._stopping_until:
-            logger.error("%d workers have not ended: killing them", len(children))
-            self._has_lost = True
+        if now < self._stopping_until:
+            return not children and self._connections.is_drained
+        self._has_lost = True
+        if self._has_killed or not children:
             return True
-        return not children and self._connections.is_drained
+        logger.error("%d workers have not ended: killing them", len(children))
+        self._has_killed = True
+        self._stopping_until = now + KILL_SECONDS
+        for child in children:
+            child.kill()
+        return False
 
     # -- what the fleet tells -----------------------------------------------------------------------------------
 
