@@ -37,10 +37,17 @@ class Isolated(ItemBackend):
     connection, starts no program, and what it answers is checked and never unpickled. Linux only.
     """
 
+    # NOTE: any_thread() stays False. The processes end with the thread that starts one, and a caller's may end at once.
     children = (1, 1)
 
     decode_seconds = Param(to_float, 10.0, low=0.1, high=3600, doc="the most seconds that an image takes")
-    decode_memory = Param(to_int, 1024, low=16, high=2**17, doc="MiB of encoded bytes, of pixels, and besides, each")
+    decode_memory = Param(
+        to_int,
+        1024,
+        low=16,
+        high=2**17,
+        doc="most MiB of an encoded image, of its pixels, and of what decoding takes besides",
+    )
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
