@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +47,39 @@ def test_the_unit_waits_longer_than_the_service_drains() -> None:
     text = UNIT.read_text()
     assert int(re.search(r"TimeoutStopSec=(\d+)", text)[1]) >= 25 + 10
     assert "--drain-seconds" not in re.search("ExecStart=.*", text)[0]
+
+
+def test_the_service_needs_a_folder_for_temporary_files_and_no_privileges() -> None:
+    """What the unit and the image give it, but for the user and the filter of system calls."""
+    if shutil.which("bwrap") is None or run("bwrap", "--ro-bind", "/", "/", "true").returncode:
+        pytest.skip("bwrap is not installed, or may not do its work here")
+    jail = [
+        "bwrap",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--cap-drop",
+        "ALL",
+        "--die-with-parent",
+    ]
+    jail += ["--unshare-ipc", "--setenv", "TMPDIR", "/dev/shm", "--setenv", "HOME", "/"]
+    command = [sys.executable, "-m", "torchpipe_server", "configs/demo.toml", "--port", "0"]
+    command += ["--decode-isolation", "process"]
+    with subprocess.Popen(
+        [*jail, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as box:
+        match = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)", box.stdout.readline())
+        assert match, box.stderr.read()
+        client = make_client(IDL.InferenceService, "127.0.0.1", int(match[1]))
+        image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+        assert client.infer_batch(IDL.InferenceParams(uuid="", data=image)).label == "ring"
+        client.close()
+        os.kill(int(match[2]), signal.SIGTERM)  # it sees its own number: the processes are not hidden from it
+        assert box.wait(WAIT) == 0
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------------
