@@ -71,9 +71,12 @@ def ends_well(process: subprocess.Popen[str]) -> str:
     """The line that the service starts with; it is stopped then."""
     assert process.stdout is not None
     with process:
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT) == 0
+        try:
+            line = process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
     return line
 
 

@@ -66,20 +66,20 @@ def test_the_service_needs_a_folder_for_temporary_files_and_no_privileges() -> N
         "ALL",
         "--die-with-parent",
     ]
-    jail += ["--unshare-ipc", "--setenv", "TMPDIR", "/dev/shm", "--setenv", "HOME", "/"]
+    env = {**os.environ, "TMPDIR": "/dev/shm", "HOME": "/"}
     command = [sys.executable, "-m", "torchpipe_server", "configs/demo.toml", "--port", "0"]
     command += ["--decode-isolation", "process"]
-    with subprocess.Popen(
-        [*jail, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as box:
-        match = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)", box.stdout.readline())
-        assert match, box.stderr.read()
-        client = make_client(IDL.InferenceService, "127.0.0.1", int(match[1]))
-        image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
-        assert client.infer_batch(IDL.InferenceParams(uuid="", data=image)).label == "ring"
-        client.close()
-        os.kill(int(match[2]), signal.SIGTERM)  # it sees its own number: the processes are not hidden from it
-        assert box.wait(WAIT) == 0
+    with subprocess.Popen([*jail, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            match = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)", process.stdout.readline())
+            client = make_client(IDL.InferenceService, "127.0.0.1", int(match[1]))
+            image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+            assert client.infer_batch(IDL.InferenceParams(uuid="", data=image)).label == "ring"
+            client.close()
+            os.kill(int(match[2]), signal.SIGTERM)
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------------
