@@ -699,3 +699,15 @@ def test_images_resized_together_have_the_bits_of_each_alone(interpolation: str)
             assert torch.equal(item["result"], alone["result"])
             item["result"].zero_()
             assert image.any()
+
+
+@pytest.mark.parametrize(
+    "backend", ["ResizeTensor", "PillowResizeTensor", "ResizePadTensor", "ResizeMat", "ResizePadMat"]
+)
+def test_channels_of_a_request_are_bounded_where_they_grow(backend: str) -> None:
+    channels = 200_000
+    data: Any = torch.zeros((1, channels, 1, 1), dtype=torch.uint8)
+    if backend.endswith("Mat"):
+        data = np.zeros((1, 1, channels), np.uint8)
+    sizes = {"max_h": 224, "max_w": 224} if "Pad" in backend else {"resize_h": 224, "resize_w": 224}
+    assert "200000 channels are too many" in refusal(backend, {"data": data}, **sizes)

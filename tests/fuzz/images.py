@@ -32,8 +32,10 @@ SEEDS = Path(__file__).parent / "seeds" / "images"
 BLOCK = 20_000  # mutants of one child
 MAX_PIXELS = 2**18  # of an image, so that what is slow or large is so without reason
 SLOW, HANGS, GROWTH = 0.05, 60.0, 32 * 1024  # seconds of CPU, seconds without progress, KiB
+FORMATS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm")
 DECODERS = {
     "opencv": {"backend": "DecodeMat"},
+    "every-format": {"backend": "DecodeMat", "formats": FORMATS},
     "torchvision": {"backend": "DecodeTensor", "decoder": "torchvision"},
     "nvimgcodec": {"backend": "DecodeTensor", "decoder": "nvimgcodec"},
 }
@@ -73,6 +75,9 @@ def bases() -> list[bytes]:
         saved("WEBP", "RGBA", size=(9, 9), lossless=True),
         *(saved("BMP", mode) for mode in ("RGB", "L", "P", "1", "RGBA")),
         _run_lengths(),
+        *(saved("GIF", mode) for mode in ("RGB", "L")),
+        *(saved("TIFF", compression=kind) for kind in ("raw", "tiff_deflate", "tiff_lzw", "packbits", "jpeg")),
+        *(saved("PPM", mode) for mode in ("RGB", "L", "1")),
     ]
     return images + [path.read_bytes() for path in sorted(SEEDS.iterdir())]
 
@@ -246,7 +251,7 @@ class Judge:
     def __init__(self, run: Any) -> None:
         from torchpipe_py.images.header import HeaderCheck
 
-        self._run, self._check = run, HeaderCheck(max_pixels=MAX_PIXELS)
+        self._run, self._check = run, HeaderCheck(FORMATS, MAX_PIXELS)
         self._limit: int | None = None
 
     def warm_up(self) -> None:
@@ -363,6 +368,14 @@ class Campaign:
     def run(self) -> None:
         end = time.monotonic() + self._options.seconds
         children: list[Child] = []
+        try:
+            self._run(children, end)
+        finally:
+            for child in children:
+                child.process.kill()
+                child.process.wait()
+
+    def _run(self, children: list[Child], end: float) -> None:
         while children or (self._blocks and time.monotonic() < end):
             while self._blocks and len(children) < self._options.jobs and time.monotonic() < end:
                 children.append(self._start(*self._blocks.pop()))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
-from torchpipe_py.errors import DecodeError, first_line
+from torchpipe_py.errors import DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -170,6 +170,15 @@ def cv2_resize(interpolation: str) -> tuple[Callable[..., Any], int]:
     return cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
 
 
+def check_channels(height: int, width: int, channels: int) -> None:
+    """``InvalidRequest`` where the channels beyond four make more of this size than of the largest image decoded.
+
+    The size is the configuration's, but an array of the request's own may have any number of channels.
+    """
+    if channels > 4 and height * width * channels > 4 * MAX_PIXELS:
+        raise InvalidRequest(f"{channels} channels are too many to be resized to {width}x{height} pixels")
+
+
 class ResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
 
@@ -187,6 +196,7 @@ class ResizeMat(StatelessBackend):
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         if mat.shape[:2] != self._shape:
+            check_channels(self.resize_h, self.resize_w, mat.shape[2])
             mat = self._resize(mat, self._size, None, 0, 0, self._flag)
             if mat.ndim == 2:
                 mat = mat[:, :, None]
@@ -212,6 +222,7 @@ class ResizePadMat(StatelessBackend):
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         height, width, channels = mat.shape
+        check_channels(self.max_h, self.max_w, channels)
         new_h, new_w, inverse_trans = fit_inside(height, width, self.max_h, self.max_w)
         padded = np.full((self.max_h, self.max_w, channels), self.pad_value, np.uint8)
         padded[:new_h, :new_w] = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))

@@ -8,7 +8,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.cuda import TensorBackend, as_tensor
 from torchpipe_py.backends.images.geometry import crop_box
-from torchpipe_py.backends.images.opencv import COLORS, fit_inside, side, to_color
+from torchpipe_py.backends.images.opencv import COLORS, check_channels, fit_inside, side, to_color
 from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
     area_coefficients,
@@ -17,7 +17,8 @@ from torchpipe_py.backends.images.resampling import (
     resample,
     shrinks_height_first,
 )
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
 TOGETHER = 2**25  # values that one call resizes on a GPU: they are held at once, as they were and in float32
@@ -108,6 +109,11 @@ class ResizeTensor(TensorBackend):
         groups: dict[Any, list[tuple[Data, Any]]] = {}
         for item in items:
             tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
+            try:
+                check_channels(self.resize_h, self.resize_w, tensor.shape[1])
+            except InvalidRequest as error:
+                item[TASK_ERROR_KEY] = error
+                continue
             key = (tensor.shape, tensor.dtype, tensor.device) if _is_quick_together(tensor) else id(item)
             groups.setdefault(key, []).append((item, tensor))
         for group in groups.values():
@@ -146,6 +152,7 @@ class ResizePadTensor(TensorBackend):
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         channels, height, width = tensor.shape[1:]
+        check_channels(self.max_h, self.max_w, channels)
         new_h, new_w, item["inverse_trans"] = fit_inside(height, width, self.max_h, self.max_w)
         shape = (1, channels, self.max_h, self.max_w)
         padded = self._torch.full(shape, self.pad_value, dtype=self._torch.float32, device=tensor.device)
@@ -178,6 +185,7 @@ class PillowResizeTensor(TensorBackend):
             raise TypeError(f"expected a Tensor of uint8, got {tensor.dtype}; Pillow's resize is defined on 8 bits")
         if tensor.shape[2:] == (self.resize_h, self.resize_w):
             return tensor.clone()
+        check_channels(self.resize_h, self.resize_w, tensor.shape[1])
         passes = [(3, self.resize_w), (2, self.resize_h)]
         if shrinks_height_first(tensor.shape[2:], (self.resize_h, self.resize_w), self._pillow):
             passes.reverse()
