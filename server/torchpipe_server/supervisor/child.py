@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("torchpipe_server")
 KILLED_SECONDS = 0.05  # after which a killed process runs no code of ours, even if the system still cleans up behind it
 
 LOOK_SECONDS = 1.0  # between two looks at a worker's signs of life
+SHORTEST_HANG_SECONDS = 1.0  # what is told once in BEAT_SECONDS cannot be judged sooner
 RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as one that answers nobody
 
 State = Literal["starting", "ready", "draining", "gone"]
@@ -102,9 +104,10 @@ class Child:
         self._silent_s = self._silent_s + LOOK_SECONDS if self._signs.beats == before.beats else 0.0
         is_overdue = 0 < hang_seconds < self._signs.batch_s
         self._overdue_looks = self._overdue_looks + 1 if is_overdue else 0
-        if 0 < hang_seconds < self._silent_s:
+        longest = max(hang_seconds, SHORTEST_HANG_SECONDS) if hang_seconds else inf
+        if self._silent_s > longest:
             return "silent"
-        if 0 < hang_seconds < self._signs.loop_s:
+        if self._signs.loop_s > longest:
             return "stuck"
         if self._overdue_looks >= 2:
             return "hung_batch"

@@ -21,6 +21,7 @@ import pytest
 from fakes import WAIT
 from service import IDL, Client, Process, eventually
 from test_figures import ONE
+from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import SLOT_BYTES, Journal
 from torchpipe_server.serving.loop import Loop
@@ -114,6 +115,8 @@ def test_a_busy_worker_is_not_taken_for_a_stuck_one(subject: Subject) -> None:
     assert subject.child.responds
     subject.show(beats=20, loop_s=2.5)
     assert subject.look() == ["stuck"]
+    subject.show(beats=21, loop_s=BEAT_SECONDS)  # a loop that has nothing to do
+    assert subject.look(hang_seconds=0.1) == [None]
 
 
 def test_a_batch_is_hung_at_the_second_look(subject: Subject) -> None:
@@ -404,7 +407,10 @@ def test_a_worker_whose_loop_is_busy_is_left_alone(folder: Path) -> None:
     with serve(folder, "--hang-seconds", "2", "--handler", "code_of_a_test:Slow") as process:
         port = process.wait_started().port
         before = process.workers
-        clients = [Client(port) for _ in range(6)]
+        clients = [Client(port) for _ in range(7)]
+        for client in clients:
+            with pytest.raises(TApplicationException):
+                client.call("unknown")  # the worker has the connection
         seqids = [client.send("ping") for client in clients]
         for client, seqid in zip(clients, seqids, strict=True):
             client.receive(seqid)
