@@ -98,9 +98,12 @@ class Connection:
     @property
     def waits_for_loop(self) -> bool:
         """Whether the I/O thread has to go on with it once its request is answered."""
-        if self.has_turn:
-            return False
         return self.state not in (OPEN, CLOSED) or self.work is SENDING or self.has_messages or self.is_gone
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether more messages are to be cut out of what was read; behind them it is seen that the client is gone."""
+        return self.uncut is not None and len(self.backlog) < BACKLOG
 
     def is_full(self, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""
@@ -150,14 +153,26 @@ class Connection:
         """
         if self.is_gone:
             return None
-        if not self.backlog:
-            if self.uncut is None:
-                return None
+        if self.can_cut:
             self._cut()
+        if not self.backlog:
+            return None
         if self.work is RUNNING:
             with self.lock:
                 pass  # a reply that is being written ends its request: the client has read it and sent the next one
-        return self.backlog.popleft() if self.backlog and self.work is NONE else None
+        return self.backlog.popleft() if self.work is NONE else None
+
+    def begin_turn(self) -> bool:
+        """From now on replies do not call the I/O thread, which is there; whether one may be made meanwhile."""
+        with self.lock:
+            self.has_turn = True
+            return self.work is RUNNING
+
+    def end_turn(self, has_replies: bool) -> bool:
+        """Whether the I/O thread has to go on, after a turn in which a reply may have been made."""
+        with self.lock:
+            self.has_turn = False
+            return self.can_cut or (has_replies and self.work is not RUNNING and self.waits_for_loop)
 
     def begin(self, message: Message) -> int:
         """A request's work begins; returns its serial number."""
@@ -243,10 +258,10 @@ class Connection:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def send(self, reply: bytes) -> float:
+    def send(self, reply: bytes) -> tuple[float, bool]:
         """Write the reply to the request in work, which ends with it; what the socket does not take stays unsent.
 
-        Returns the time, as ``monotonic``.
+        Returns the time, as ``monotonic``, and whether the I/O thread is to be called to go on.
         """
         with self.lock:
             now = self.last_active = monotonic()
@@ -257,7 +272,8 @@ class Connection:
             else:
                 self.journal.reply()
                 self._write(memoryview(reply))
-        return now
+            # NOTE: under the lock, so that either this call or the end of the turn sees that there is more to do.
+            return now, self.waits_for_loop and not self.has_turn
 
     def send_rest(self) -> bool:
         """Write what remained; ``False`` if something still does."""

@@ -22,7 +22,6 @@ from torchpipe_server.serving.connection import (
     CLOSING,
     LEAVING,
     LINGERING,
-    RUNNING,
     SENDING,
     TURN_SECONDS,
     Connection,
@@ -336,8 +335,7 @@ class Server:
     def _start_next(self, connection: Connection) -> None:
         """Begin the messages that wait, for a turn at most; the rest has another one after the other connections."""
         until = monotonic() + TURN_SECONDS
-        has_replies = connection.work is RUNNING  # made meanwhile, or it may be
-        connection.has_turn = True
+        has_replies = connection.begin_turn()
         try:
             while message := connection.next_message():
                 has_replies = True
@@ -347,9 +345,7 @@ class Server:
         except ProtocolError as error:
             self._break_off(connection, error)
             has_replies = True
-        # NOTE: in this order. A reply that another thread makes now calls the loop, one made before is seen here.
-        connection.has_turn = False
-        if has_replies and connection.work is not RUNNING and connection.waits_for_loop:
+        if connection.end_turn(has_replies):
             self._turns[connection] = None
         connection.settle()
 
@@ -381,7 +377,7 @@ class Server:
     def _finish(self, connection: Connection, message: Message, began: float, request_id: str, result: Any) -> None:
         """Answer a request, on whichever thread finished it."""
         data, method, outcome = self._service.reply(message, result)
-        now = connection.send(data)
+        now, calls_loop = connection.send(data)
         self.counters.add(method, outcome, now - began, request_id)
-        if connection.waits_for_loop:
+        if calls_loop:
             self._loop.call(partial(self._guard, connection, self._advance))
