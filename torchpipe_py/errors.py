@@ -220,11 +220,22 @@ def first_line(error: BaseException) -> str:
     return message_of(error).strip().split("\n", 1)[0] or _type_name(error)
 
 
+_SHOWN = 64
+
+
+def shown(value: object) -> str:
+    """What somebody sent, for a message: a text in quotes, cut where it is long, else its type."""
+    if not isinstance(value, str):
+        return f"a {type(value).__name__}"
+    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for an error message: the valid name nearest to ``name``, or the list of all of them."""
     names = sorted(set(valid))
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
+    # Cut: the time grows with the product of the lengths, and the name may be a client's.
+    close = difflib.get_close_matches(name[:_SHOWN].lower(), list(lowered), n=1, cutoff=0.5)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
     if not names:

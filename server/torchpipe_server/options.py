@@ -38,15 +38,22 @@ class Options:
         0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
     )
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
-    max_held_bytes: int = _option(1024 * MEBIBYTE, "bytes of unanswered messages in a worker; then 'overloaded'", 64)
-    max_items: int = _option(2**16, "fields, list elements and map entries of one message, all together", 16)
+    max_text_bytes: int = _option(MEBIBYTE, "bytes of a text in a message: what its IDL declares as string", 64)
+    max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply; a larger result becomes 'too_large'", 4096)
+    max_held_bytes: int = _option(
+        1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; beyond them the largest end", 64
+    )
+    max_items: int = _option(2**14, "fields, list elements and map entries of one message, all together", 16)
+    max_batch: int = _option(256, "images of one infer_many", 1)
     max_depth: int = _option(64, "nested structs and containers of one message", 2)
     message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be taken", 0.01)
     idle_seconds: float = _option(300.0, "seconds after which a silent connection is closed; 0 keeps it")
     max_inflight: int = _option(
         0, "requests in flight in a worker, beyond them 'overloaded'; 0 leaves it to the configuration"
     )
-    deadline_ms: float = _option(0.0, "deadline of requests that name none, milliseconds; 0 is none")
+    deadline_ms: float = _option(
+        0.0, "longest deadline of a request, milliseconds, and of those that name none; 0 is none"
+    )
     decode_isolation: str = _option(
         "config",
         "where decoders run: process is safest, for untrusted clients; config is what the configuration says:",

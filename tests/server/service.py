@@ -65,7 +65,7 @@ class LocalServer:
         self.journal = Journal(slots_for(settings.max_connections))
         self.slots = Slots(settings.max_connections, settings.max_connections_per_address, lambda slots: None)
         self.acceptor = Acceptor(self.loop, listener, self._take, self.slots.make_room)
-        methods = make_methods(self.loop) if make_methods else InferenceHandler(run, IDL, settings.deadline_ms).methods
+        methods = make_methods(self.loop) if make_methods else self._methods(run, settings)
         self.server = Server(self.loop, methods, settings, lambda slot, is_closed: self.slots.release(slot))
         self.loop.steps.append(self._step)
         self.error: BaseException | None = None
@@ -73,6 +73,11 @@ class LocalServer:
 
     def stop(self) -> None:
         self.loop.call(self._stop)
+
+    @staticmethod
+    def _methods(run: Any, options: Options) -> Any:
+        limits = options.deadline_ms, options.max_batch, options.max_reply_bytes
+        return InferenceHandler(run, IDL, *limits).methods
 
     def _take(self, sock: socket.socket, peer: str) -> None:
         place = self.slots.take(peer)
@@ -379,6 +384,15 @@ def framed(message: bytes) -> bytes:
 
 def connect(port: int, timeout: float = WAIT) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout)
+
+
+def narrow(port: int) -> socket.socket:
+    """A connection with a small receive buffer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(WAIT)
+    sock.connect(("127.0.0.1", port))
+    return sock
 
 
 def read_all(sock: socket.socket) -> bytes:

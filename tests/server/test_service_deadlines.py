@@ -67,17 +67,20 @@ def test_the_services_deadline_is_that_of_calls_that_name_none(register: Registe
 
 @pytest.mark.parametrize("method", ["infer_many", "infer"])
 @pytest.mark.parametrize("deadline_ms", [60_000, *NONE])
-def test_the_calls_own_deadline_wins_and_none_is_one(register: Register, method, deadline_ms):
+def test_no_call_lifts_the_services_deadline(register: Register, method, deadline_ms):
     gate = gate_of_pairs()
-    with (
-        serving(register(gate.backend), deadline_ms=100) as server,
-        gate,
-        Client(server.port) as client,
-        Client(server.port) as other,
-    ):
+    with serving(register(gate.backend), deadline_ms=100) as server, gate, Client(server.port) as client:
+        assert set(receive(client, send(client, method, deadline_ms))) == {"deadline_exceeded"}
+        assert not gate.opened.is_set()
+
+
+@pytest.mark.parametrize("method", ["infer_many", "infer"])
+@pytest.mark.parametrize("deadline_ms", [60_000, *NONE])
+def test_where_the_service_has_none_the_calls_own_deadline_holds(register: Register, method, deadline_ms):
+    gate = gate_of_pairs()
+    with serving(register(gate.backend)) as server, gate, Client(server.port) as client:
         seqid = send(client, method, deadline_ms)
         gate.wait_entered()
-        assert receive(other, send(other, "infer_batch")) == ["deadline_exceeded"]
         gate.open()
         assert set(receive(client, seqid)) == {"ok"}
 

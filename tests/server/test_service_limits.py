@@ -29,6 +29,7 @@ from service import (
     connect,
     eventually,
     framed,
+    narrow,
     pack_batch,
     pack_call,
     pack_infer,
@@ -348,15 +349,6 @@ def large(register: Register) -> str:
 
 def held_bytes(server: LocalServer) -> int:
     return sum(len(one.unsent or b"") for one in list(server.server._connections))
-
-
-def narrow(port: int) -> socket.socket:
-    """A connection with a small receive buffer."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.settimeout(WAIT)
-    sock.connect(("127.0.0.1", port))
-    return sock
 
 
 def test_a_client_that_does_not_read_is_not_computed_for(large):

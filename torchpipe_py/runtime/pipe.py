@@ -10,10 +10,11 @@ from _thread import allocate_lock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from itertools import islice
 from types import TracebackType
 from typing import Any, cast
 
-from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest
+from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import Registry
@@ -209,7 +210,7 @@ class pipe:
         if root is None or TASK_NODE_NAME_KEY in data:
             root = self._root(data.get(TASK_NODE_NAME_KEY))
         if TASK_DATA_KEY not in data:
-            keys = ", ".join(map(repr, data)) or "none"
+            keys = ", ".join([shown(key) for key in islice(data, 16)]) or "none"
             raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}")
         data.pop(TASK_RESULT_KEY, None)
         data.pop(TASK_ERROR_KEY, None)
@@ -219,7 +220,8 @@ class pipe:
         if name is None:
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self._roots)}")
         if not isinstance(name, str) or name not in self._roots:
-            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {name!r}; {nearest(str(name), self._roots)}")
+            hint = nearest(name if isinstance(name, str) else "", self._roots)
+            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
         return name
 
 

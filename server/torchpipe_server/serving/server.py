@@ -58,10 +58,11 @@ class Server:
         limits = Limits(
             message_bytes=options.max_message_bytes,
             string_bytes=options.max_message_bytes,
+            text_bytes=options.max_text_bytes,
             items=options.max_items,
             depth=options.max_depth,
         )
-        self._service = ThriftService(methods, limits)
+        self._service = ThriftService(methods, limits, options.max_reply_bytes)
         self.counters = RequestCounters(options.log_requests)
         self._connections: set[Connection] = set()
         self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial

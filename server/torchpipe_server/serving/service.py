@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,15 @@ class UnknownMethodError(Exception):
     """A message for a method that the service does not have."""
 
 
+class ReplyTooLargeError(NoResult):
+    """A result that is there, and too large to be sent."""
+
+    code = "too_large"
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"the result has {size} bytes; the limit of a reply is {limit}")
+
+
 Reply = tuple[bytes, str, str]
 """For the client: the bytes. For the counters: the method and the outcome."""
 
@@ -55,8 +65,8 @@ Reply = tuple[bytes, str, str]
 class ThriftService:
     """Methods, called by Thrift messages. One for all connections; ``reply`` is for any thread, the rest for one."""
 
-    def __init__(self, methods: Mapping[str, Method], limits: Limits) -> None:
-        self._methods, self._limits = methods, limits
+    def __init__(self, methods: Mapping[str, Method], limits: Limits, reply_bytes: int = 64 * 2**20) -> None:
+        self._methods, self._limits, self._reply_bytes = methods, limits, reply_bytes
         self._codec = Codec(limits)
 
     def reader(self) -> MessageReader:
@@ -96,10 +106,12 @@ class ThriftService:
         assert method is not None
         try:
             data = b"" if message.type == ONEWAY else self._codec.encode_reply(message, result)
-            return data, message.name, method.outcome(result)
+            if len(data) <= self._reply_bytes:
+                return data, message.name, method.outcome(result)
         except Exception as error:
             logger.exception("a result of %s cannot be encoded", message.name)
             return self._exception(message, TApplicationException.INTERNAL_ERROR, describe_error(error), "internal")
+        return self.reply(message, ReplyTooLargeError(len(data), self._reply_bytes))
 
     def _undeclared(self, message: Message, error: BaseException) -> Reply:
         """An error that the method does not declare becomes what every client understands."""
@@ -126,10 +138,27 @@ def reason(data: Mapping[str, Any], key: str) -> BaseException:
     return NoResult(f"the request has no {key!r}" if error is None else str(error))
 
 
-def describe_error(error: BaseException) -> str:
-    """The error's text as something that can be encoded, whatever its ``__str__`` does."""
+_TEXT_CHARACTERS = 1024
+_FOLDERS = re.compile(
+    r"""(?<=['"])/(?:[^'"/\n]*/)*"""  # in quotes, where a name may hold a space
+    r"""|(?<![\w.~/-])/(?:[^\s/'":;,<>()\[\]]+/)+"""
+)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
+
+
+def full_text(error: BaseException) -> str:
+    """The error's text, whatever its ``__str__`` does."""
     try:
-        text = str(error)
+        text = str(error).strip()
     except Exception:
         text = ""
-    return (text or type(error).__name__).encode("utf-8", "replace").decode()
+    return text or type(error).__name__
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's text for a client: its first line, cut where it is long, without folders and addresses."""
+    line = full_text(error)[: 2 * _TEXT_CHARACTERS].split("\n", 1)[0]
+    line = _ADDRESS.sub("0x…", _FOLDERS.sub("", line))
+    if len(line) > _TEXT_CHARACTERS:
+        line = f"{line[:_TEXT_CHARACTERS]}…"
+    return line.encode("utf-8", "replace").decode()

@@ -14,12 +14,14 @@ import thriftpy2.transport
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
 from thriftpy2.thrift import TApplicationException, TType
 
+from torchpipe_py.errors import InvalidRequest
 from torchpipe_server.wire.protocol import EXCEPTION, REPLY, Message
 from torchpipe_server.wire.scanner import (
     I64_VARINT,
     Limits,
     Scanner,
     compact_container,
+    fixed_size,
     read_size,
     read_varint,
 )
@@ -40,6 +42,12 @@ class BadArgumentsError(Exception):
     """A whole message whose body does not fit the method's arguments. The stream is intact."""
 
 
+class TextTooLargeError(InvalidRequest):
+    """A text beyond ``Limits.text_bytes``: decoded it would take up to four times its bytes, and time to search."""
+
+    code = "too_large"
+
+
 class Codec:
     """Decodes and encodes what a `MessageReader` found. Holds what it learned about classes.
 
@@ -51,7 +59,7 @@ class Codec:
         self._compact = CompactDecoder(limits)
 
     def decode_args(self, message: Message, args_cls: type) -> Any:
-        """An `args_cls` object; fields that were not sent are None. Raises `BadArgumentsError`."""
+        """An `args_cls` object; fields that were not sent are None. Raises `BadArgumentsError`, `TextTooLargeError`."""
         decoder = self._compact if message.framing.protocol == "compact" else self._binary
         view = memoryview(message.buffer)
         try:
@@ -97,6 +105,7 @@ class Decoder:
 
     def __init__(self, limits: Limits) -> None:
         self._scanner = Scanner(limits, self.is_compact)
+        self._text_bytes = limits.text_bytes
         self._structs: dict[type, Read] = {}
 
     def struct(self, cls: type) -> Read:
@@ -127,9 +136,26 @@ class Decoder:
         return self.wire_types[ttype], self._value(ttype, inner)
 
     def _skip(self, view: memoryview, at: int, wire: int) -> int:
+        size = fixed_size(wire, self.is_compact)
+        if size > 0:
+            return at + size
         self._scanner.start_value(at, len(view) + 1, wire)
         self._scanner.advance(view, len(view))
         return self._scanner.pos
+
+    def _read_text(self, view: memoryview, at: int) -> tuple[str, int]:
+        size, at = self._string(view, at)
+        if size > self._text_bytes:
+            raise TextTooLargeError(f"a text of {size} bytes; the limit is {self._text_bytes}")
+        return str(view[at : at + size], "utf-8"), at + size
+
+    def _read_bytes(self, view: memoryview, at: int) -> tuple[bytes, int]:
+        size, at = self._string(view, at)
+        return bytes(view[at : at + size]), at + size
+
+    def _string(self, view: memoryview, at: int) -> tuple[int, int]:
+        """The size of a string and where its bytes begin."""
+        raise NotImplementedError
 
     def _list_reader(self, wire: int, read: Read) -> Read:
         begin = self._container
@@ -213,22 +239,15 @@ class BinaryDecoder(Decoder):
 
     def _simple_reader(self, ttype: int) -> Read:
         if ttype == TType.STRING:
-            return _read_text
+            return self._read_text
         if ttype == TType.BINARY:
-            return _read_bytes
+            return self._read_bytes
         number = Struct({2: ">?", 3: ">b", 4: ">d", 6: ">h", 8: ">i", 10: ">q"}[ttype])
         number_at, size = number.unpack_from, number.size
         return lambda view, at: (number_at(view, at)[0], at + size)
 
-
-def _read_text(view: memoryview, at: int) -> tuple[str, int]:
-    end = at + 4 + _i32_at(view, at)[0]
-    return str(view[at + 4 : end], "utf-8"), end
-
-
-def _read_bytes(view: memoryview, at: int) -> tuple[bytes, int]:
-    end = at + 4 + _i32_at(view, at)[0]
-    return bytes(view[at + 4 : end]), end
+    def _string(self, view: memoryview, at: int) -> tuple[int, int]:
+        return _i32_at(view, at)[0], at + 4
 
 
 class CompactDecoder(Decoder):
@@ -278,9 +297,9 @@ class CompactDecoder(Decoder):
 
     def _simple_reader(self, ttype: int) -> Read:
         if ttype == TType.STRING:
-            return _read_compact_text
+            return self._read_text
         if ttype == TType.BINARY:
-            return _read_compact_bytes
+            return self._read_bytes
         if ttype == TType.BOOL:
             return lambda view, at: (view[at] == 1, at + 1)
         if ttype == TType.BYTE:
@@ -289,15 +308,8 @@ class CompactDecoder(Decoder):
             return lambda view, at: (_little_double_at(view, at)[0], at + 8)
         return _int_reader({6: 16, 8: 32, 10: 64}[ttype])
 
-
-def _read_compact_text(view: memoryview, at: int) -> tuple[str, int]:
-    size, at = read_size(view, at, len(view))
-    return str(view[at : at + size], "utf-8"), at + size
-
-
-def _read_compact_bytes(view: memoryview, at: int) -> tuple[bytes, int]:
-    size, at = read_size(view, at, len(view))
-    return bytes(view[at : at + size]), at + size
+    def _string(self, view: memoryview, at: int) -> tuple[int, int]:
+        return read_size(view, at, len(view))
 
 
 def _int_reader(bits: int) -> Read:

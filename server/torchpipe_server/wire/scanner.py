@@ -19,14 +19,15 @@ class Limits:
     """What one message may hold.
 
     message_bytes: a whole message; of a framed one, what follows the length.
-    string_bytes: one string or binary.
+    string_bytes: one string or binary. text_bytes: one that the method's arguments declare as a string.
     items: struct fields, list and set elements and map entries of a message, all together.
     depth: nested structs and containers; the arguments struct is the first.
     """
 
     message_bytes: int = 16 * 2**20
     string_bytes: int = 16 * 2**20
-    items: int = 2**16
+    text_bytes: int = 2**20
+    items: int = 2**14
     depth: int = 64
 
 
@@ -88,6 +89,11 @@ _COMPACT = {1: 1, 2: 1, 3: 1, 4: _VARINT, 5: _VARINT, 6: _VARINT, 7: 8, 8: _STRI
 }
 _BINARY_KINDS = [_BINARY.get(wire, _BAD) for wire in range(256)]
 _COMPACT_KINDS = [_COMPACT.get(wire, _BAD) for wire in range(16)]
+
+
+def fixed_size(wire_type: int, is_compact: bool) -> int:
+    """The bytes of every value of a type, less than 1 where they differ."""
+    return _COMPACT_KINDS[wire_type] if is_compact else _BINARY_KINDS[wire_type]
 
 
 class Scanner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,39 @@ from torchpipe_py.errors import nearest
 # Data types that PyTorch and NumPy share; only these cross the wire.
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
 
+NAME_CHARACTERS = 1024  # of a uuid, a key or a node's name
+MOST_VALUES = 256  # inputs of a request, and outputs
+MOST_TENSORS = 1024  # in one value
+MOST_DIMENSIONS = 32
+
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
+
+
+def check_names(what: str, names: Collection[str]) -> None:
+    """Raises ``InvalidRequest`` for too many of them, or one that is too long."""
+    if len(names) > MOST_VALUES:
+        raise InvalidRequest(f"{len(names)} {what}; the limit is {MOST_VALUES}")
+    for name in names:
+        check_name(what, name)
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises ``InvalidRequest`` for one that is too long."""
+    if len(name) > NAME_CHARACTERS:
+        raise InvalidRequest(f"{what}: a name of {len(name)} characters; the limit is {NAME_CHARACTERS}")
+
+
+def size_of(value: Any) -> int:
+    """About how many bytes ``to_values`` would make of it; 0 where that is not known before."""
+    if isinstance(value, torch.Tensor):
+        return int(value.numel() * value.element_size())
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, (list, tuple)):
+        return sum(size_of(item) for item in value if isinstance(item, (torch.Tensor, np.ndarray)))
+    return 0
 
 
 def to_python(value: Any) -> Any:
@@ -27,6 +60,8 @@ def to_python(value: Any) -> Any:
     if names[0] == "tensor":
         return _to_tensor(held)
     if names[0] == "tensors":
+        if len(held) > MOST_TENSORS:
+            raise InvalidRequest(f"a list of {len(held)} tensors; the limit is {MOST_TENSORS}")
         return [_to_tensor(tensor) for tensor in held]
     return held
 
@@ -90,9 +125,11 @@ def _to_tensor(tensor: Any) -> torch.Tensor:
     if tensor.dtype not in DTYPES:
         raise InvalidRequest(f"tensor of dtype {tensor.dtype[:40]!r}; {nearest(tensor.dtype[:40], DTYPES)}")
     dtype, shape = np.dtype(tensor.dtype), tuple(tensor.shape)
+    if len(shape) > MOST_DIMENSIONS:  # before the product, whose time grows with the square of their number
+        raise InvalidRequest(f"a tensor of {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
     wanted = math.prod(shape) * dtype.itemsize
-    if any(size < 0 for size in shape) or len(shape) > 32 or wanted != len(tensor.data):
-        raise InvalidRequest(f"tensor of dtype {dtype} and shape {shape[:32]}: {len(tensor.data)} bytes do not fit")
+    if any(size < 0 for size in shape) or wanted != len(tensor.data):
+        raise InvalidRequest(f"tensor of dtype {dtype} and shape {shape}: {len(tensor.data)} bytes do not fit")
     try:
         array = np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape)
         return torch.from_numpy(array.astype(dtype))

@@ -10,8 +10,24 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, describe_error, reason
-from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
+from torchpipe_server.serving.service import (
+    OK,
+    Cancellable,
+    Done,
+    Method,
+    ReplyTooLargeError,
+    describe_error,
+    full_text,
+    reason,
+)
+from torchpipe_server.worker.conversion import (
+    check_name,
+    check_names,
+    size_of,
+    to_label_and_score,
+    to_python,
+    to_values,
+)
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -19,12 +35,16 @@ logger = logging.getLogger("torchpipe_server")
 class InferenceHandler:
     """``InferenceService`` on a pipe. Methods are started by the I/O thread and finished by the pipe's threads.
 
-    ``deadline_ms`` is that of calls which name none; 0 is none. A call whose deadline the measured times of the pipe
-    rule out is refused with ``Overloaded`` at once.
+    ``deadline_ms`` is that of calls which name none, or a later one; 0 is none. A call whose deadline the measured
+    times of the pipe rule out is refused with ``Overloaded`` at once. ``max_batch`` bounds the images of one call,
+    ``max_reply_bytes`` what is copied for a reply.
     """
 
-    def __init__(self, run: pipe, idl: Any, deadline_ms: float = 0.0) -> None:
+    def __init__(
+        self, run: pipe, idl: Any, deadline_ms: float = 0.0, max_batch: int = 256, max_reply_bytes: int = 64 * 2**20
+    ) -> None:
         self._pipe, self._idl, self._deadline_ms = run, idl, deadline_ms
+        self._max_batch, self._max_reply_bytes = max_batch, max_reply_bytes
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(service.ping_args, self._ping, self._raise),
@@ -40,7 +60,7 @@ class InferenceHandler:
                 self._infer_many,
                 self._failer(service.infer_many_result),
                 _outcome_of_many,
-                lambda args: ",".join(item.uuid for item in _given(args.params, "params")),
+                lambda args: ",".join([item.uuid[:64] for item in _given(args.params, "params")[:8]]),
             ),
             "infer": Method(
                 service.infer_args,
@@ -73,19 +93,25 @@ class InferenceHandler:
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
         params = _given(args.params, "params")
+        if len(params) > self._max_batch:
+            raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch}")
         many = _Many(self, len(params), self._seconds(args.deadline_ms), done)
         many.start([{"data": item.data} for item in params])
         return many
 
     def _infer(self, args: Any, done: Done) -> Cancellable:
         request = _given(args.request, "request")
+        keys = list(dict.fromkeys(request.outputs or ["result"]))
+        check_name("uuid", request.uuid)
+        check_names("inputs", request.inputs)
+        check_names("outputs", keys)
         data = {key: to_python(value) for key, value in request.inputs.items()}
         if request.node_name is not None:
             data["node_name"] = request.node_name
-        keys = request.outputs or ["result"]
+        uuid = request.uuid
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            done(self._infer_result(request.uuid, data, keys, error))
+            done(self._infer_result(uuid, data, keys, error))
 
         return self._pipe.dispatch(data, finish, timeout=self._seconds(request.deadline_ms))
 
@@ -95,8 +121,12 @@ class InferenceHandler:
             if error is not None:
                 raise error
             outputs: dict[str, Any] = {}
-            for key in keys:
-                outputs.update(to_values(self._idl, key, _output(data, key)))
+            values = {key: _output(data, key) for key in keys}
+            size = sum(map(size_of, values.values()))
+            if size > self._max_reply_bytes:
+                raise ReplyTooLargeError(size, self._max_reply_bytes)
+            for key, value in values.items():
+                outputs.update(to_values(self._idl, key, value))
         except BaseException as failure:
             return result_type(error=self._to_error(failure))
         return result_type(success=self._idl.InferResponse(uuid=uuid, outputs=outputs))
@@ -115,18 +145,20 @@ class InferenceHandler:
         code = error.code if isinstance(error, TorchpipeError) else "internal"
         if isinstance(error, CancelledError):
             code = "cancelled"  # nobody reads it: the client is gone
-        elif code == "internal":
+        text = describe_error(error)
+        if code == "internal" or (code == "backend_error" and text != full_text(error)):
             logger.error("a request failed", exc_info=error)
-        return self._idl.InferenceError(
-            code=code, message=describe_error(error), retry_after_ms=getattr(error, "retry_after_ms", None)
-        )
+        return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
 
     def _seconds(self, milliseconds: int | None) -> float | None:
         """The time limit, less than 0 standing for none; ``Overloaded`` where it cannot be kept.
 
-        0 is what clients send that name none: Thrift has no other word for it in most languages.
+        0 is what clients send that name none: Thrift has no other word for it in most languages. None is longer than
+        that of the service.
         """
         limit = milliseconds or self._deadline_ms
+        if self._deadline_ms and not 0 < limit <= self._deadline_ms:
+            limit = self._deadline_ms
         if limit <= 0:
             return None
         wait = 1000 * self._pipe.expected_wait()

@@ -187,7 +187,9 @@ def methods_maker(options: Options) -> Callable[[pipe], Mapping[str, Method]]:
     from torchpipe_py.idl import load_idl
     from torchpipe_server.worker.handler import InferenceHandler
 
-    return lambda run: InferenceHandler(run, load_idl(), options.deadline_ms).methods
+    return lambda run: (
+        InferenceHandler(run, load_idl(), options.deadline_ms, options.max_batch, options.max_reply_bytes).methods
+    )
 
 
 def _die_with_parent(is_wanted: bool) -> None:

@@ -1,0 +1,164 @@
+"""What a client names, counts and asks for is bounded before it is used."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from conftest import Register
+from service import IDL, Client, narrow, pack_call, pack_string, serving
+from thrift.Thrift import TApplicationException
+from torchpipe_server.serving.service import describe_error
+
+from torchpipe_py import Backend, pipe
+from torchpipe_py.errors import UnknownNode
+
+MEBIBYTE = 2**20
+LONG = "x" * 2000
+
+
+def value(data: bytes = b"x") -> Any:
+    return IDL.Value(bytes=data)
+
+
+def infer_error(client: Client, inputs: dict[str, Any], uuid: str = "u", **options: Any) -> Any:
+    error = client.error_of("infer", request=IDL.InferRequest(uuid=uuid, inputs=inputs, **options))
+    assert len(error.message) < 1200
+    return error
+
+
+@pytest.mark.parametrize("shape", [[2**63 - 1] * 15_000, [1] * 33, [0] * 40], ids=["huge", "ones", "zeros"])
+def test_dimensions_are_counted_before_they_are_multiplied(shape):
+    with serving("Identity") as server, Client(server.port) as client:
+        tensor = IDL.Tensor(dtype="uint8", shape=shape, data=b"x")
+        error = infer_error(client, {"data": IDL.Value(tensor=tensor)})
+        assert (error.code, error.message) == (
+            "invalid_request",
+            f"a tensor of {len(shape)} dimensions; the limit is 32",
+        )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options"),
+    [
+        ({"data": value()}, {"uuid": LONG}),
+        ({"data": value()}, {"node_name": LONG}),
+        ({"data": value(), "node_name": value(b"\0" * MEBIBYTE)}, {}),
+        ({"data": value(), LONG: value()}, {}),
+        ({"data": value(), **{str(index): value() for index in range(300)}}, {}),
+        ({"data": value()}, {"outputs": [str(index) for index in range(300)]}),
+        ({"data": value()}, {"outputs": [LONG]}),
+        ({"data": IDL.Value(tensors=[IDL.Tensor(dtype="uint8", shape=[0], data=b"")] * 1100)}, {}),
+        ({LONG[:1000] + str(index): value() for index in range(100)}, {}),
+    ],
+    ids=["uuid", "node", "node of bytes", "key", "keys", "outputs", "output", "tensors", "keys without data"],
+)
+def test_names_and_numbers_of_things_are_bounded(inputs, options):
+    with serving("Identity") as server, Client(server.port) as client:
+        assert infer_error(client, inputs, **options).code in ("invalid_request", "unknown_node")
+        client.ping()
+
+
+def test_a_text_is_smaller_than_a_message():
+    with serving("Identity", max_text_bytes=1000) as server, Client(server.port) as client:
+        assert client.infer({"data": IDL.Value(text="x" * 1000)})["result"].text == "x" * 1000
+        assert client.infer({"data": value(b"x" * 5000)})["result"].bytes == b"x" * 5000
+        error = infer_error(client, {"data": IDL.Value(text="x" * 1001)})
+        assert (error.code, error.message) == ("too_large", "a text of 1001 bytes; the limit is 1000")
+        client.ping()
+
+
+def test_the_images_of_one_call_are_bounded():
+    with serving("Identity", max_batch=3) as server, Client(server.port) as client:
+        assert len(client.infer_many([b""] * 3)) == 3
+        params = [IDL.InferenceParams(uuid="u", data=b"")] * 4
+        error = client.error_of("infer_many", params=params)
+        assert (error.code, error.message) == ("invalid_request", "4 images in one call; the limit is 3")
+
+
+def test_a_key_that_is_named_often_is_one_output():
+    with serving("Identity") as server, Client(server.port) as client:
+        outputs = client.infer({"data": value(b"x" * MEBIBYTE)}, outputs=["result"] * 10_000)
+        assert outputs == {"result": value(b"x" * MEBIBYTE)}
+
+
+class Large(Backend):
+    """Results that are larger than their requests, of several kinds."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        import torch
+
+        for item in items:
+            size = int(item["data"])
+            item["tensor"] = torch.zeros(1).expand(size)  # copied, it would take the memory
+            item["list"] = [1000] * size
+            item["result"] = "r" * size
+
+
+@pytest.mark.parametrize("key", ["tensor", "list", "result"])
+def test_a_reply_is_bounded(register: Register, key):
+    with serving(register(Large), max_reply_bytes=100_000) as server, Client(server.port) as client:
+        data = {"data": IDL.Value(integer=5000)}
+        assert key in client.infer(data, outputs=[key])
+        error = infer_error(client, {"data": IDL.Value(integer=200_000)}, outputs=[key])
+        assert error.code == "too_large"
+        assert "the limit of a reply is 100000" in error.message
+
+
+def test_replies_that_nobody_reads_count_among_the_held_bytes():
+    limit = 8 * MEBIBYTE
+    with serving("Identity", max_held_bytes=limit, message_seconds=60) as server, Client(server.port) as other:
+        socks = [narrow(server.port) for _ in range(12)]
+        body = struct.pack(">I", 4) + b"data" + pack_string(2, b"x" * 2 * MEBIBYTE) + b"\0"
+        inputs = struct.pack(">bhbbi", 13, 2, 11, 12, 1) + body
+        message = pack_call("infer", struct.pack(">bh", 12, 1) + pack_string(1, b"u") + inputs + b"\0\0")
+        for sock in socks:
+            sock.sendall(message)
+            other.ping()
+            assert other.infer({"data": value(b"y")})["result"].bytes == b"y"
+        other.ping()
+        held = sum(one.held_bytes() for one in list(server.server._connections))
+        assert held < limit + 3 * MEBIBYTE
+        for sock in socks:
+            sock.close()
+
+
+def test_what_an_error_says_is_short_and_names_no_folder():
+    secret = ValueError("no such file: '/srv/my models/a.onnx' or /home/me/b.trt:12\nTraceback: /home/me/code.py")
+    assert describe_error(secret) == "no such file: 'a.onnx' or b.trt:12"
+    assert describe_error(ValueError("<BytesIO object at 0x7f3bd4a1c2e0>")) == "<BytesIO object at 0x…>"
+    assert describe_error(ValueError("a/b and 3/4 km/h")) == "a/b and 3/4 km/h"
+    assert len(describe_error(ValueError("/" * 5_000_000))) < 1100
+    assert len(describe_error(ValueError("é" * 5_000_000))) < 1100
+
+
+class Fails(Backend):
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        raise OSError(2, "No such file or directory", "/srv/secret folder/model.onnx")
+
+
+@pytest.mark.parametrize("method", ["infer", "infer_many"])
+def test_a_backends_error_reaches_the_client_without_its_folder(register: Register, caplog, method):
+    with serving(register(Fails)) as server, Client(server.port) as client:
+        if method == "infer":
+            message = infer_error(client, {"data": value()}).message
+        else:
+            message = client.infer_many([b""])[0].error.message
+    assert "model.onnx" in message
+    assert "secret" not in message
+    assert "/srv/secret folder/model.onnx" in caplog.text
+
+
+def test_a_pipe_says_a_long_name_in_short():
+    with pipe({"a": {}, "b": {}}) as run:
+        for name in ("x" * 100_000, b"y" * 100_000, ["z"] * 100_000):
+            with pytest.raises(UnknownNode) as caught:
+                run({"data": 1, "node_name": name})
+            assert len(str(caught.value)) < 300
+
+
+def test_an_unknown_methods_name_is_said_in_short():
+    with serving("Identity") as server, Client(server.port) as client, pytest.raises(TApplicationException) as caught:
+        client.call("x" * 255)
+    assert len(caught.value.message) < 300
