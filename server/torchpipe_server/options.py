@@ -38,10 +38,10 @@ class Options:
         0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
     )
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
-    max_text_bytes: int = _option(MEBIBYTE, "bytes of a text in a message: what its IDL declares as string", 64)
-    max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply; a larger result becomes 'too_large'", 4096)
+    max_text_bytes: int = _option(MEBIBYTE, "bytes of a string in a message that is no binary", 64)
+    max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply; beyond them 'too_large'", 4096)
     max_held_bytes: int = _option(
-        1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; beyond them the largest end", 64
+        1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; then the largest end", 64
     )
     max_items: int = _option(2**14, "fields, list elements and map entries of one message, all together", 16)
     max_batch: int = _option(256, "images of one infer_many", 1)
@@ -51,9 +51,7 @@ class Options:
     max_inflight: int = _option(
         0, "requests in flight in a worker, beyond them 'overloaded'; 0 leaves it to the configuration"
     )
-    deadline_ms: float = _option(
-        0.0, "longest deadline of a request, milliseconds, and of those that name none; 0 is none"
-    )
+    deadline_ms: float = _option(0.0, "longest deadline of a request, milliseconds; 0 is none")
     decode_isolation: str = _option(
         "config",
         "where decoders run: process is safest, for untrusted clients; config is what the configuration says:",
