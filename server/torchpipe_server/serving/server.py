@@ -22,6 +22,7 @@ from torchpipe_server.serving.connection import (
     CLOSING,
     LEAVING,
     LINGERING,
+    RUNNING,
     SENDING,
     TURN_SECONDS,
     Connection,
