@@ -224,7 +224,9 @@ _SHOWN = 64
 
 
 def shown(value: object) -> str:
-    """What somebody sent, for a message: a text in quotes, cut where it is long, else its type."""
+    """What somebody sent, for a message: a number, a text in quotes, cut where it is long, else its type."""
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _SHOWN):
+        return repr(value)
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
