@@ -68,18 +68,25 @@ class Journal:
         entry.wipe()
         return entry
 
-    def idle(self, indexes: Iterable[int]) -> Iterator[int]:
-        """Slots where nothing is in work or half read: first those that never asked anything, then the longest idle."""
-        view, times = self._view, self._times
+    def idle(self, indexes: Iterable[int], has_asked: bool) -> Iterator[int]:
+        """Slots where nothing is in work or half read, the longest idle first: those that ever asked something, or not.
+
+        Those that are in use again when their turn comes are left out.
+        """
+        view, times = self._view, self._times.tolist()
         streams, works, requests = (bytes(view[at::SLOT_BYTES]) for at in range(3))
         idle = [
-            (requests[index] != _NO_REQUEST, times[index], index)
+            (times[index], index)
             for index in indexes
-            if streams[index] == _CLEAN and works[index] == _IDLE
+            if streams[index] == _CLEAN and works[index] == _IDLE and (requests[index] != _NO_REQUEST) is has_asked
         ]
         heapify(idle)
         while idle:
-            yield heappop(idle)[2]
+            time, index = heappop(idle)
+            base = index * SLOT_BYTES
+            now = view[base] == _CLEAN, view[base + 1] == _IDLE, view[base + 2] != _NO_REQUEST, self._times[index]
+            if now == (True, True, has_asked, time):
+                yield index
 
     def read(self, index: int) -> LastState:
         """What a dead process was doing there."""

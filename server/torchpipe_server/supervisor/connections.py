@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from time import monotonic
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchpipe_server.supervisor.slots import Slots, slots_for
 logger = logging.getLogger("torchpipe_server")
 
 HOLD_SECONDS = 0.4  # connections wait so long for a worker: then another one serves them, or they get an error
+LOOK_SECONDS = 0.5  # workers tell as often who was active
 
 
 class Connections:
@@ -53,6 +54,8 @@ class Connections:
         self._refused: set[int] = set()
         self._held: dict[int, float] = {}  # slots that wait for a worker, since when
         self._is_ending = False
+        self._silent: Iterator[int] = iter(())  # slots of connections that never asked anything
+        self._looked_at = 0.0  # when they were looked for
         loop.steps.append(self._step)
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -159,11 +162,23 @@ class Connections:
 
     def _evict(self, slots: Collection[int]) -> int | None:
         """Hang up on the idlest of them, whoever serves it: that one reads the end, and says that it is closed."""
-        for slot in self.journal.idle(slots):
-            if self._hears_nothing(slot):
+        for slot in self._idle():
+            if slot in slots and self._hears_nothing(slot):
                 self._hang_up(slot)
                 return slot
         return None
+
+    def _idle(self) -> Iterator[int]:
+        """Slots of idle connections: those that never asked anything, then those that did, the longest idle first."""
+        # NOTE: in a flood of newcomers the first are looked for now and then: who came since is younger. There is no
+        # `yield from`, which would end the iterator that the next call goes on with.
+        if monotonic() - self._looked_at < LOOK_SECONDS:
+            for slot in self._silent:
+                yield slot
+        self._looked_at, self._silent = monotonic(), self.journal.idle(self._sockets, has_asked=False)
+        for slot in self._silent:
+            yield slot
+        yield from self.journal.idle(self._sockets, has_asked=True)
 
     def _hears_nothing(self, slot: int) -> bool:
         """Whether there is nothing to be read from the client, which its worker has not come to yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -131,22 +132,38 @@ def test_who_is_idle_and_for_how_long(journal: Journal) -> None:
     for index, now in enumerate((30.0, 20.0, 10.0)):
         journal.begin(index, now)
         entries.append(journal.entry(index))
-    assert list(journal.idle(range(3))) == [2, 1, 0]
-    assert list(journal.idle({0, 1})) == [1, 0]
+
+    def idle(indexes: Iterable[int] = range(3)) -> list[list[int]]:
+        return [list(journal.idle(indexes, has_asked)) for has_asked in (False, True)]
+
+    assert idle() == [[2, 1, 0], []]
+    assert idle({0, 1}) == [[1, 0], []]
     entries[2].touch()
-    assert list(journal.idle(range(3))) == [1, 0], "half a message is no silence"
+    assert idle() == [[1, 0], []], "half a message is no silence"
     entries[2].begin(FIRST)
     entries[2].settle()
-    assert list(journal.idle(range(3))) == [1, 0], "nor is a request in work"
+    assert idle() == [[1, 0], []], "nor is a request in work"
     entries[2].reply()
-    assert list(journal.idle(range(3))) == [1, 0]
+    assert idle() == [[1, 0], []]
     entries[2].end()
-    assert list(journal.idle(range(3))) == [1, 0, 2], "those that asked come last"
+    assert idle() == [[1, 0], [2]]
     entries[1].begin(SECOND)
     entries[1].end()
-    entries[1].remember(40.0)
-    assert list(journal.idle(range(3))) == [0, 2, 1]
+    entries[1].remember(5.0)
+    assert idle() == [[0], [1, 2]]
     journal.entry(1)
-    assert list(journal.idle(range(3))) == [0, 2, 1], "another process goes on with it"
+    assert idle() == [[0], [1, 2]], "another process goes on with it"
     journal.begin(1, 50.0)
-    assert list(journal.idle(range(3))) == [0, 1, 2], "a new connection"
+    assert idle() == [[0, 1], [2]], "a new connection"
+
+
+def test_who_is_in_use_again_is_left_out(journal: Journal) -> None:
+    entries = []
+    for index in range(3):
+        journal.begin(index, index)
+        entries.append(journal.entry(index))
+    slots = journal.idle(range(3), has_asked=False)
+    assert next(slots) == 0
+    entries[1].remember(9.0)
+    entries[2].touch()
+    assert list(slots) == []

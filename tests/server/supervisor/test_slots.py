@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
-from torchpipe_server.supervisor.slots import Slots, http_connections, most_connections, slots_for
+from torchpipe_server.supervisor.slots import (
+    FILES_OF_A_WORKER,
+    RESERVED_FILES,
+    Slots,
+    http_connections,
+    most_connections,
+    slots_for,
+)
 
 HOME, OTHER = "127.0.0.1", "198.51.100.7"
 
@@ -108,5 +115,5 @@ def test_descriptors_are_left_for_everything_else(files: int):
         count = most_connections(files, workers)
         left = files - slots_for(count) - http_connections(files)
         assert count > 0
-        assert 32 + 8 * workers <= left <= 34 + 8 * workers
-    assert most_connections(32, 1) == 0
+        assert 0 <= left - RESERVED_FILES - FILES_OF_A_WORKER * workers <= 2
+    assert most_connections(RESERVED_FILES, 1) == 0
