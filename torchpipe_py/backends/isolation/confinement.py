@@ -85,6 +85,8 @@ def confine(keep: Iterable[int]) -> bool:
     """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # where memory runs out, the system ends this process before any other
+    libc = ctypes.CDLL(None, use_errno=True)
+    _drop_capabilities(libc)  # before files are limited: it may have to read one
     kept = set(keep)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
@@ -96,8 +98,6 @@ def confine(keep: Iterable[int]) -> bool:
         (resource.RLIMIT_NOFILE, max(kept) + 1),
     ):
         lower(kind, limit)
-    libc = ctypes.CDLL(None, use_errno=True)
-    _drop_capabilities(libc)
     for option, value in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DUMPABLE, 0)):
         _check(libc.prctl(option, value, 0, 0, 0))
     return _filter_calls(libc)
