@@ -130,6 +130,16 @@ def test_a_name_of_a_megabyte_is_cut(lines):
     assert len(lines.getvalue()) < 400
 
 
+def test_a_name_of_characters_that_json_writes_out_fits_into_a_line(lines):
+    set_up(log_format="json")
+    counters = RequestCounters("all")
+    counters.add("infer_batch", "ok", 0.0, "\U0001f600" * 2**20)
+    counters.settle()
+    text = lines.getvalue()
+    assert json.loads(text)["request"] == "\U0001f600" * 200
+    assert len(text) <= 4095
+
+
 # -- counts ---------------------------------------------------------------------------------------------------------
 
 

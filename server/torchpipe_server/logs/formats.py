@@ -38,6 +38,13 @@ class LineFormatter(logging.Formatter):
         texts = {"message": message_of(record)}
         if record.exc_info:
             texts["traceback"] = self.formatException(record.exc_info)
+        if sum(map(len, texts.values())) < LINE_BYTES:
+            line = self.compose(record, texts)
+            if len(line) < LINE_BYTES // 4:
+                return line  # a character takes four bytes at most
+        return self._compose_short(record, texts)
+
+    def _compose_short(self, record: logging.LogRecord, texts: dict[str, str]) -> str:
         sizes = {name: min(len(text), LINE_BYTES) for name, text in texts.items()}
         while True:
             line = self.compose(record, {name: _without_middle(text, sizes[name]) for name, text in texts.items()})

@@ -15,6 +15,7 @@ from typing import Any
 logger = logging.getLogger("stderr")
 
 REST_BYTES = 2000  # so much without an end is taken for a line
+MOST_LINES = 100  # of those that come at once; an image may have a library warn a million times
 KEPT_LINES = 5
 RECENT_SECONDS = 5.0
 
@@ -42,7 +43,7 @@ class StderrLines:
                 self._rest = b""
             self._is_logging = True
             try:
-                for line in filter(None, lines):
+                for line in _without_middle([line for line in lines if line]):
                     self._log(line.decode("utf-8", "backslashreplace"))
             finally:
                 self._is_logging = False
@@ -61,6 +62,14 @@ class StderrLines:
             record = logger.makeRecord(logger.name, logging.WARNING, "", 0, "%s", (text,), None)
             record.process = self._process or record.process
             logger.handle(record)
+
+
+def _without_middle(lines: list[bytes]) -> list[bytes]:
+    """The lines, or the first and the last of them."""
+    if len(lines) <= MOST_LINES:
+        return lines
+    half = MOST_LINES // 2
+    return [*lines[:half], b"[... %d lines ...]" % (len(lines) - 2 * half), *lines[-half:]]
 
 
 class _Raw(io.RawIOBase):

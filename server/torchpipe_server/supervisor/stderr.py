@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 from torchpipe_server.logs.stderr import StderrLines
 from torchpipe_server.serving.loop import READ, Loop
 
-READ_BYTES = 8192  # at a time: lines of a byte take the loop 20 ms then
-LAST_READS = 32  # once the worker has ended: a program that it has started may go on writing
+READ_BYTES = 2**16  # at a time
+LAST_READS = 4  # once the worker has ended: a program that it has started may go on writing
 
 
 class WorkerStderr:

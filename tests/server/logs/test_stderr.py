@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from service import ROOT
-from torchpipe_server.logs.stderr import KEPT_LINES, REST_BYTES, StderrLines, take_over_stderr
+from torchpipe_server.logs.stderr import KEPT_LINES, MOST_LINES, REST_BYTES, StderrLines, take_over_stderr
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -35,6 +35,14 @@ def test_a_line_without_end_takes_bounded_memory(caplog):
         lines.feed(b"x" * (REST_BYTES // 2))
     assert sum(map(len, messages(caplog))) >= 95 * REST_BYTES // 2
     assert max(map(len, messages(caplog))) <= 2 * REST_BYTES
+
+
+def test_of_a_flood_the_first_and_the_last_lines_are_records(caplog):
+    lines = StderrLines()
+    lines.feed(b"".join(b"%d\n" % index for index in range(10_000)))
+    found = messages(caplog)
+    assert len(found) == MOST_LINES + 1
+    assert (found[0], found[MOST_LINES // 2], found[-1]) == ("0", f"[... {10_000 - MOST_LINES} lines ...]", "9999")
 
 
 def test_the_last_lines_are_kept_at_every_level(caplog):
