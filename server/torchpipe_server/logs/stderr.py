@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger("stderr")
 
 REST_BYTES = 2000  # so much without an end is taken for a line
-MOST_LINES = 100  # of those that come at once; an image may have a library warn a million times
+LINES_A_SECOND = 100  # the rest is only counted: one image may have a library warn a million times
 KEPT_LINES = 5
 RECENT_SECONDS = 5.0
 
@@ -28,7 +28,9 @@ class StderrLines:
     def __init__(self, process: int | None = None) -> None:
         self._process = process
         self._rest = b""
-        self._kept: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
+        self._kept: deque[tuple[float, bytes]] = deque(maxlen=KEPT_LINES)
+        self._second_ends = 0.0
+        self._left = self._skipped = 0  # lines of this second: that may be logged yet, that were not
         self._lock = threading.RLock()
         self._is_logging = False
 
@@ -43,33 +45,41 @@ class StderrLines:
                 self._rest = b""
             self._is_logging = True
             try:
-                for line in _without_middle([line for line in lines if line]):
-                    self._log(line.decode("utf-8", "backslashreplace"))
+                self._take([line for line in lines if line])
             finally:
                 self._is_logging = False
 
     def end(self) -> None:
         """The stream has ended, in the middle of a line perhaps."""
+        self._second_ends = 0.0
         self.feed(b"\n")
 
     def recent(self) -> list[str]:
         """The last lines, if they were written a moment ago."""
-        return [text for at, text in self._kept if at > monotonic() - RECENT_SECONDS]
+        return [_text(line) for at, line in self._kept if at > monotonic() - RECENT_SECONDS]
+
+    def _take(self, lines: list[bytes]) -> None:
+        now = monotonic()
+        self._kept.extend((now, line) for line in lines[-KEPT_LINES:])
+        if now >= self._second_ends:
+            if self._skipped:
+                self._log(f"[... {self._skipped} lines ...]")
+            self._second_ends, self._left, self._skipped = now + 1, LINES_A_SECOND, 0
+        logged = lines[: self._left]
+        self._left -= len(logged)
+        self._skipped += len(lines) - len(logged)
+        for line in logged:
+            self._log(_text(line))
 
     def _log(self, text: str) -> None:
-        self._kept.append((monotonic(), text))
         if logger.isEnabledFor(logging.WARNING):
             record = logger.makeRecord(logger.name, logging.WARNING, "", 0, "%s", (text,), None)
             record.process = self._process or record.process
             logger.handle(record)
 
 
-def _without_middle(lines: list[bytes]) -> list[bytes]:
-    """The lines, or the first and the last of them."""
-    if len(lines) <= MOST_LINES:
-        return lines
-    half = MOST_LINES // 2
-    return [*lines[:half], b"[... %d lines ...]" % (len(lines) - 2 * half), *lines[-half:]]
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "backslashreplace")
 
 
 class _Raw(io.RawIOBase):

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from service import ROOT
-from torchpipe_server.logs.stderr import KEPT_LINES, MOST_LINES, REST_BYTES, StderrLines, take_over_stderr
+from torchpipe_server.logs import stderr as module
+from torchpipe_server.logs.stderr import KEPT_LINES, LINES_A_SECOND, REST_BYTES, StderrLines, take_over_stderr
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -37,12 +38,20 @@ def test_a_line_without_end_takes_bounded_memory(caplog):
     assert max(map(len, messages(caplog))) <= 2 * REST_BYTES
 
 
-def test_of_a_flood_the_first_and_the_last_lines_are_records(caplog):
+def test_of_a_flood_the_first_lines_are_records_and_the_rest_is_counted(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
     lines = StderrLines()
-    lines.feed(b"".join(b"%d\n" % index for index in range(10_000)))
-    found = messages(caplog)
-    assert len(found) == MOST_LINES + 1
-    assert (found[0], found[MOST_LINES // 2], found[-1]) == ("0", f"[... {10_000 - MOST_LINES} lines ...]", "9999")
+    for index in range(10_000):
+        lines.feed(b"%d\n" % index)
+    assert messages(caplog) == [str(index) for index in range(LINES_A_SECOND)]
+    assert lines.recent() == [str(index) for index in range(9995, 10_000)]
+    now[0] += 1.0
+    lines.feed(b"later\n")
+    assert messages(caplog)[LINES_A_SECOND:] == [f"[... {10_000 - LINES_A_SECOND} lines ...]", "later"]
+    lines.feed(b"x\n" * 1000)
+    lines.end()
+    assert messages(caplog)[-1] == f"[... {1001 - LINES_A_SECOND} lines ...]"
 
 
 def test_the_last_lines_are_kept_at_every_level(caplog):
