@@ -138,7 +138,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        kind = next((cls.code for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), "")
+        kind = next((cls.code for cls in (BackendUnavailable, ConfigError) if issubclass(type(error), cls)), "")
         message = message_of(error)
         try:
             trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -198,8 +198,9 @@ def message_of(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception's type and ``message_of`` it."""
-    return f"{_type_name(error)}: {message_of(error)}"
+    """An exception's type and ``message_of`` it, where it has one."""
+    name, message = _type_name(error), message_of(error)
+    return name if message == name else f"{name}: {message}"
 
 
 def log_failure(what: str, error: BaseException) -> None:

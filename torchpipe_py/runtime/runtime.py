@@ -120,7 +120,7 @@ class Runtime:
         if error is None:
             return None
         plan = self.plans[name]
-        kind = next((cls for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), BackendError)
+        kind = next((cls for cls in (BackendUnavailable, ConfigError) if issubclass(type(error), cls)), BackendError)
         failure = kind(f"{plan.spec.place}: {plan.label}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
         failure.__cause__ = error
         return failure
