@@ -128,7 +128,7 @@ class Leadership:
         with self._lock:
             if self._closed:
                 return False
-            leads = self._leader is None or self._relieves_leader()
+            leads = self._takes_over()
             if leads:
                 self._leader = sleeper
             else:
@@ -139,13 +139,13 @@ class Leadership:
             sleeper.sleep()  # whoever wakes it has made it the leader before
         return not self._closed
 
-    def _relieves_leader(self) -> bool:
-        """Whether the leader was asleep with nothing to do: one that has just worked does better."""
-        if not len(self._kept):
+    def _takes_over(self) -> bool:
+        """Whether nobody leads, or the leader was asleep with nothing to do: one that has just worked does better."""
+        if self._leader is None or not len(self._kept):
             with suppress(IndexError):
                 self._followers.append(self.to_wake.pop())
                 return True
-        return False
+        return self._leader is None
 
     def lead_last(self, sleeper: Sleeper) -> bool:
         """Once closed: whether nobody else leads, so that the sleeper, which leads for good, clears up what is kept."""
@@ -158,10 +158,12 @@ class Leadership:
     def hand_over(self) -> None:
         """The leader stops leading; another one that is idle leads, and is woken if work is left."""
         with self._lock:
-            self._leader = self._followers.pop() if self._followers else None
-            if self._leader is None:
+            # NOTE: in this order, an exception in between leaves one whom `_takes_over` finds.
+            self._leader = None
+            if not self._followers:
                 return
-            self.to_wake.append(self._leader)
+            self.to_wake.append(successor := self._followers.pop())
+            self._leader = successor
         if self._queue or len(self._kept) or self._closed:
             self.wake_one()
 
@@ -202,8 +204,9 @@ class Leadership:
             for sleepers in (self.to_wake, self._followers):
                 with suppress(ValueError):
                     sleepers.remove(sleeper)
+            leads = self._leader is sleeper or self._leader in self._followers  # just before it had taken over
         sleeper.sleep(False)
-        if self.is_leader(sleeper):
+        if leads:
             self.hand_over()
 
     def close(self) -> None:

@@ -366,8 +366,8 @@ class BatchingLane(Lane):
             if not len(batches):
                 return []
             quiet = self._timeout <= 0 or not self.is_awaiting()
-            batch = batches.take(instance.max, perf_counter(), quiet, self._lead_time(instance))
-            if batch is not None:
+            instance.taken = batch = batches.take(instance.max, perf_counter(), quiet, self._lead_time(instance)) or []
+            if batch:
                 return batch
             self._wait(instance)
 
