@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from ipaddress import IPv6Address, ip_address, ip_network
 
 REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
-RESERVED_FILES, FILES_OF_A_WORKER = 32, 10  # that the supervisor opens beside its connections; a reload included
+RESERVED_FILES, FILES_OF_A_WORKER = 32, 12  # that the supervisor opens beside its connections; a reload included
 HTTP_CONNECTIONS = 64
 
 Evict = Callable[[Collection[int]], "int | None"]
