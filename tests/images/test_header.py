@@ -166,13 +166,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "gif, a frame outside": (gif(4, 4, (0, 0, 60000, 60000)), "a frame of 60000x60000 pixels leaves"),
     "gif, blocks": (gif(4, 4)[:19] + b"\x21\xfe" + b"\1 " * 9999 + b"\0" + gif(4, 4)[19:], "in its first 4096 blocks"),
     "tiff, large": (tiff([(256, 4, 1, 2**31), (257, 4, 1, 24)]), "a TIFF of 2147483648x24 pixels"),
-    "tiff, tile": (tiff([*TAGS, (322, 4, 1, 60000), (323, 4, 1, 60000)]), "a TIFF of 60000x60000 pixels"),
+    "tiff, tile": (
+        tiff([*TAGS, (322, 4, 1, 60000), (323, 4, 1, 60000)]),
+        "tiles of 60000x60000 pixels for an image of 32x24",
+    ),
     "tiff, twice": (tiff([*TAGS, (256, 4, 1, 99999)]), "the tag 256 twice"),
     "tiff, no size": (tiff([(256, 4, 1, 32)]), "does not say its size"),
     "tiff, channels": (tiff([*TAGS, (277, 3, 1, 65535)]), "65535 channels"),
     "tiff, bits": (tiff([*TAGS, (258, 3, 1, 128)]), "128 bits"),
     "tiff, cut off": (tiff(TAGS)[:20], "cut off in its header"),
     "pnm, large": (b"P5\n32767 32767\n255\n" + bytes(16), "a PNM of 32767x32767 pixels"),
+    "pnm, a sign behind a number": (b"P6\n32#24\n255 255\n" + bytes(99), "no size in its first 4 KiB"),
     "pnm, no size": (b"P5" + b" " * 5000 + b"3 3 255\n", "no size in its first 4 KiB"),
 }
 

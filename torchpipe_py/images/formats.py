@@ -122,10 +122,12 @@ def read_gif(data: Bytes) -> Size:
 _WIDTH, _HEIGHT, _BITS, _CHANNELS, _TILE_WIDTH, _TILE_HEIGHT = 256, 257, 258, 277, 322, 323
 _TIFF_TAGS = {_WIDTH, _HEIGHT, _BITS, _CHANNELS, _TILE_WIDTH, _TILE_HEIGHT}
 _TIFF_ENTRIES = 1024
+_TIFF_TILE = 4096
+"""A side in pixels, above which a tile may not be larger than its image."""
 
 
 def read_tiff(data: Bytes) -> Size:
-    """The size of the first image, or of its tile where that is larger."""
+    """The size of the first image."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(data[:4]))
     if order is None:
         raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
@@ -155,15 +157,16 @@ def read_tiff(data: Bytes) -> Size:
         raise DecodeError("TIFF: it does not say its size")
     if tags[_CHANNELS] > 4 or not 1 <= tags[_BITS] <= 64:
         raise DecodeError(f"TIFF: {tags[_CHANNELS]} channels of {tags[_BITS]} bits")
-    width, height = max(tags[_WIDTH], tags[_TILE_WIDTH]), max(tags[_HEIGHT], tags[_TILE_HEIGHT])
-    if not tags[_WIDTH] or not tags[_HEIGHT]:
-        width = height = 0
+    width, height, tile_w, tile_h = (tags[tag] for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
+    if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
+        raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")
     return Size(width, height, tags[_CHANNELS], tags[_BITS])
 
 
 # -- PBM, PGM, PPM ---------------------------------------------------------------------------------------------------
 
-_PNM = re.compile(rb"P([1-6])(?:\s|#[^\r\n]*[\r\n])+(\d{1,9})(?:\s|#[^\r\n]*[\r\n])+(\d{1,9})\s")
+# NOTE: a comment begins after white space: directly behind a number, OpenCV takes its sign for white space.
+_PNM = re.compile(rb"P([1-6])\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s")
 _PNM_START = 2**12
 
 
