@@ -22,6 +22,9 @@ class BatchQueue:
         self._key = key
         self._buckets: dict[Hashable, deque[Request]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
     def __len__(self) -> int:
         return sum(map(len, list(self._buckets.values())))
 

@@ -134,18 +134,20 @@ class Leadership:
             else:
                 self._followers.append(sleeper)
         if leads:
-            self._rest(sleeper, len(self._kept) > 0)
+            self._rest(sleeper, bool(self._kept))
         else:
             sleeper.sleep()  # whoever wakes it has made it the leader before
         return not self._closed
 
     def _takes_over(self) -> bool:
         """Whether nobody leads, or the leader was asleep with nothing to do: one that has just worked does better."""
-        if self._leader is None or not len(self._kept):
-            with suppress(IndexError):
+        if self._leader is None or not self._kept:
+            try:
                 self._followers.append(self.to_wake.pop())
-                return True
-        return self._leader is None
+            except IndexError:
+                return self._leader is None
+            return True
+        return False
 
     def lead_last(self, sleeper: Sleeper) -> bool:
         """Once closed: whether nobody else leads, so that the sleeper, which leads for good, clears up what is kept."""
@@ -164,7 +166,7 @@ class Leadership:
                 return
             self.to_wake.append(successor := self._followers.pop())
             self._leader = successor
-        if self._queue or len(self._kept) or self._closed:
+        if self._queue or self._kept or self._closed:
             self.wake_one()
 
     def wait(self, leader: Sleeper, timeout: float) -> None:

@@ -363,7 +363,7 @@ class BatchingLane(Lane):
                     self.fail(instance.taken[0], self._backend_error(error))
             if self.is_closing:
                 return batches.clear()
-            if not len(batches):
+            if not batches:
                 return []
             quiet = self._timeout <= 0 or not self.is_awaiting()
             instance.taken = batch = batches.take(instance.max, perf_counter(), quiet, self._lead_time(instance)) or []
