@@ -308,7 +308,7 @@ class Judge:
         if replies:
             return replies
         pieces, at = [], 0
-        step = rng.choice((1, 3, 17)) if len(data) < 100 else rng.choice((40, 200, len(data) // 4))
+        step = rng.choice((1, 5)) if len(data) < 300 and rng.random() < 0.1 else len(data) // 2
         while at < len(data):
             size = 1 + int(rng.random() * step)
             pieces.append(data[at : at + size])
