@@ -151,8 +151,8 @@ class Routes:
         elif isinstance(status, Status):
             return self._skip(name, status)
         else:
-            wrong = f"node {name!r}: its filter gave an object of type {type(status).__name__}, which is no Status"
-            self._complete(request, BackendError(wrong), None)
+            given = "None" if status is None else f"an object of type {type(status).__name__}"  # its repr may raise
+            self._complete(request, BackendError(f"node {name!r}: its filter gave {given}, which is no Status"), None)
         return None
 
     def _skip(self, name: str, status: Status) -> Hidden:
