@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpRequest, read_request
@@ -100,6 +101,26 @@ WRONG = {
 def test_what_is_refused(name: str):
     data, status = WRONG[name]
     assert status_of(data) == status
+
+
+COSTLY = {
+    "blanks before a value": b"A:" + b" " * (MAX_HEAD_BYTES - 60) + b"\0",
+    "blanks and tabs": b"A:" + b" \t" * (MAX_HEAD_BYTES // 2 - 30) + b"\0",
+    "blanks in a value": b"A:" + b"a " * (MAX_HEAD_BYTES // 2 - 30) + b"\0",
+    "blanks in a name": b"A" + b" " * (MAX_HEAD_BYTES - 60) + b":",
+    "folds": b"A: b\r\n" + b" \r\n" * (MAX_HEAD_BYTES // 3 - 20) + b"\0",
+    "commas": b"Connection: " + b"a," * (MAX_HEAD_BYTES // 2 - 40) + b"\0",
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_head_costs_linear_time(name: str):
+    """Of a thread that others wait for: a pattern that goes back at each blank took a second and more."""
+    data = b"GET / HTTP/1.1\r\nHost: a\r\n" + COSTLY[name] + b"\r\n\r\n"
+    assert len(data) < MAX_HEAD_BYTES
+    began = time.thread_time()
+    assert status_of(data) in (400, 431)
+    assert time.thread_time() - began < 0.2
 
 
 def test_mutants_are_read_or_refused():
