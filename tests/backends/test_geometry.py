@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import picture
 
-from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
+from torchpipe_py import ConfigError, InvalidRequest, pipe
 
 Data = dict[str, Any]
 
@@ -73,9 +73,7 @@ def whole(backend: str, mat: np.ndarray) -> Data:
     [b"bytes", np.zeros((4, 4, 3), np.float32), np.zeros(4, np.uint8), np.zeros((0, 4, 3), np.uint8), torch.zeros(3)],
 )
 def test_things_that_are_no_mat(backend: str, data: Any) -> None:
-    with pytest.raises(BackendError, match="expected a Mat") as caught:
-        run(backend, whole(backend, data), **CONFIGS[backend])
-    assert isinstance(caught.value.__cause__, TypeError)
+    assert "expected a Mat" in refusal(backend, whole(backend, data), **CONFIGS[backend])
 
 
 @pytest.mark.parametrize("backend", CONFIGS)

@@ -245,7 +245,7 @@ class TensorBackend(GuardedBackend):
     """Works on one Tensor at a time: implement ``forward_tensor(tensor, item)``; PyTorch is ``self._torch``.
 
     A tensor on the CPU is worked on there; one on another GPU is brought to this node's. ``takes_any_shape`` lets
-    tensors through that are not 1×C×H×W. ``TypeError`` for what is no Tensor.
+    tensors through that are not 1×C×H×W. ``InvalidRequest`` for what is no Tensor.
     """
 
     any_batch = True
@@ -261,7 +261,7 @@ class TensorBackend(GuardedBackend):
         if not self.takes_any_shape:
             value = as_tensor(value)
         elif not isinstance(value, self._torch.Tensor):
-            raise TypeError(f"expected a Tensor (torch.Tensor), got {type(value).__name__}")
+            raise InvalidRequest(f"expected a Tensor (torch.Tensor), got {type(value).__name__}")
         item[TASK_RESULT_KEY] = self.forward_tensor(self.here(value), item)
 
     def here(self, tensor: Any) -> Any:
@@ -274,12 +274,12 @@ class TensorBackend(GuardedBackend):
 
 
 def as_tensor(value: Any) -> Any:
-    """``value`` as a Tensor 1×C×H×W; C×H×W becomes 1×C×H×W; ``TypeError`` for anything else."""
+    """``value`` as a Tensor 1×C×H×W; C×H×W becomes 1×C×H×W; ``InvalidRequest`` for anything else."""
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"expected a Tensor (torch.Tensor, 1xCxHxW), got {type(value).__name__}")
+        raise InvalidRequest(f"expected a Tensor (torch.Tensor, 1xCxHxW), got {type(value).__name__}")
     tensor = value[None] if value.ndim == 3 else value
     if tensor.ndim != 4 or tensor.shape[0] != 1 or 0 in tensor.shape:
-        raise TypeError(f"expected a Tensor 1xCxHxW, got shape {'x'.join(map(str, value.shape))}")
+        raise InvalidRequest(f"expected a Tensor 1xCxHxW, got shape {'x'.join(map(str, value.shape))}")
     return tensor

@@ -36,7 +36,7 @@ class CropMat(StatelessBackend):
 
     ``box`` is a list, tuple or array of four numbers; right and bottom are the first pixels outside. Fractions are
     rounded, and what lies outside the image is cut off, as ``CropTensor`` does it. A box that is missing, is no four
-    finite numbers, or leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``. ``TypeError`` for no Mat.
+    finite numbers, or leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``. So it is for what is no Mat.
     """
 
     keeps_color = True
@@ -52,7 +52,8 @@ class AlignMat(StatelessBackend):
 
     The height is the parameter's. The width keeps the aspect ratio, but is a multiple of ``align``, the nearest one
     (of two that are equally near, the larger), from ``align`` to ``max_w``. ``DynamicResizeMat`` does the resizing.
-    ``ConfigError`` for a ``resize_h`` or ``max_w`` that is no multiple of ``align``; ``TypeError`` for what is no Mat.
+    ``ConfigError`` for a ``resize_h`` or ``max_w`` that is no multiple of ``align``; an ``InvalidRequest`` is the
+    ``error`` of what is no Mat.
     """
 
     keeps_color = True
@@ -78,7 +79,7 @@ class DynamicResizeMat(StatelessBackend):
 
     Both are integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One
     that is missing, no integer, or out of these bounds: no ``result``, ``error`` is an ``InvalidRequest``.
-    ``TypeError`` for what is no Mat.
+    So it is for what is no Mat.
     """
 
     keeps_color = True
@@ -109,7 +110,7 @@ class PerspectiveTransformMat(StatelessBackend):
 
     A box that is missing, is no 4×2 finite numbers, has an edge longer than 2**20 or more than ``max_pixels``, has its
     corners crosswise, three of them on a line or two equal, or lies outside the image: no ``result``, ``error`` is an
-    ``InvalidRequest``. ``TypeError`` for what is no Mat.
+    ``InvalidRequest``. So it is for what is no Mat.
     """
 
     keeps_color = True

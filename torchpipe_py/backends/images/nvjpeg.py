@@ -11,7 +11,7 @@ from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.images.jpeg import GpuJpeg, read_header
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
 from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, max_pixels, to_color
-from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
+from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
@@ -107,10 +107,10 @@ class DecodeTensor(GuardedBackend):
         good: list[tuple[Data, bytes, GpuJpeg]] = []
         for item in items:
             data = item[TASK_DATA_KEY]
-            data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
             try:
+                data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
                 header = read_header(data, self._check)
-            except DecodeError as error:
+            except (DecodeError, InvalidRequest) as error:
                 item[TASK_ERROR_KEY] = error
             else:
                 good.append((item, data, header))

@@ -49,7 +49,7 @@ UINT8 = np.dtype(np.uint8)
 
 
 def as_mat(value: Any) -> np.ndarray:
-    """``value`` as an H×W×C ``uint8`` array; H×W becomes H×W×1; ``TypeError`` for anything else."""
+    """``value`` as an H×W×C ``uint8`` array; H×W becomes H×W×1; ``InvalidRequest`` for anything else."""
     # NOTE: on the path of every request, under the GIL: a dtype is one object, and comparing it with a type is slow.
     if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype == UINT8) and value.size:
         if value.ndim == 3:
@@ -57,19 +57,19 @@ def as_mat(value: Any) -> np.ndarray:
         if value.ndim == 2:
             return value[:, :, None]
     kind = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-    raise TypeError(f"expected a Mat (uint8 array, HxWxC), got {kind}")
+    raise InvalidRequest(f"expected a Mat (uint8 array, HxWxC), got {kind}")
 
 
 def encoded_bytes(value: Any) -> np.ndarray:
-    """Encoded image bytes as a contiguous 1-D ``uint8`` array, mostly no copy; ``TypeError`` for other values."""
+    """Encoded image bytes as a contiguous 1-D ``uint8`` array, mostly no copy; ``InvalidRequest`` for others."""
     if isinstance(value, bytes):
         return np.frombuffer(value, UINT8)
     if isinstance(value, np.ndarray):
         if value.dtype == np.uint8 and value.ndim == 1:
             return np.ascontiguousarray(value)
-        raise TypeError(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
+        raise InvalidRequest(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
     if not isinstance(value, (bytearray, memoryview)):
-        raise TypeError(f"expected encoded bytes, got {type(value).__name__}")
+        raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}")
     return np.frombuffer(value, UINT8)
 
 
@@ -89,7 +89,10 @@ class MatDecoder:
         self._cv2_error = cv2.error
 
     def __call__(self, data: Any) -> Any:
-        """A Mat, of the size in the header or turned by a quarter; ``DecodeError`` where there is none."""
+        """A Mat, of the size in the header or turned by a quarter; ``DecodeError`` where there is none.
+
+        ``InvalidRequest`` for what is no bytes.
+        """
         encoded = encoded_bytes(data)
         memory = self._check(data if isinstance(data, bytes) else encoded.data).memory
         try:

@@ -108,8 +108,8 @@ class ResizeTensor(TensorBackend):
         """On a GPU images of one size are resized by one call, which costs the host no more than a single one does."""
         groups: dict[Any, list[tuple[Data, Any]]] = {}
         for item in items:
-            tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
             try:
+                tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
                 check_channels(self.resize_h, self.resize_w, tensor.shape[1])
             except InvalidRequest as error:
                 item[TASK_ERROR_KEY] = error
@@ -166,7 +166,7 @@ class PillowResizeTensor(TensorBackend):
     As in ``Resample.c`` of the Pillow that is installed: one pass over each row, one over each column, with
     coefficients of 22 bits and each rounded to 8; a pass that changes nothing is left out. Which goes first differs
     between versions of Pillow. Every channel is resized by itself, as in modes L and RGB; an alpha channel is not
-    multiplied in. Always a copy. ``TypeError`` for a Tensor that is not uint8.
+    multiplied in. Always a copy. ``InvalidRequest`` for a Tensor that is not uint8.
     """
 
     resize_h = side("output height, pixels")
@@ -182,7 +182,7 @@ class PillowResizeTensor(TensorBackend):
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         if tensor.dtype != self._torch.uint8:
-            raise TypeError(f"expected a Tensor of uint8, got {tensor.dtype}; Pillow's resize is defined on 8 bits")
+            raise InvalidRequest(f"expected a Tensor of uint8, got {tensor.dtype}; Pillow resizes 8 bits")
         if tensor.shape[2:] == (self.resize_h, self.resize_w):
             return tensor.clone()
         check_channels(self.resize_h, self.resize_w, tensor.shape[1])

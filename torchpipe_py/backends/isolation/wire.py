@@ -15,7 +15,7 @@ import numpy as np
 
 from torchpipe_py import errors
 from torchpipe_py.backends.images.opencv import as_mat
-from torchpipe_py.errors import DecodeError, NoResult
+from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
 REQUEST = struct.Struct("<QQ")  # its number, bytes of the encoded image
@@ -72,8 +72,8 @@ def pack_answer(number: int, item: Mapping[str, Any], pixels: memoryview) -> byt
         return pack_error(number, error, raised=False) if error is not None else _packed_text(number, _NO_RESULT, "")
     try:
         mat = as_mat(mat)
-    except TypeError as error:
-        return pack_error(number, error, raised=True)
+    except InvalidRequest as error:
+        return pack_error(number, TypeError(str(error)), raised=True)  # it is the decoder's Mat, no request's
     if mat.nbytes > len(pixels):
         size = "x".join(map(str, mat.shape))
         return pack_error(number, DecodeError(f"{size} pixels are more than decode_memory has room for"), raised=False)
