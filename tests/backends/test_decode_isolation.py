@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from conftest import Register, picture
 from fakes import WAIT
 
 from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
+from torchpipe_py.backends.base import BackendConfig, Shared
 from torchpipe_py.backends.isolation import decoder, template, wire
 from torchpipe_py.plan.build import plan_pipeline
 
@@ -37,6 +39,7 @@ def nothing_left() -> Iterator[None]:
     fds, children = len(os.listdir("/proc/self/fd")), set(psutil.Process().children())
     yield
     assert set(psutil.Process().children()) - children == set()
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe_py template"]
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
@@ -291,6 +294,33 @@ def test_the_process_that_decoders_come_from_is_killed(hostile: pipe) -> None:
     parent_of(pid).kill()
     wait_dead(pid)  # or else it would decode on, and nobody could end it
     assert int(said(hostile, "pid")) != pid
+
+
+def test_an_instance_that_ends_first_ends_no_decoder_of_another(jpeg: bytes) -> None:
+    """Whichever asked first for the process that decoders are forked from: the system binds that to a thread."""
+    (plan,) = plan_pipeline({"backend": "DecodeMat", "decode_memory": 64, **PROCESS}).plans["node"].backends
+    shared = Shared()
+    first, other = (plan.create(BackendConfig(instance=index, shared=shared)) for index in range(2))
+    is_set_up, may_end = threading.Event(), threading.Event()
+
+    def live() -> None:
+        first.setup()
+        is_set_up.set()
+        may_end.wait(WAIT)
+        first.close()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    assert is_set_up.wait(WAIT)
+    other.setup()
+    may_end.set()
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        time.sleep(0.005)  # the system ends it a moment later
+    item: Data = {"data": jpeg}
+    other.forward([item])
+    other.close()
+    assert item["result"].shape[2] == 3
 
 
 def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
@@ -55,6 +56,7 @@ class Template:
         self._users = self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._is_stopped = threading.Event()  # the process, for the thread that has started it
 
     def enter(self) -> None:
         """One more user."""
@@ -118,13 +120,8 @@ class Template:
         numbers = (str(theirs.fileno()), str(os.getpid()))
         try:
             with theirs:
-                self._process = subprocess.Popen(
-                    [executable, *interpreter_flags(), "-c", _PROGRAM, paths, *numbers],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not survive a fork
-                )
+                command = [executable, *interpreter_flags(), "-c", _PROGRAM, paths, *numbers]
+                self._process = self._launch(command, theirs)
             assert self._process.stdin is not None
             with self._process.stdin as stdin:
                 stdin.write(self._setup)
@@ -139,12 +136,40 @@ class Template:
             raise failure_of(told)
         return ours
 
+    def _launch(self, command: list[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the process on a thread that stays until it is stopped.
+
+        NOTE: the system ends the process with the thread that has started it, and that of an instance, at the end of a
+        pipe, may be through before the others' decoders are.
+        """
+        launched: Future[subprocess.Popen[bytes]] = Future()
+        self._is_stopped = is_stopped = threading.Event()
+
+        def run() -> None:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not survive a fork
+                )
+            except BaseException as error:
+                launched.set_exception(error)
+            else:
+                launched.set_result(process)
+                is_stopped.wait()
+
+        threading.Thread(target=run, name="torchpipe_py template", daemon=True).start()
+        return launched.result()
+
     def _stop(self) -> None:
         control, self._control = self._control, None
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
+        self._is_stopped.set()
         if control is not None:
             control.close()
 
