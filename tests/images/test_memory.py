@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchpipe_py.images.memory import SMALL, DecodingMemory
+from torchpipe_py.images.memory import DECODING, SMALL, DecodingMemory
 
 SIZE = 2 * SMALL
 
@@ -91,3 +93,16 @@ def test_many_threads_stay_within_the_limit() -> None:
     assert SIZE <= highest <= 4 * SIZE
     assert not memory._under_way
     assert not memory._waiting
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    holder = Holder(DECODING, SIZE, SIZE)
+    assert holder.has.wait(60)
+    with DECODING._lock:  # as another thread of this process may have it
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            with DECODING.reserved(SIZE, SIZE):
+                os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    holder.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ class DecodingMemory:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is under way, as in a process that was just forked: the threads that decoded are not there."""
         self._lock = threading.Lock()
         self._under_way: set[_Reservation] = set()
         self._waiting: deque[_Reservation] = deque()
@@ -65,3 +70,4 @@ class _Reservation:
 
 # Process-wide, as the memory is.
 DECODING = DecodingMemory()
+os.register_at_fork(after_in_child=DECODING.forget)
