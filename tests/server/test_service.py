@@ -518,13 +518,18 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
+class Leaving(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("of __str__")
+
+
 class Unraisable:
     """Not an exception at all."""
 
 
 @pytest.mark.parametrize(
     "value",
-    [Unprintable(), Unraisable(), "text", NoResult("\ud800"), StopIteration()],
+    [Unprintable(), Leaving(), Unraisable(), "text", NoResult("\ud800"), StopIteration()],
     ids=lambda value: type(value).__name__,
 )
 def test_whatever_stands_under_error_is_answered(register: Register, value):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from thriftpy2.thrift import TApplicationException
 
-from torchpipe_py.errors import InvalidRequest, NoResult, Overloaded, TorchpipeError
+from torchpipe_py.errors import InvalidRequest, NoResult, Overloaded, TorchpipeError, message_of
 from torchpipe_server.wire.codec import BadArgumentsError, Codec
 from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, MessageReader
 
@@ -146,19 +146,10 @@ _FOLDERS = re.compile(
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 
 
-def full_text(error: BaseException) -> str:
-    """The error's text, whatever its ``__str__`` does."""
-    try:
-        text = str(error).strip()
-    except Exception:
-        text = ""
-    return text or type(error).__name__
-
-
 def describe_error(error: BaseException) -> str:
     """The error's text for a client: its first line, cut where it is long, without folders and addresses."""
-    line = full_text(error)[: 2 * _TEXT_CHARACTERS].split("\n", 1)[0]
+    line = message_of(error, 2 * _TEXT_CHARACTERS).strip().split("\n", 1)[0]
     line = _ADDRESS.sub("0x…", _FOLDERS.sub("", line))
     if len(line) > _TEXT_CHARACTERS:
         line = f"{line[:_TEXT_CHARACTERS]}…"
-    return line.encode("utf-8", "replace").decode()
+    return line

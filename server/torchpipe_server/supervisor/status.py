@@ -114,7 +114,8 @@ class StatusServer:
 class _Shared(Generic[T]):
     """One question for all who ask it at a time, and the next one after ``pause`` seconds, for who came meanwhile.
 
-    ``ask(told)`` may call ``told(answer)`` on any thread. All else is for the thread of the loop.
+    ``ask(told)`` may call ``told(answer)`` on any thread, or never: the next question is not kept by that for longer
+    than ``ANSWER_SECONDS``. All else is for the thread of the loop.
     """
 
     def __init__(self, loop: Loop, ask: Callable[[Callable[[T], object]], object], pause: float) -> None:
@@ -122,7 +123,6 @@ class _Shared(Generic[T]):
         # NOTE: bounded, since no answer may ever come. Those that fall out were answered otherwise long ago.
         self._waiting: deque[Callable[[T], object]] = deque(maxlen=2 * HTTP_CONNECTIONS)
         self._asked: list[Callable[[T], object]] = []
-        self._is_asking = False
         self._next_at = 0.0
         loop.steps.append(self._step)
 
@@ -133,18 +133,18 @@ class _Shared(Generic[T]):
 
     def _step(self) -> float:
         now = monotonic()
-        if self._is_asking or not self._waiting:
+        if not self._waiting:
             return LONGEST_WAIT
         if now < self._next_at:
             return self._next_at - now
         self._asked = list(self._waiting)
         self._waiting.clear()
-        self._is_asking, self._next_at = True, now + self._pause
-        self._ask(lambda answer: self._loop.call(partial(self._told, answer)))
+        self._next_at = now + ANSWER_SECONDS
+        self._ask(lambda answer: self._loop.call(partial(self._told, answer, now)))
         return LONGEST_WAIT
 
-    def _told(self, answer: T) -> None:
-        self._is_asking = False
+    def _told(self, answer: T, asked_at: float) -> None:
+        self._next_at = min(self._next_at, asked_at + self._pause)
         asked, self._asked = self._asked, []
         for then in asked:
             then(answer)

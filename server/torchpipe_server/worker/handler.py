@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
+from torchpipe_py.errors import message_of
 from torchpipe_server.serving.service import (
     OK,
     Cancellable,
@@ -17,7 +18,6 @@ from torchpipe_server.serving.service import (
     Method,
     ReplyTooLargeError,
     describe_error,
-    full_text,
     reason,
 )
 from torchpipe_server.worker.conversion import (
@@ -146,7 +146,7 @@ class InferenceHandler:
         if isinstance(error, CancelledError):
             code = "cancelled"  # nobody reads it: the client is gone
         text = describe_error(error)
-        if code == "internal" or (code == "backend_error" and text != full_text(error)):
+        if code == "internal" or (code == "backend_error" and text != message_of(error)):
             logger.error("a request failed", exc_info=error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
 

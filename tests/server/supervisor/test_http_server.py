@@ -211,6 +211,26 @@ def test_without_descriptors_it_waits_and_does_not_spin(monkeypatch):
         assert sock.recv(4096).startswith(b"HTTP/1.1 200")
 
 
+def test_a_question_that_is_never_answered_is_asked_again(monkeypatch):
+    """The supervisor may fail to make the figures once: a monitor sees them again."""
+    monkeypatch.setattr(status, "ANSWER_SECONDS", 0.2)
+
+    class Silent(Service):
+        def ask(self, answer: Callable[[dict[str, Any]], object]) -> None:
+            self.asked += 1
+            if self.asked > 1:
+                answer(self.figures)
+
+    with serving(Silent()) as server, connect(server.port) as sock:
+        codes = []
+        for _ in range(2):
+            sock.sendall(LIVE.replace(b"/live", b"/stats"))
+            answer = sock.recv(4096)
+            codes.append(answer.split()[1])
+            assert answer.endswith((b"}", b"\n"))
+        assert codes == [b"503", b"200"]
+
+
 class Exhausted:
     """A listener that finds no descriptor until it has room."""
 
