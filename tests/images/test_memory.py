@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import perf_counter
 
+import cv2
+import numpy as np
 import pytest
 
-from torchpipe_py.images.memory import DECODING, SMALL, DecodingMemory
+from torchpipe_py import DeadlineExceeded, pipe
+from torchpipe_py.images.memory import CURRENT, DECODING, SMALL, DecodingMemory
 
 SIZE = 2 * SMALL
 
@@ -106,3 +112,46 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
                 os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     holder.end()
+
+
+class Waiter:
+    """Who decodes on this thread; ``is_told`` while it waits."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self.deadline, self.is_told = deadline, threading.Event()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_told.set()
+        yield
+
+
+def test_nobody_waits_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, waiter = DecodingMemory(), Waiter(perf_counter() + 0.05)
+    holder = Holder(memory, SIZE, SIZE)
+    assert holder.has.wait(60)
+    monkeypatch.setattr(CURRENT, "waiter", waiter)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.\d s for memory"), memory.reserved(SIZE, SIZE):
+        pass
+    assert waiter.is_told.is_set()
+    assert not memory._waiting
+    holder.end()
+    with memory.reserved(SIZE, SIZE):  # its deadline is over, but nobody is in its way
+        pass
+
+
+def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_batch() -> None:
+    big = bytes(cv2.imencode(".jpg", np.zeros((1400, 1400, 3), np.uint8))[1])
+    limit = 8 * 1400 * 1400
+    with pipe({"backend": "DecodeMat", "max_pixels": 1400 * 1400}) as p:
+        with DECODING.reserved(limit, limit):
+            request = p.submit({"data": big}, timeout=0.3)
+            late = p.submit({"data": big})
+            assert isinstance(request.exception(60), DeadlineExceeded)
+            while not DECODING._waiting:  # of which only the other is left
+                pass
+            end = perf_counter() + 60
+            while any(node["oldest_batch_s"] for node in p.stats()["nodes"].values()):
+                assert perf_counter() < end
+            assert not late.done()
+        assert late.result(60)["result"].shape == (1400, 1400, 3)

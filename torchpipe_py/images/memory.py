@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+from typing import Protocol
+
+from torchpipe_py.errors import DeadlineExceeded
+
+logger = logging.getLogger("torchpipe_py")
 
 SMALL = 2**22
 """Bytes. What takes no more is not counted: as many of them are under way as there are threads that decode."""
+
+LONG = 1.0
+"""Seconds; who has waited longer says so in the log."""
+
+
+class Waiter(Protocol):
+    """Who decodes: until when (``time.perf_counter``) it may wait, and what it is told while it does."""
+
+    deadline: float | None
+
+    def waiting(self) -> AbstractContextManager[None]: ...
+
+
+class _CurrentThread(threading.local):
+    waiter: Waiter | None = None
+
+
+CURRENT = _CurrentThread()
+"""``waiter``: for whom the calling thread decodes, if it is a pipe's."""
 
 
 class DecodingMemory:
@@ -30,7 +56,10 @@ class DecodingMemory:
 
     @contextmanager
     def reserved(self, size: int, limit: int) -> Iterator[None]:
-        """Wait until ``size`` bytes beside those under way are within ``limit``, and count them meanwhile."""
+        """Wait until ``size`` bytes beside those under way are within ``limit``, and count them meanwhile.
+
+        ``DeadlineExceeded`` where the deadline of ``CURRENT.waiter`` comes first.
+        """
         if size <= SMALL:
             yield
             return
@@ -40,7 +69,8 @@ class DecodingMemory:
             with self._lock:
                 self._waiting.append(reservation)
                 self._admit()
-            reservation.admitted.acquire()
+            if not reservation.admitted.acquire(blocking=False):
+                _wait(reservation)
             yield
         finally:
             with self._lock:
@@ -66,6 +96,21 @@ class _Reservation:
         self.size, self.limit = size, limit
         self.admitted = threading.Lock()
         self.admitted.acquire()
+
+
+def _wait(reservation: _Reservation) -> None:
+    waiter, since = CURRENT.waiter, perf_counter()
+    deadline = None if waiter is None else waiter.deadline
+    timeout = -1 if deadline is None else min(max(0.0, deadline - since), threading.TIMEOUT_MAX)
+    with nullcontext() if waiter is None else waiter.waiting():
+        is_admitted = reservation.admitted.acquire(timeout=timeout)
+    seconds = perf_counter() - since
+    if not is_admitted:
+        raise DeadlineExceeded(f"deadline passed while an image waited {seconds:.1f} s for memory to be decoded in")
+    if seconds > LONG:
+        logger.warning(
+            "an image waited %.1f s for memory to be decoded in, %.0f MiB", seconds, reservation.size / 2**20
+        )
 
 
 # Process-wide, as the memory is.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, BackendConfig
 from torchpipe_py.errors import log_failure
+from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.runtime.idle import Sleeper
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.statistics import Record
@@ -25,8 +27,8 @@ class Instance(Sleeper):
 
     ``stand_in`` is the identity of a caller's thread that runs ``forward`` in place of it. ``taken`` are the requests
     that its own thread has, ``busy`` counts those that either has and has not delivered, ``started`` is when
-    ``forward`` was last called for them (``perf_counter``; 0.0 when idle). One of the two threads at a time writes
-    these and ``record``.
+    ``forward`` was last called for them (``perf_counter``; 0.0 when idle), ``deadline`` the last of theirs. One of the
+    two threads at a time writes these and ``record``.
     """
 
     def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
@@ -39,6 +41,7 @@ class Instance(Sleeper):
         self.busy = 0
         self.stand_in = 0
         self.started = 0.0
+        self.deadline: float | None = None
         self.last_compute = 0.0  # seconds
         self.record = Record(node, index)
         self.node, self._create = node, create
@@ -77,6 +80,15 @@ class Instance(Sleeper):
         started = self.started
         return max(0.0, now - started) if started else 0.0
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Meanwhile its ``forward`` does not run: it waits for memory, which others give back."""
+        self.started = 0.0
+        try:
+            yield
+        finally:
+            self.started = perf_counter()
+
     @property
     def is_current(self) -> bool:
         """Whether its thread, or the caller's that stands in for it, is the one that asks."""
@@ -90,6 +102,7 @@ class Instance(Sleeper):
         finally:
             self._is_set_up.set()
         self._is_opened.wait()
+        CURRENT.waiter = self
         try:
             if self._serve is not None:
                 self._serve(self)

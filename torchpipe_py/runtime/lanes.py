@@ -17,6 +17,7 @@ from typing import Any
 
 from torchpipe_py.backends.base import Data, DeferredBackend, run_padded
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied, describe
+from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.idle import IdleStack, Leadership
@@ -164,13 +165,15 @@ class Lane:
         instance.record.failed += 1
         with suppress(BaseException):  # what the dict's class does, or the backend did to it
             request.data.pop(TASK_RESULT_KEY, None)
-        self.fail(request, error if self._is_no_defect(error) else self._backend_error(error))
+        self.fail(request, error if self._is_no_defect(request, error) else self._backend_error(error))
 
-    def _is_no_defect(self, error: BaseException) -> bool:
+    def _is_no_defect(self, request: Request, error: BaseException) -> bool:
         """Whether the caller gets the error as it is."""
         kind = type(error)  # what an exception says of its own class may raise
         if issubclass(kind, PipeClosed):
             return self.is_closing  # a jump's own requests were closed, say
+        if issubclass(kind, DeadlineExceeded):
+            return request.deadline is not None and perf_counter() >= request.deadline
         return issubclass(kind, WorkerDied)
 
     def _backend_error(self, error: BaseException) -> BackendError:
@@ -220,6 +223,7 @@ class SingleLane(Lane):
 
     def run_on_caller(self, request: Request) -> None:
         """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
+        outer = CURRENT.waiter
         instance = self.idle.borrow()
         if instance is None:
             request.caller = None
@@ -227,12 +231,14 @@ class SingleLane(Lane):
             self._reached.discard(request)
             return
         try:
+            CURRENT.waiter = instance
             instance.busy, instance.stand_in = 1, threading.get_ident()
             self._reached.discard(request)
             self.run(instance, request)
         finally:
             instance.started = instance.busy = instance.stand_in = 0
             self.idle.give_back(instance)
+            CURRENT.waiter = outer
         if self._waiting:
             self._wake_leaders()
 
@@ -263,6 +269,7 @@ class SingleLane(Lane):
         instance.started = start = perf_counter()
         if not self._starts(instance, request, start):
             return
+        instance.deadline = request.deadline
         try:
             try:
                 instance.backend.forward([request.data])
@@ -409,6 +416,7 @@ class BatchingLane(Lane):
     def _forward(self, instance: Instance, requests: list[Request]) -> Mapping[Request, BaseException]:
         """Run the backend; the errors of the requests that it failed for."""
         items = [request.data for request in requests]
+        instance.deadline = _last_deadline(requests)
         saved: list[Data] = []
         try:
             if len(items) > 1:
@@ -424,7 +432,7 @@ class BatchingLane(Lane):
         # After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail.
         errors = {}
         for index, request in enumerate(requests):
-            instance.started = perf_counter()
+            instance.started, instance.deadline = perf_counter(), request.deadline
             try:
                 if saved:
                     request.data.clear()
@@ -433,3 +441,13 @@ class BatchingLane(Lane):
             except BaseException as error:
                 errors[request] = error
         return errors
+
+
+def _last_deadline(requests: Sequence[Request]) -> float | None:
+    """When the last of them need not be run any more; ``None`` where one has no deadline."""
+    last = 0.0
+    for request in requests:
+        if request.deadline is None:
+            return None
+        last = max(last, request.deadline)
+    return last
