@@ -125,6 +125,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "jpeg, two starts": (JPEG[:2] + JPEG, "marker FFD8 at byte 2"),
     "jpeg, a segment of no length": (JPEG[:2] + b"\xff\xe0\0\0" + JPEG[2:], "the segment at byte 2 is 0 bytes long"),
     "jpeg, cut off": (JPEG[:100], "cut off in its header"),
+    "jpeg, no marker": (JPEG[:2] + b"\xff\0" * 2**18 + JPEG[2:], "no marker in the 262144 bytes from byte 2 on"),
     "jpeg, scans": (with_scans(PROGRESSIVE, 2000), "a JPEG of more than 32 scans"),
     "jpeg, segments": (JPEG[:2] + jpeg_segment(0xFE, b"") * 3000 + JPEG[2:], "more than 2048 segments"),
     "jpeg, tables between scans": (PROGRESSIVE[:-2] + b"\xff\xdd\0\2" * 3000 + PROGRESSIVE[-2:], "between its scans"),

@@ -95,8 +95,10 @@ class JpegHeader:
             self.scans = count_scans(data, self.data_start)
 
     def _after_marker(self, data: Bytes, position: int) -> tuple[int, int]:
-        """What is no marker is passed over, as libjpeg does it; any number of FF may stand before a marker."""
-        found = _NEXT_MARKER.search(data, position)
+        """What is no marker is passed over, as libjpeg does it, but not without end; FF may stand before a marker."""
+        found = _NEXT_MARKER.search(data, position, position + _PIECE)
+        if found is None and position + _PIECE < len(data):
+            raise DecodeError(f"JPEG: no marker in the {_PIECE} bytes from byte {position} on")
         if found is None:
             raise IndexError
         if bytes(data[position : found.start()]).strip(b"\xff"):
