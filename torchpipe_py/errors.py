@@ -206,9 +206,10 @@ def describe(error: BaseException) -> str:
 def log_failure(what: str, error: BaseException) -> None:
     """Log an exception that goes no further, with its traceback; raises nothing."""
     try:
-        logger.error("%s", what, exc_info=error)
+        # Whoever calls this is the place of the line: of each place a service writes only so many.
+        logger.error("%s", what, exc_info=error, stacklevel=2)
     except BaseException:
-        logger.error("%s: %s", what, describe(error))
+        logger.error("%s: %s", what, describe(error), stacklevel=2)
 
 
 def _type_name(error: BaseException) -> str:
