@@ -1,0 +1,176 @@
+"""Requests made to break a service cost their sender only: the worker lives, its memory stays, a neighbour goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from service import IDL, ROOT, Client, Process
+
+JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+MEBIBYTE = 2**20
+SIDE = 9000  # squared, a little more than max_pixels
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, depth: int, color: int, *chunks: bytes) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunks)
+
+
+def jpeg(side: int, is_progressive: bool) -> bytes:
+    flags = [cv2.IMWRITE_JPEG_PROGRESSIVE, int(is_progressive)]
+    return bytes(cv2.imencode(".jpg", np.full((side, side, 3), 128, np.uint8), flags)[1])
+
+
+def claiming(data: bytes, marker: bytes) -> bytes:
+    """The JPEG with another size in its frame header."""
+    at = data.index(marker) + 5
+    return data[:at] + struct.pack(">HH", SIDE, SIDE) + data[at + 4 :]
+
+
+def with_scans(data: bytes, count: int) -> bytes:
+    """The progressive JPEG, its last scan so many times more."""
+    at = data.rindex(b"\xff\xda")
+    return data[:-2] + data[at:-2] * count + b"\xff\xd9"
+
+
+GIF = (
+    b"GIF89a" + struct.pack("<HHBBB", SIDE, SIDE, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff\x2c"
+    + struct.pack("<HHHHB", 0, 0, SIDE, SIDE, 0) + b"\2\2\x4c\1\0\x3b"
+)  # fmt: skip
+CRASHING = png(
+    31,
+    24,
+    8,
+    2,
+    chunk(b"acTL", struct.pack(">II", 3, 0)),
+    chunk(b"IDAT", b""),
+    chunk(b"fcTL", struct.pack(">IIIIIHHBB", 3, 31, 24, 0, 0, 10, 1000, 0, 0)),
+    chunk(b"I\x7f\xff\xff", b""),
+)  # OpenCV 5.0 reads beyond its memory.
+IMAGES = {
+    "crash": CRASHING,
+    "gif": GIF,
+    "bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 1080, 0, 0, 1078, 40, SIDE, SIDE, 1, 8, 1, 2, 0, 0, 256, 0)
+    + b"\0" * 1024 + b"\0\1",
+    "png": png(SIDE, SIDE, 1, 0, chunk(b"IDAT", zlib.compress(b"\0" * SIDE * (SIDE // 8 + 1))), chunk(b"IEND", b"")),
+    "jpeg": claiming(jpeg(16, False), b"\xff\xc0"),
+    "progressive jpeg": claiming(jpeg(16, True), b"\xff\xc2"),
+    "scans": with_scans(jpeg(512, True), 200),
+    "hdr": b"#?RGBE\nFORMAT=32-bit_rle_rgbe\n\n-Y 400000 +X 400000\n" + b"\0" * MEBIBYTE,
+}  # fmt: skip
+
+
+def infer(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"request": IDL.InferRequest(uuid="u", inputs={"data": IDL.Value(bytes=JPEG), **inputs}, **options)}
+
+
+def tensor(shape: list[int], data: bytes) -> Any:
+    return IDL.Value(tensor=IDL.Tensor(dtype="uint8", shape=shape, data=data))
+
+
+MESSAGES = {
+    "dimensions": ("infer", infer({"data": tensor([2**63 - 1] * 65_000, b"")})),
+    "node name": ("infer", infer({}, node_name="\0" * (15 * MEBIBYTE))),
+    "outputs": ("infer", infer({"t": tensor([MEBIBYTE], bytes(MEBIBYTE))}, outputs=["t"] * 30_000)),
+    "images": ("infer_many", {"params": [IDL.InferenceParams(uuid="u", data=b"")] * 2000}),
+}
+
+
+class Neighbour:
+    """A client that calls all the time: how long its slowest call took, and what was not answered as it should be."""
+
+    def __init__(self, port: int) -> None:
+        self.calls, self.slowest, self.errors = 0, 0.0, []
+        self.port, self.is_over = port, threading.Event()
+        self.thread = threading.Thread(target=self._call_on)
+        self.thread.start()
+
+    def _call_on(self) -> None:
+        with Client(self.port) as client:
+            while not self.is_over.wait(0.005):
+                began = time.monotonic()
+                try:
+                    assert client.infer_batch(JPEG)[0] == "ring"
+                except Exception as error:
+                    self.errors.append(repr(error))
+                    if not isinstance(error, IDL.InferenceError):
+                        return
+                self.slowest = max(self.slowest, time.monotonic() - began)
+                self.calls += 1
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OpenCV's temporary files."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[Process]:
+    with Process(env={"OPENCV_TEMP_PATH": str(folder)}) as process:
+        with Client(process.wait_started().port) as client:
+            client.infer_batch(JPEG)
+        yield process
+
+
+@pytest.fixture
+def neighbour(process: Process) -> Iterator[Neighbour]:
+    """Nothing happens to it, nor to the worker."""
+    workers = process.workers
+    peak = peak_bytes(workers[0])
+    neighbour = Neighbour(process.port)
+    try:
+        yield neighbour
+        before = neighbour.calls
+        deadline = time.monotonic() + 30
+        while neighbour.calls < before + 2 and neighbour.thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+    finally:
+        neighbour.close()
+    assert neighbour.errors == []
+    assert neighbour.slowest < 2.0
+    assert process.workers == workers
+    assert peak_bytes(workers[0]) - peak < 64 * MEBIBYTE
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process ever had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_that_is_no_usual_one_is_refused(process: Process, neighbour: Neighbour, folder: Path, name: str):
+    with Client(process.port) as client:
+        params = IDL.InferenceParams(uuid="u", data=IMAGES[name])
+        assert client.error_of("infer_batch", params=params).code == "decode_error"
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_of_too_much_is_refused(process: Process, neighbour: Neighbour, name: str):
+    method, args = MESSAGES[name]
+    with Client(process.port) as client:
+        error = client.error_of(method, **args)
+    assert error.code in ("too_large", "invalid_request")
+    assert len(error.message) < 1200
