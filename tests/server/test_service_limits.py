@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import psutil
@@ -328,6 +329,43 @@ def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
             replies -= len(sock.recv(2**16))
     assert began.index("infer_batch") < 3000
     assert len(began) == 6002
+
+
+def test_a_message_that_takes_long_to_read_begins_after_those_of_other_connections():
+    """Each is of one connection, so that no connection has more than its turn."""
+    began: list[str] = []
+
+    def noting(loop: Any) -> Any:
+        def ping(args: Any, done: Any) -> None:
+            began.append("ping")
+            done(IDL.InferenceService.ping_result())
+
+        def infer(args: Any, done: Any) -> None:
+            began.append("infer")
+            done(IDL.InferenceService.infer_result())
+
+        methods = InferenceHandler(run, IDL).methods
+        return {
+            "ping": methods["ping"]._replace(start=ping),
+            "infer": methods["infer"]._replace(start=infer, outcome=lambda result: "ok"),
+        }
+
+    empty_texts = struct.pack(">bhbi", 15, 9, 11, 16_000) + bytes(4 * 16_000) + b"\0"
+    held = threading.Event()
+    with ExitStack() as stack:
+        run = stack.enter_context(pipe({"node": {"backend": "Identity"}}))
+        server = stack.enter_context(LocalServer(run, make_methods=noting))
+        socks = [stack.enter_context(connect(server.port)) for _ in range(9)]
+        eventually(lambda: server.server.connections == 9)
+        server.loop.call(lambda: held.wait(WAIT))
+        for sock in socks[:8]:
+            sock.sendall(pack_call("infer", empty_texts))
+        socks[8].sendall(pack_call("ping"))
+        held.set()
+        eventually(lambda: len(began) == 9)
+        for sock in socks:
+            assert sock.recv(1)
+    assert began.index("ping") < 4
 
 
 class Large(Backend):

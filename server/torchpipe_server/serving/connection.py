@@ -110,6 +110,13 @@ class Connection:
         waiting = len(self.backlog)
         return self.uncut is not None or waiting >= BACKLOG or (waiting > 1 and self._backlog_bytes() > most_bytes)
 
+    def is_costly(self, most_bytes: int) -> bool:
+        """Whether a message waits that is large, or took longer than a turn to be cut out of what was just read."""
+        if not self.backlog:
+            return False
+        message = self.backlog[0]
+        return message.end - message.start > most_bytes or monotonic() - self.last_active > TURN_SECONDS
+
     def is_working_on(self, serial: int) -> bool:
         """Whether the request of that number still waits for its answer."""
         return self.state is not CLOSED and self.serial == serial and self.work is RUNNING

@@ -43,6 +43,11 @@ LINGER_SECONDS = 2.0
 ENDED_SECONDS = 1.0  # after a client's last byte; what is still queued then is not computed
 TICK_SECONDS = 0.5
 
+# Messages that may cost the I/O thread tens of milliseconds wait until the others of their round have begun. Those are
+# the ones of so many bytes, and the ones that it took a turn's time to find the end of.
+COSTLY_BYTES = 2**20
+ROUND_SECONDS = 0.01  # for those that wait, in each round
+
 
 class Server:
     """Serves methods to the connections that it is given.
@@ -167,9 +172,7 @@ class Server:
                 logger.exception("closing it failed as well")
 
     def _step(self) -> float:
-        turns, self._turns = self._turns, {}
-        for connection in turns:
-            self._guard(connection, self._advance)
+        self._take_turns()
         if self._held_bytes > self._options.max_held_bytes:
             self._bound_memory()
         self._expire()
@@ -183,6 +186,15 @@ class Server:
         if self._turns:
             return 0.0
         return TICK_SECONDS if not self._deadlines else self._deadlines[0][0] - perf_counter()
+
+    def _take_turns(self) -> None:
+        """Go on with connections that wait for a turn, for a while; the rest is the first in the next round."""
+        until = monotonic() + ROUND_SECONDS
+        for connection in list(self._turns):
+            del self._turns[connection]
+            self._guard(connection, self._advance)
+            if monotonic() > until:
+                break
 
     def _expire(self) -> None:
         """Answer requests whose deadline is over; those that are finished already ignore it."""
@@ -248,7 +260,10 @@ class Server:
         except ProtocolError as error:
             self._refuse(connection, error)
             return
-        self._start_next(connection)
+        if connection.is_costly(COSTLY_BYTES):
+            self._turns[connection] = None
+        else:
+            self._start_next(connection)
         if connection.is_full(self._options.max_message_bytes):
             self._watch(connection, connection.events & ~READ)
         self._held_bytes += len(data)

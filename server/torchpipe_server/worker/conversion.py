@@ -18,7 +18,7 @@ DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16
 
 NAME_CHARACTERS = 1024  # of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
-MOST_TENSORS = 1024  # in one value
+MOST_TENSORS = 256  # in one value
 MOST_DIMENSIONS = 32
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
