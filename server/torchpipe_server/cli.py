@@ -116,8 +116,9 @@ def _reason(error: OSError) -> str:
 
 
 def _http(options: Options, files: int, supervisor: Any) -> Any:
-    if find_spec("prometheus_client") is None:
-        raise CannotServeError("--http-port: prometheus_client is not installed (pip install 'torchpipe_py[server]')")
+    for library in ("h11", "prometheus_client"):
+        if find_spec(library) is None:
+            raise CannotServeError(f"--http-port: {library} is not installed (pip install 'torchpipe_py[server]')")
     from torchpipe_server.supervisor.slots import http_connections
     from torchpipe_server.supervisor.status import StatusServer
 

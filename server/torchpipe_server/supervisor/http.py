@@ -13,7 +13,7 @@ from time import monotonic
 
 from torchpipe_server.serving.loop import LONGEST_WAIT, READ, WRITE, Loop
 from torchpipe_server.supervisor.acceptor import Acceptor
-from torchpipe_server.wire.http import MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpRequest, read_request, write_answer
+from torchpipe_server.wire.http import MAX_HEAD_BYTES, HttpAnswer, HttpConnection, HttpError, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -43,10 +43,9 @@ class _Connection:
     def __init__(self, sock: socket.socket, until: float) -> None:
         self.sock, self.until = sock, until
         self.state = READING
-        self.received = bytearray()
+        self.http = HttpConnection()
         self.unsent = memoryview(b"")
-        self.request: HttpRequest | None = None  # that is being answered, none where there was none
-        self.serial = 0  # of that request
+        self.serial = 0  # of the request that is being answered
 
 
 class HttpServer:
@@ -120,7 +119,7 @@ class HttpServer:
         for connection in [one for one in self._connections if one.until <= now]:
             if connection.state is ANSWERING:
                 self._reply(connection, connection.serial, self._late)
-            elif connection.state is READING and connection.received:
+            elif connection.state is READING and connection.http.has_begun:
                 self._refuse(connection, HttpError(408, f"a request has {self._request_seconds:g} seconds"))
             else:
                 self._close(connection)
@@ -148,7 +147,7 @@ class HttpServer:
         if not data:
             self._close(connection)
         elif connection.state is READING:
-            connection.received += data
+            connection.http.receive(data)
             self._next(connection)
 
     def _next(self, connection: _Connection) -> None:
@@ -156,7 +155,7 @@ class HttpServer:
         if connection.state is not READING:
             return
         try:
-            request = read_request(connection.received)
+            request = connection.http.next_request()
         except HttpError as error:
             self._refuse(connection, error)
             return
@@ -164,27 +163,23 @@ class HttpServer:
             self._watch(connection, READ)
             return
         connection.serial += 1
-        connection.request = request
         connection.state, connection.until = ANSWERING, monotonic() + self._answer_seconds
         self._watch(connection, 0)
         self._ask(request, partial(self._reply, connection, connection.serial))
 
     def _refuse(self, connection: _Connection, error: HttpError) -> None:
         """The stream cannot be read any further."""
-        connection.request = None
-        connection.serial += 1
-        connection.state = ANSWERING
         answer = HttpAnswer(error.status, "text/plain; charset=utf-8", f"{error}\n".encode())
-        self._reply(connection, connection.serial, answer)
+        self._write(connection, answer, is_last=True)
 
     def _reply(self, connection: _Connection, serial: int, answer: HttpAnswer) -> None:
         if connection.state is not ANSWERING or connection.serial != serial:
             return  # too late
-        request = connection.request
-        has_body = request is None or request.method != "HEAD"
-        is_last = request is None or not request.keeps_alive
+        self._write(connection, answer)
+
+    def _write(self, connection: _Connection, answer: HttpAnswer, is_last: bool = False) -> None:
         headers = {"Date": formatdate(usegmt=True), **self._headers}
-        connection.unsent = memoryview(write_answer(answer, has_body, is_last, headers))
+        connection.unsent = memoryview(connection.http.answer(answer, headers, is_last))
         connection.state, connection.until = SENDING, monotonic() + self._request_seconds
         self._send(connection)
 
@@ -198,7 +193,7 @@ class HttpServer:
             return
         if connection.unsent:
             self._watch(connection, WRITE)
-        elif connection.request is not None and connection.request.keeps_alive:
+        elif connection.http.keeps_alive:
             connection.state, connection.until = READING, monotonic() + self._request_seconds
             self._watch(connection, 0)
             self._loop.call(partial(self._guard, connection, self._next))  # others are served in between

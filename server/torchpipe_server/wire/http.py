@@ -1,4 +1,4 @@
-"""HTTP/1.1 as far as questions without a body need it: bytes become a request, an answer becomes bytes."""
+"""HTTP/1.1 without bodies, read and written by h11: bytes become requests, an answer becomes bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
+import h11
+
 MAX_HEAD_BYTES = 8192
 MAX_FIELDS = 64
 
-_HEAD_END = re.compile(rb"\r?\n\r?\n")
-_LINE_END = re.compile(rb"\r?\n")
-_REQUEST_LINE = re.compile(rb"([A-Z]{1,20}) (?:http://[^\s/?#]*)?([/*][!-~]*) HTTP/(\d)\.(\d)")
-# TRAP: with a part of its own for the blanks before a value, a run of blanks takes quadratic time.
-_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
+_TARGET = re.compile(rb"(?:http://[^/?#]*)?([/*][^?]*)")
+_HEAD_END = re.compile(rb"\n\r?\n")
+# TRAP: h11 takes quadratic time for a run of blanks, and for folded lines, which it makes one of: seconds for 8 KiB.
+_SLOW = re.compile(rb"[ \t]{64}|\n[ \t]")
 
 
 class HttpError(Exception):
@@ -31,7 +32,6 @@ class HttpRequest(NamedTuple):
     method: str
     path: str
     host: str
-    keeps_alive: bool
 
 
 class HttpAnswer(NamedTuple):
@@ -42,62 +42,71 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
 
-def read_request(received: bytearray) -> HttpRequest | None:
-    """Take the first request from what was received; ``None`` if it is not whole. Raises ``HttpError``."""
-    while received.startswith((b"\r", b"\n")):
-        del received[:1]  # some clients end a request with one line too many
-    if received and not received[:1].isupper():
-        raise HttpError(400, "this port speaks HTTP")
-    end = _HEAD_END.search(received, 0, MAX_HEAD_BYTES)
-    if end is None:
-        if len(received) >= MAX_HEAD_BYTES:
-            raise HttpError(431, f"a request has {MAX_HEAD_BYTES} bytes at most")
-        return None
-    line, *fields = _LINE_END.split(received[: end.start()])
-    del received[: end.end()]
-    found = _REQUEST_LINE.fullmatch(line)
-    if found is None:
-        raise HttpError(400, "the request line is wrong")
-    method, target, major, minor = found.groups()
-    if major != b"1":
+class HttpConnection:
+    """What is said on one connection: a request, its answer, the next request."""
+
+    def __init__(self) -> None:
+        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+        self._has_body = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of the next request is there."""
+        return bool(self._http.trailing_data[0])
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether another request may follow the one that was answered."""
+        return self._http.our_state is h11.DONE
+
+    def receive(self, data: bytes) -> None:
+        self._http.receive_data(data)
+
+    def next_request(self) -> HttpRequest | None:
+        """The next one; ``None`` if it is not whole. Raises ``HttpError``, which can still be answered."""
+        if self._http.our_state is h11.DONE:
+            self._http.start_next_cycle()
+        self._has_body = True
+        received = self._http.trailing_data[0]
+        end = _HEAD_END.search(received)
+        if _SLOW.search(received, 0, end.end() if end else len(received)):
+            raise HttpError(400, "a header is folded, or has many blanks in a row")
+        try:
+            event = self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            raise HttpError(error.error_status_hint, str(error)[:80]) from None
+        if not isinstance(event, h11.Request):
+            return None
+        self._has_body = event.method != b"HEAD"
+        request = _request(event)
+        self._http.next_event()  # the end of a request without a body
+        return request
+
+    def answer(self, answer: HttpAnswer, headers: Mapping[str, str], is_last: bool = False) -> bytes:
+        """The answer to the last request, for HEAD without its body; ``is_last``: no other one is read."""
+        fields = [("Content-Type", answer.kind), ("Content-Length", str(len(answer.body))), *headers.items()]
+        if is_last:
+            fields.append(("Connection", "close"))
+        reason = HTTPStatus(answer.status).phrase
+        response = h11.Response(status_code=answer.status, reason=reason.encode(), headers=fields)
+        data: bytes = self._http.send(response)
+        if self._has_body:
+            data += self._http.send(h11.Data(answer.body))
+        return data + self._http.send(h11.EndOfMessage())
+
+
+def _request(event: h11.Request) -> HttpRequest:
+    if not event.http_version.startswith(b"1."):
         raise HttpError(505, "this port speaks HTTP/1.1")
-    return _request(method.decode(), target, minor != b"0", _fields(fields))
-
-
-def _request(method: str, target: bytes, keeps_alive: bool, fields: Mapping[bytes, list[bytes]]) -> HttpRequest:
+    method, fields = event.method.decode(), dict(event.headers)
     if method not in ("GET", "HEAD"):
-        raise HttpError(501, f"{method} is not served, only GET and HEAD")
+        raise HttpError(501, f"{method[:20]} is not served, only GET and HEAD")
     # NOTE: where a body ends is a question that two programs may answer differently. There is none here.
-    if b"transfer-encoding" in fields or any(length != b"0" for length in fields.get(b"content-length", ())):
+    if b"transfer-encoding" in fields or fields.get(b"content-length", b"0") != b"0":
         raise HttpError(413, f"{method} has no body here")
-    hosts = fields.get(b"host", [b""])
-    if len(hosts) > 1:
-        raise HttpError(400, "a request names one host")
-    is_last = any(b"close" in value.lower() for value in fields.get(b"connection", ()))
-    path = target.partition(b"?")[0].decode()
-    return HttpRequest(method, path, hosts[0].decode("latin-1"), keeps_alive and not is_last)
-
-
-def _fields(lines: list[bytes]) -> Mapping[bytes, list[bytes]]:
-    if len(lines) > MAX_FIELDS:
+    if len(event.headers) > MAX_FIELDS:
         raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
-    fields: dict[bytes, list[bytes]] = {}
-    for line in lines:
-        found = _FIELD.fullmatch(line)
-        if found is None:
-            raise HttpError(400, "a header field is wrong")
-        fields.setdefault(found[1].lower(), []).append(found[2].strip())
-    return fields
-
-
-def write_answer(answer: HttpAnswer, has_body: bool, is_last: bool, headers: Mapping[str, str]) -> bytes:
-    """The answer, for HEAD without its body; ``is_last`` says that the connection is closed behind it."""
-    lines = [
-        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
-        f"Content-Type: {answer.kind}",
-        f"Content-Length: {len(answer.body)}",
-        *(f"{name}: {value}" for name, value in headers.items()),
-    ]
-    if is_last:
-        lines.append("Connection: close")
-    return "\r\n".join([*lines, "", ""]).encode() + (answer.body if has_body else b"")
+    target = _TARGET.match(event.target)
+    if target is None:
+        raise HttpError(400, "the target is not a path")
+    return HttpRequest(method, target[1].decode(), fields.get(b"host", b"").decode("latin-1"))

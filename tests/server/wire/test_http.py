@@ -6,14 +6,21 @@ import random
 import time
 
 import pytest
-from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpRequest, read_request
-from torchpipe_server.wire.http import write_answer as write
+from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, HttpAnswer, HttpConnection, HttpError, HttpRequest
 
+OK = HttpAnswer(200, "text/plain", b"yes\n")
+HOST = b"\r\nHost: a\r\n"
 GET = b"GET /stats?a=1 HTTP/1.1\r\nHost: here:80\r\nX-Y: z\r\n\r\n"
 
 
 def read(data: bytes) -> HttpRequest | None:
-    return read_request(bytearray(data))
+    return begin(data).next_request()
+
+
+def begin(data: bytes) -> HttpConnection:
+    connection = HttpConnection()
+    connection.receive(data)
+    return connection
 
 
 def status_of(data: bytes) -> int:
@@ -25,22 +32,26 @@ def status_of(data: bytes) -> int:
 
 def test_a_request_in_any_pieces():
     for size in range(1, len(GET)):
-        received = bytearray()
+        connection = HttpConnection()
         found = []
         for start in range(0, len(GET), size):
-            received += GET[start : start + size]
-            found.append(read_request(received))
-        assert found[-1] == HttpRequest("GET", "/stats", "here:80", True)
+            connection.receive(GET[start : start + size])
+            assert connection.has_begun
+            found.append(connection.next_request())
+        assert found[-1] == HttpRequest("GET", "/stats", "here:80")
         assert not any(found[:-1])
-        assert not received
+        assert not connection.has_begun
 
 
 def test_requests_one_behind_the_other():
-    received = bytearray(b"\r\n" + GET + b"HEAD / HTTP/1.0\n\nGE")
-    assert read_request(received) == HttpRequest("GET", "/stats", "here:80", True)
-    assert read_request(received) == HttpRequest("HEAD", "/", "", False)
-    assert read_request(received) is None
-    assert received == b"GE"
+    connection = begin(GET + b"HEAD / HTTP/1.1\nHost: a\n\nGE")
+    assert connection.next_request() == HttpRequest("GET", "/stats", "here:80")
+    assert connection.next_request() is None, "the first one is not answered"
+    connection.answer(OK, {})
+    assert connection.next_request() == HttpRequest("HEAD", "/", "a")
+    connection.answer(OK, {})
+    assert connection.next_request() is None
+    assert connection.has_begun
 
 
 @pytest.mark.parametrize(
@@ -53,19 +64,26 @@ def test_requests_one_behind_the_other():
     ],
 )
 def test_targets(head: bytes, path: str):
-    request = read(head + b"\r\n\r\n")
+    request = read(head + HOST + b"\r\n")
     assert request is not None
     assert request.path == path
 
 
 @pytest.mark.parametrize(
-    ("field", "keeps_alive"),
-    [(b"Connection: close", False), (b"connection: keep-alive, Close", False), (b"Connection: x", True)],
+    ("head", "keeps_alive"),
+    [
+        (b"GET / HTTP/1.1" + HOST + b"Connection: x", True),
+        (b"GET / HTTP/1.1" + HOST + b"Connection: close", False),
+        (b"GET / HTTP/1.1" + HOST + b"connection: keep-alive, Close", False),
+        (b"GET / HTTP/1.0", False),
+        (b"GET / HTTP/1.1" + HOST + b"Upgrade: h2c", True),
+    ],
 )
-def test_who_wants_to_go_on(field: bytes, keeps_alive: bool):
-    request = read(b"GET / HTTP/1.1\r\n" + field + b"\r\n\r\n")
-    assert request is not None
-    assert request.keeps_alive is keeps_alive
+def test_who_wants_to_go_on(head: bytes, keeps_alive: bool):
+    connection = begin(head + b"\r\n\r\n")
+    assert connection.next_request() is not None
+    assert (b"Connection: close" in connection.answer(OK, {})) is not keeps_alive
+    assert connection.keeps_alive is keeps_alive
 
 
 WRONG = {
@@ -73,27 +91,32 @@ WRONG = {
     "no target": (b"GET\r\n\r\n", 400),
     "two spaces": (b"GET  / HTTP/1.1\r\n\r\n", 400),
     "a nul": (b"GET /\0 HTTP/1.1\r\n\r\n", 400),
-    "a nul in a field": (b"GET / HTTP/1.1\r\nA: \0\r\n\r\n", 400),
-    "a lone carriage return": (b"GET / HTTP/1.1\r\nA: b\rC: d\r\n\r\n", 400),
+    "a nul in a field": (b"GET / HTTP/1.1" + HOST + b"A: \0\r\n\r\n", 400),
+    "a lone carriage return": (b"GET / HTTP/1.1" + HOST + b"A: b\rC: d\r\n\r\n", 400),
     "not ascii": ("GET /größe HTTP/1.1\r\n\r\n".encode(), 400),
-    "lower case": (b"get / HTTP/1.1\r\n\r\n", 400),
+    "lower case": (b"get / HTTP/1.1" + HOST + b"\r\n", 501),
     "tls": (b"\x16\x03\x01\x02\x00", 400),
-    "thrift": (b"\x80\x01\x00\x01", 400),
+    "thrift": (b"\x00\x00\x00\x40\x80\x01\x00\x01", 400),
     "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
     "a space before the colon": (b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", 400),
-    "a folded field": (b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n", 400),
-    "a field without a name": (b"GET / HTTP/1.1\r\n: b\r\n\r\n", 400),
+    "a folded field": (b"GET / HTTP/1.1" + HOST + b"A: b\r\n c\r\n\r\n", 400),
+    "a field without a name": (b"GET / HTTP/1.1" + HOST + b": b\r\n\r\n", 400),
     "two hosts": (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
-    "a body": (b"GET / HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody", 413),
-    "two lengths": (b"GET / HTTP/1.1\r\nContent-Length: 0\r\nContent-Length: 4\r\n\r\n", 413),
-    "a length that is none": (b"GET / HTTP/1.1\r\nContent-Length: +0\r\n\r\n", 413),
-    "chunks": (b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 413),
-    "both": (b"GET / HTTP/1.1\r\ncontent-length: 0\r\ntransfer-encoding: x\r\n\r\n", 413),
-    "another method": (b"POST / HTTP/1.1\r\n\r\n", 501),
-    "a tunnel": (b"CONNECT here:80 HTTP/1.1\r\n\r\n", 400),
+    "a body": (b"GET / HTTP/1.1" + HOST + b"Content-Length: 4\r\n\r\nbody", 413),
+    "two lengths": (b"GET / HTTP/1.1" + HOST + b"Content-Length: 0\r\nContent-Length: 4\r\n\r\n", 400),
+    "a length that is none": (b"GET / HTTP/1.1" + HOST + b"Content-Length: +0\r\n\r\n", 400),
+    "chunks": (b"GET / HTTP/1.1" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 413),
+    "both": (b"GET / HTTP/1.1" + HOST + b"content-length: 0\r\ntransfer-encoding: chunked\r\n\r\n", 413),
+    "another method": (b"POST / HTTP/1.1" + HOST + b"\r\n", 501),
+    "a tunnel": (b"CONNECT here:80 HTTP/1.1" + HOST + b"\r\n", 501),
     "a long line": (b"GET /" + b"a" * MAX_HEAD_BYTES, 431),
     "large fields": (b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEAD_BYTES, 431),
-    "many fields": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (MAX_FIELDS + 1) + b"\r\n", 431),
+    "many fields": (b"GET / HTTP/1.1" + HOST + b"a:\r\n" * MAX_FIELDS + b"\r\n", 431),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400),
+    "another coding": (b"GET / HTTP/1.1" + HOST + b"transfer-encoding: x\r\n\r\n", 501),
+    "a long length": (b"GET / HTTP/1.1" + HOST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", 400),
+    "a target that is none": (b"GET here HTTP/1.1" + HOST + b"\r\n", 400),
+    "an empty line": (b"\r\n" + GET, 400),
 }
 
 
@@ -101,6 +124,25 @@ WRONG = {
 def test_what_is_refused(name: str):
     data, status = WRONG[name]
     assert status_of(data) == status
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_whoever_is_refused_is_told_so_and_nothing_more_is_read(name: str):
+    connection = begin(WRONG[name][0])
+    with pytest.raises(HttpError) as caught:
+        connection.next_request()
+    answer = connection.answer(HttpAnswer(caught.value.status, "text/plain", b"no\n"), {}, is_last=True)
+    assert answer.startswith(b"HTTP/1.1 %d " % caught.value.status)
+    assert b"Connection: close" in answer
+    assert answer.endswith(b"\r\n\r\nno\n")
+    assert not connection.keeps_alive
+
+
+def test_a_half_request_is_answered():
+    connection = begin(GET[:9])
+    assert connection.next_request() is None
+    assert connection.answer(HttpAnswer(408, "text/plain", b"late\n"), {}, is_last=True).endswith(b"\r\n\r\nlate\n")
+    assert not connection.keeps_alive
 
 
 COSTLY = {
@@ -126,22 +168,31 @@ def test_a_head_costs_linear_time(name: str):
 def test_mutants_are_read_or_refused():
     rng = random.Random(16)
     statuses = set()
-    for _ in range(5000):
+    for _ in range(2000):
         data = bytearray(GET * 2)
         for _ in range(rng.randint(1, 6)):
             at = rng.randrange(len(data))
             data[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+        connection = begin(data)
         try:
-            while (request := read_request(data)) is not None:
+            while (request := connection.next_request()) is not None:
                 assert request.path.isascii()
                 assert request.path.isprintable()
+                connection.answer(OK, {})
+                if not connection.keeps_alive:
+                    break
         except HttpError as error:
             statuses.add(error.status)
-    assert statuses == {400, 501, 505}
+            connection.answer(HttpAnswer(error.status, "text/plain", b"no\n"), {}, is_last=True)
+            assert not connection.keeps_alive
+    assert statuses == {400, 501}
 
 
 def test_answers():
+    connection = begin(GET + GET.replace(b"GET", b"HEAD"))
     answer = HttpAnswer(503, "text/plain", b"no\n")
     head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 3\r\nA: b\r\n"
-    assert write(answer, True, False, {"A": "b"}) == head + b"\r\nno\n"
-    assert write(answer, False, True, {"A": "b"}) == head + b"Connection: close\r\n\r\n"
+    connection.next_request()
+    assert connection.answer(answer, {"A": "b"}) == head + b"\r\nno\n"
+    connection.next_request()
+    assert connection.answer(answer, {"A": "b"}, is_last=True) == head + b"Connection: close\r\n\r\n"
