@@ -92,7 +92,8 @@ class HttpConnection:
         data: bytes = self._http.send(response)
         if self._has_body:
             data += self._http.send(h11.Data(answer.body))
-        return data + self._http.send(h11.EndOfMessage())
+        data += self._http.send(h11.EndOfMessage())
+        return data
 
 
 def _request(event: h11.Request) -> HttpRequest:
