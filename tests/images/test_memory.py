@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -155,3 +157,37 @@ def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_
                 assert perf_counter() < end
             assert not late.done()
         assert late.result(60)["result"].shape == (1400, 1400, 3)
+
+
+_PEAKS = """
+import cv2, numpy as np
+from torchpipe_py.backends.images.opencv import MatDecoder
+from torchpipe_py.images.header import HeaderCheck
+
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
+
+def encoded(kind, side, *options):
+    return bytes(cv2.imencode(kind, np.zeros((side, side, 3), np.uint8), options)[1])
+
+decode = MatDecoder("bgr")
+kinds = {"jpeg": (".jpg",), "progressive": (".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1)}
+side = 3000
+for name, (kind, *options) in kinds.items():
+    decode(encoded(kind, 64, *options))
+    content, counted = encoded(kind, side, *options), HeaderCheck()(encoded(kind, side, *options)).memory
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts again
+    start = peak()
+    decode(content)
+    print(name, peak() - start, counted)
+    side += 500
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_counted_is_what_decoding_takes() -> None:
+    done = subprocess.run([sys.executable, "-c", _PEAKS], capture_output=True, text=True, check=True, timeout=120)
+    for name, taken, counted in map(str.split, done.stdout.splitlines()):
+        assert int(taken) <= 1.1 * int(counted) + 2**23, name

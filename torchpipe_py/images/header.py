@@ -39,7 +39,8 @@ class ImageHeader(NamedTuple):
 def _read_jpeg(data: Bytes) -> ImageHeader:
     jpeg = JpegHeader(data)
     # What is decoded in several passes is kept in coefficients of 16 bits.
-    bytes_each = 3 if jpeg.scans == 1 and jpeg.frame != PROGRESSIVE else 3 + 2 * jpeg.components
+    # NOTE: else cv2.imdecode has the pixels twice at its end, since it copies them into an array.
+    bytes_each = 6 if jpeg.scans == 1 and jpeg.frame != PROGRESSIVE else max(6, 3 + 2 * jpeg.components)
     memory = jpeg.width * jpeg.height * bytes_each
     return ImageHeader("jpeg", jpeg.width, jpeg.height, jpeg.components, 8, 1, jpeg.scans, memory)
 
