@@ -83,10 +83,15 @@ class Journal:
         heapify(idle)
         while idle:
             time, index = heappop(idle)
-            base = index * SLOT_BYTES
-            now = view[base] == _CLEAN, view[base + 1] == _IDLE, view[base + 2] != _NO_REQUEST, self._times[index]
-            if now == (True, True, has_asked, time):
+            now = self.is_idle(index), view[index * SLOT_BYTES + 2] != _NO_REQUEST, self._times[index]
+            if now == (True, has_asked, time):
                 yield index
+
+    def is_idle(self, index: int) -> bool:
+        """Whether nothing is in work or half read there."""
+        base = index * SLOT_BYTES
+        # NOTE: in this order, since a request that has begun is in work before its bytes count as taken.
+        return self._view[base] == _CLEAN and self._view[base + 1] == _IDLE
 
     def read(self, index: int) -> LastState:
         """What a dead process was doing there."""

@@ -163,7 +163,8 @@ class Connections:
     def _evict(self, slots: Collection[int]) -> int | None:
         """Hang up on the idlest of them, whoever serves it: that one reads the end, and says that it is closed."""
         for slot in self._idle():
-            if slot in slots and self._hears_nothing(slot):
+            # NOTE: asked of the journal once more, since the worker may have read what is not to be heard any more.
+            if slot in slots and self._hears_nothing(slot) and self.journal.is_idle(slot):
                 self._hang_up(slot)
                 return slot
         return None
