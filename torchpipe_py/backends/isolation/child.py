@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torchpipe_py.backends.isolation import wire
 from torchpipe_py.backends.isolation.confinement import confine
 from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
 from torchpipe_py.backends.process.setup import Setup
-from torchpipe_py.errors import BackendUnavailable, ConfigError, DecodeError
+from torchpipe_py.errors import ConfigError, DecodeError, Failure
 from torchpipe_py.keys import TASK_DATA_KEY
 
 FORK = struct.Struct("<cIQIQ")  # b"f", instance, bytes of an image, most seconds for it, MiB for its decoder
@@ -165,7 +164,6 @@ def _decoder(setup: Setup, instance: int) -> Backend:
 
 def _failure(error: BaseException) -> bytes:
     """An exception for ``Template`` to raise again: its kind, its name, its message, where it was raised."""
-    kind = next((cls.code for cls in (BackendUnavailable, ConfigError) if isinstance(error, cls)), "")
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    told = [kind, type(error).__name__, str(error)[:_FAILURE_BYTES], trace[-_FAILURE_BYTES:]]
+    failure = Failure.of(error)
+    told = [failure.kind, failure.name, failure.message[:_FAILURE_BYTES], failure.trace[-_FAILURE_BYTES:]]
     return json.dumps({"failure": told}).encode()

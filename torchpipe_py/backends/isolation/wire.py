@@ -15,7 +15,7 @@ import numpy as np
 
 from torchpipe_py import errors
 from torchpipe_py.backends.images.opencv import as_mat
-from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult
+from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
 REQUEST = struct.Struct("<QQ")  # its number, bytes of the encoded image
@@ -85,8 +85,9 @@ def pack_answer(number: int, item: Mapping[str, Any], pixels: memoryview) -> byt
 
 def pack_error(number: int, error: object, raised: bool) -> bytes:
     """An error as a text; ``raised``: it is a defect."""
-    name = type(error).__name__ if isinstance(error, BaseException) else NoResult.__name__
-    return _packed_text(number, _RAISED if raised else _NO_RESULT, f"{name}\n{error}")
+    problem = error if isinstance(error, BaseException) else NoResult(str(error))
+    text = f"{type(problem).__name__}\n{message_of(problem, MAX_ANSWER)}"
+    return _packed_text(number, _RAISED if raised else _NO_RESULT, text)
 
 
 def _packed_text(number: int, kind: int, text: str) -> bytes:
