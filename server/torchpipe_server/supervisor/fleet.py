@@ -153,11 +153,18 @@ class Fleet:
 
     def _start(self, worker: WorkerSlot) -> None:
         worker.start_at = 0.0
-        self._forker.fork(worker.index, worker.tables, partial(self._forked, worker), partial(self._not_forked, worker))
+        self._forker.fork(
+            worker.index, worker.tables, partial(self._wants, worker),
+            partial(self._forked, worker), partial(self._not_forked, worker),
+        )  # fmt: skip
+
+    def _wants(self, worker: WorkerSlot) -> bool:
+        """Whether it belongs to a generation that serves or is to serve; for any thread."""
+        return not self._is_ending and (worker in self.workers or worker in self._successors)
 
     def _forked(self, worker: WorkerSlot, forked: Forked) -> None:
         child = Child(self._loop, worker.index, forked, self._hear, self._ended)
-        if not self._is_ending and (worker in self.workers or worker in self._successors):
+        if self._wants(worker):
             worker.child = child
         else:
             self._leaving.add(child)  # of a reload that was given up meanwhile, or too late

@@ -56,10 +56,14 @@ class Forker:
         self._has_forked = False  # whether the process that workers are forked from has imported everything
 
     def fork(
-        self, index: int, tables: Any, done: Callable[[Forked], object], failed: Callable[[Exception], object]
-    ) -> None:
-        """Start a worker; ``done`` or ``failed`` is called on the loop's thread."""
-        args = (index, tables, done, failed)
+        self, index: int, tables: Any, is_wanted: Callable[[], bool],
+        done: Callable[[Forked], object], failed: Callable[[Exception], object],
+    ) -> None:  # fmt: skip
+        """Start a worker; ``done`` or ``failed`` is called on the loop's thread.
+
+        Neither is where it ``is_wanted`` no more when its turn comes, which is asked on the thread that forks.
+        """
+        args = (index, tables, is_wanted, done, failed)
         try:
             threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
         except RuntimeError as error:  # the system has no thread left
@@ -88,11 +92,12 @@ class Forker:
             _kill_fork_server()
 
     def _fork(
-        self, index: int, tables: Any, done: Callable[[Forked], object], failed: Callable[[Exception], object]
-    ) -> None:
+        self, index: int, tables: Any, is_wanted: Callable[[], bool],
+        done: Callable[[Forked], object], failed: Callable[[Exception], object],
+    ) -> None:  # fmt: skip
         try:
             with self._lock:
-                if self._is_closed:
+                if self._is_closed or not is_wanted():
                     return
                 self._looks = 0
                 forked = self._start_process(index, tables)

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -417,3 +418,19 @@ def test_a_worker_whose_loop_is_busy_is_left_alone(folder: Path) -> None:
             client.close()
         assert process.workers == before
         assert "replacing" not in process.stderr
+
+
+def test_a_worker_that_is_not_wanted_any_more_is_not_forked(monkeypatch):
+    """A hundred reloads in a row leave the forks of one."""
+    forked: list[int] = []
+    loop, journal = Loop(), Journal(4)
+    subject = Forker(loop, Options("test"), journal)
+    monkeypatch.setattr(subject, "_start_process", lambda index, tables: forked.append(index))
+    with subject._lock:
+        for index in range(100):
+            subject.fork(index, {}, partial(int.__eq__, index, 99), lambda child: loop.stop(), lambda error: None)
+        assert not forked
+    loop.run()
+    assert forked == [99]
+    loop.close()
+    journal.close()
