@@ -112,6 +112,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "one byte": (b"\xff", "no image of formats"),
     "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "no image of formats"),
     "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "no image of formats"),
+    "heic": (b"\0\0\0\x18ftypheic" + bytes(99), "they look like HEIC, AVIF or a video, which are not read"),
     # JPEG
     "jpeg, large": (frame(JPEG, size=(32767, 32767)), "a JPEG of 32767x32767 pixels, more than max_pixels = 67108864"),
     "jpeg, progressive, large": (frame(PROGRESSIVE, 0xC2, (65535, 65535)), "a JPEG of 65535x65535 pixels"),
@@ -257,9 +258,17 @@ def test_formats_names_what_is_read() -> None:
     ppm = saved("PPM")
     refused = decode(ppm)
     assert refused.keys() == {"data", "error"}
-    assert "no image of formats jpeg, png, webp, bmp; they look like PNM" in str(refused["error"])
+    message = (
+        "no image of formats jpeg, png, webp, bmp; they look like PNM, which DecodeMat reads where its 'formats' name"
+    )
+    assert message in str(refused["error"])
     assert decode(ppm, formats="jpeg, PNM")["result"].shape == (24, 32, 3)
     assert isinstance(decode(saved("PNG"), formats=["jpeg"])["error"], DecodeError)
+
+
+@pytest.mark.parametrize("data", [JPEG[: len(JPEG) // 2 + 200], LOSSY[:-99]], ids=["jpeg", "webp"])
+def test_of_an_image_that_is_cut_off_the_format_and_the_size_are_told(data: bytes) -> None:
+    assert "of 32x24 pixels; it is damaged, cut off" in str(decode(data)["error"])
 
 
 def test_what_has_no_reader_cannot_be_named() -> None:

@@ -123,4 +123,8 @@ class HeaderCheck:
 
 def _known(data: Bytes) -> str:
     known = _BY_START.get(bytes(data[:2]))
-    return f"; they look like {known.shown}" if known else ""
+    if known:
+        return f"; they look like {known.shown}, which DecodeMat reads where its 'formats' name it"
+    if bytes(data[4:8]) == b"ftyp":
+        return "; they look like HEIC, AVIF or a video, which are not read; save the image as JPEG"
+    return ""

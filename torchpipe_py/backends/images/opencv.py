@@ -94,18 +94,22 @@ class MatDecoder:
         ``InvalidRequest`` for what is no bytes.
         """
         encoded = encoded_bytes(data)
-        memory = self._check(data if isinstance(data, bytes) else encoded.data).memory
+        header = self._check(data if isinstance(data, bytes) else encoded.data)
         try:
-            if memory <= SMALL:
+            if header.memory <= SMALL:
                 mat = self._imdecode(encoded, self._flags)
             else:
-                with DECODING.reserved(memory, self._limit):
+                with DECODING.reserved(header.memory, self._limit):
                     mat = self._imdecode(encoded, self._flags)
         except self._cv2_error as error:
             reason = getattr(error, "err", "") or first_line(error)  # the rest names OpenCV's own files
             raise DecodeError(f"{len(encoded)} bytes: OpenCV: {reason.strip()}") from None
         if mat is None:
-            raise DecodeError(f"{len(encoded)} bytes are no image OpenCV can read")
+            size = f"{header.width}x{header.height}"
+            raise DecodeError(
+                f"{len(encoded)} bytes: OpenCV cannot decode this {header.format} of {size} pixels;"
+                " it is damaged, cut off or of a rare kind"
+            )
         return mat
 
 
