@@ -15,10 +15,11 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
 supervision=tests/server/supervisor/test_supervision.py
-run slow tests/chaos tests/training tests/scripts $supervision & first=$!
+processes=tests/test_working_directory.py
+run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision $processes & first=$!
 run server tests/server tests/loadtest --ignore=$supervision & second=$!
 status=0
-run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts} || status=$?
+run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$processes || status=$?
 wait $first || status=$?
 wait $second || status=$?
 cat "$logs"/slow "$logs"/server "$logs"/rest
