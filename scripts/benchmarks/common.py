@@ -65,14 +65,14 @@ class Report:
 
 
 def run_threads(call: Call, clients: int, seconds: float) -> Load:
-    """``clients`` threads in a closed loop, each calling ``call`` again when it returns, for about ``seconds``."""
+    """``clients`` threads in a closed loop, each calling ``call`` once at least, and again for about ``seconds``."""
     latencies: list[list[float]] = [[] for _ in range(clients)]
     stop = threading.Event()
     barrier = threading.Barrier(clients + 1)
 
     def client(mine: list[float]) -> None:
         barrier.wait()
-        while not stop.is_set():
+        while not (mine and stop.is_set()):
             start = perf_counter()
             call()
             mine.append(perf_counter() - start)

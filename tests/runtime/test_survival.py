@@ -270,7 +270,7 @@ def test_an_exception_in_any_line_of_the_loop_loses_nothing(register: Register, 
         "singles": {"a": {"instance_num": 2, "next": "b"}, "b": {}},
         "batches": {"a": {"next": "b"}, "b": {"backend": batched, "instance_num": 2, "batching_timeout": 1}},
     }[kind]
-    for number in itertools.count(step=4):  # a few hundred lines
+    for number in itertools.count(step={"singles": 4, "batches": 12}[kind]):  # a few hundred lines
         planter = Planter(number)
         threading.settrace(planter.trace)
         with pipe(nodes) as p:

@@ -222,7 +222,14 @@ class Connection:
             self.state = CLOSING
 
     def break_off(self, error: ProtocolError) -> bool:
-        """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""
+        """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it.
+
+        Whether the client is told, now or by an earlier call.
+        """
+        if self.state not in (OPEN, LEAVING):
+            self.uncut = None
+            self.reader.abandon(error)
+            return True
         request = self.reader.request
         self.uncut = None
         self.reader.abandon(error)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -432,5 +433,8 @@ def test_a_worker_that_is_not_wanted_any_more_is_not_forked(monkeypatch):
         assert not forked
     loop.run()
     assert forked == [99]
+    for thread in threading.enumerate():
+        if thread.name == "torchpipe-fork":
+            thread.join(30)
     loop.close()
     journal.close()

@@ -218,7 +218,7 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(monkeypa
     def start(thread: threading.Thread) -> None:
         if isinstance(error, RuntimeError):
             raise error
-        thread._args[3](error)  # type: ignore[attr-defined]
+        thread._args[-1](error)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(threading.Thread, "start", start)
     (worker,) = fleet.workers
