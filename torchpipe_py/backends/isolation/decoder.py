@@ -90,7 +90,7 @@ class Decoder:
         if isinstance(answer, wire.Refusal):
             return answer
         start = wire.DATA_AT + self._capacity
-        mat = np.ndarray(answer.shape, np.uint8, self._memory, start).copy()
+        mat: np.ndarray = np.ndarray(answer.shape, np.uint8, self._memory, start).copy()
         self._release(start, mat.size)
         return mat, answer.color
 
