@@ -278,7 +278,6 @@ DECODE = {
 }
 
 
-@up_to_3_11
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(("kind", "count"), [("identity", 300), ("decode", 150)])
 def test_interrupts_at_random_moments(kind: str, count: int) -> None:
