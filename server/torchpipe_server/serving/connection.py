@@ -226,17 +226,14 @@ class Connection:
 
         Whether the client is told, now or by an earlier call.
         """
-        if self.state not in (OPEN, LEAVING):
-            self.uncut = None
-            self.reader.abandon(error)
-            return True
-        request = self.reader.request
+        is_first = self.state in (OPEN, LEAVING)
+        request = self.reader.request if is_first else None
         self.uncut = None
         self.reader.abandon(error)
         if request is not None:
             self.backlog.append(request._replace(error=error))
         self.end_after_replies()
-        return request is not None
+        return request is not None or not is_first
 
     def linger(self) -> bool:
         """Everything is said: the client gets the time to read it before the reset. ``False`` if it is gone."""
