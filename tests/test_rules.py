@@ -872,31 +872,54 @@ def test_refused(rule: Rule) -> None:
 # -- what no row can hold: files, dicts, classes --------------------------------------------------------------------
 
 
-def test_relative_paths_are_relative_to_the_working_directory(
+class Reader(ItemBackend):
+    """The text of a file; ``cache`` is one that it would make."""
+
+    model = Param(str, doc="path", file=True)
+    cache = Param(str, "", doc="path", kept=True)
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = Path(self.model).read_text("utf-8"), self.cache
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_a_relative_path_is_looked_for_in_the_working_directory_then_beside_the_file(
+    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_dict: bool
+) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    text = f'[a]\nbackend = "{register(Reader)}"\nmodel = "a.txt"\ncache = "b.txt"\n'
+    (folder / "good.toml").write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def result() -> tuple[str, str]:
+        data: Data = {"data": 1}
+        with pipe(copy.deepcopy(parse_toml("configs/good.toml")) if as_dict else "configs/good.toml") as p:
+            p(data)
+        return data["result"]
+
+    (folder / "a.txt").write_text("beside", "utf-8")
+    assert result() == ("beside", "configs/b.txt")
+    (tmp_path / "b.txt").write_text("made earlier", "utf-8")
+    assert result() == ("beside", "b.txt")
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "a.txt").write_text("here", "utf-8")
+    assert result() == ("here", "b.txt")
+    (folder / "b.txt").write_text("made earlier", "utf-8")
+    assert result() == ("here", "configs/b.txt")
+
+
+def test_the_error_for_a_missing_file_names_both_folders(
     register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Reader(ItemBackend):
-        """The text of a file."""
-
-        model = Param(str, doc="path", file=True)
-
-        def forward_item(self, item: Data) -> None:
-            item["result"] = Path(self.model).read_text("utf-8")
-
     (tmp_path / "configs").mkdir()
-    (tmp_path / "here.txt").write_text("here", "utf-8")
-    text = f'[a]\nbackend = "{register(Reader)}"\nmodel = "here.txt"\n'
-    (tmp_path / "configs" / "good.toml").write_text(text, "utf-8")
-    (tmp_path / "configs" / "bad.toml").write_text(text.replace("here.txt", "there.txt"), "utf-8")
+    text = f'[a]\nbackend = "{register(Reader)}"\nmodel = "there.txt"\n'
+    (tmp_path / "configs" / "bad.toml").write_text(text, "utf-8")
     monkeypatch.chdir(tmp_path)
-    data: Data = {"data": 1}
-    with pipe("configs/good.toml") as p:
-        p(data)
-    assert data["result"] == "here"
     with pytest.raises(ConfigError) as caught:
         pipe("configs/bad.toml")
-    problem = f"no such file: there.txt (working directory: {tmp_path})"
-    assert str(caught.value) == f"configs/bad.toml: node 'a': key 'model': {problem}"
+    folders = f"working directory: {tmp_path}; folder of the TOML file: {tmp_path / 'configs'}"
+    assert str(caught.value) == f"configs/bad.toml: node 'a': key 'model': no such file: there.txt ({folders})"
 
 
 @pytest.mark.parametrize("table", ["[rec.2]", '["rec.2"]'])

@@ -34,8 +34,8 @@ class Param:
     """A parameter of a backend, declared once as a class attribute.
 
     ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
-    ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` asks for an existing file;
-    ``key`` is the name in the configuration where that is not the attribute's.
+    ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` asks for an existing file, ``kept``
+    names one that the backend makes; ``key`` is the name in the configuration where that is not the attribute's.
     On an instance the attribute is the typed value.
     """
 
@@ -49,10 +49,11 @@ class Param:
         high: float | None = None,
         choices: Sequence[str] = (),
         file: bool = False,
+        kept: bool = False,
         key: str = "",
     ) -> None:
         self.convert, self.default, self.doc = convert, default, doc
-        self.low, self.high, self.choices, self.file = low, high, tuple(choices), file
+        self.low, self.high, self.choices, self.file, self.kept = low, high, tuple(choices), file, kept
         self.key = key
 
     def __set_name__(self, owner: type, name: str) -> None:

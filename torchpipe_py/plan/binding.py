@@ -80,6 +80,9 @@ class Binder:
         self.used: set[str] = set()
         self.known: set[str] = set()
         self.missing: list[ConfigError] = []
+        source = node.place.source
+        self._folder = os.path.dirname(source) if source.endswith(".toml") else None
+        self._reads_beside = False
 
     def bind(self, call: Call, positions: Mapping[int, _Position]) -> BackendPlan:
         """``positions`` holds the positions of calls in their list, by identity."""
@@ -139,7 +142,8 @@ class Binder:
             return self._all_params(scope)
         params = {}
         self.used.update(_scoped(scope, "backend"))
-        for name, param in cls.parameters().items():
+        # Files to make last: they belong where those that are read were found.
+        for name, param in sorted(cls.parameters().items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
             params[name] = self._value(scope, param, position)
         return params
@@ -158,11 +162,27 @@ class Binder:
     def _read(self, key: str, scope: str, param: Param, position: _Position) -> Any:
         try:
             value = param.read(_at_position(self.node.params[key], position, scope), self.registry)
-            if param.file and value and not os.path.isfile(value):
-                raise ValueError(f"no such file: {value} (working directory: {os.getcwd()})")
+            if value and (param.file or param.kept):
+                value = self._located(value, param)
         except ValueError as error:
             raise self.node.at(key).error(error) from None
         return value
+
+    def _located(self, path: str, param: Param) -> str:
+        """A file in the working directory, or else beside the TOML file; ``ValueError`` for a missing one to read.
+
+        One to make is beside the TOML file where this node's others were found there.
+        """
+        beside = path if self._folder is None else os.path.join(self._folder, path)
+        if not os.path.isfile(path) and os.path.isfile(beside):
+            self._reads_beside = True
+            return beside
+        if param.file and not os.path.isfile(path):
+            folders = f"working directory: {os.getcwd()}"
+            if beside != path:
+                folders += f"; folder of the TOML file: {os.path.abspath(self._folder or '')}"
+            raise ValueError(f"no such file: {path} ({folders})")
+        return beside if param.kept and self._reads_beside and not os.path.isfile(path) else path
 
     def _key(self, scope: str, name: str) -> str | None:
         """The key that holds the parameter: the node's table before the top level, the scoped form before the bare."""

@@ -34,7 +34,7 @@ class TensorrtTensor(CudaModel):
 
     min_batch = Param(to_bounds, to_bounds(1), key="min", doc="fewest items of a batch, or the smallest shapes")
     max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
-    cache = Param(to_str, "", key="model::cache", doc="file that keeps the engine between starts")
+    cache = Param(to_str, "", key="model::cache", kept=True, doc="file that keeps the engine between starts")
     precision = Param(to_str, "fp16", choices=("fp32", "fp16", "int8", "best"), doc="arithmetic of the engine")
     fp32_layers = Param(to_strings, (), key="precision::fp32", doc="names of layers that stay in fp32")
     workspace = Param(to_int, 1024, low=1, doc="most memory a layer may use besides weights and tensors, MiB")

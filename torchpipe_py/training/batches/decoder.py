@@ -139,7 +139,9 @@ class Decoding:
 
 def on_device(config: Config, device: Any) -> Mapping[str, Any]:
     """The configuration with every node on ``device``; on the CPU as it is."""
-    tables: dict[str, Any] = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else parse_toml(config)
+    given = config if isinstance(config, Mapping) else parse_toml(config)
+    # NOTE: a copy of what a file gave keeps its name, beside which paths are looked for.
+    tables: dict[str, Any] = copy.deepcopy(given if isinstance(given, dict) else dict(given))
     if device.type != "cuda":
         return tables
     if not any(isinstance(table, Mapping) for table in tables.values()):
