@@ -223,11 +223,17 @@ def first_line(error: BaseException) -> str:
 
 
 _SHOWN = 64
+_ELEMENTS = 8
 
 
-def shown(value: object) -> str:
-    """What somebody sent, for a message: a number, a text in quotes, cut where it is long, else its type."""
-    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _SHOWN):
+def shown(value: object, depth: int = 2) -> str:
+    """What somebody sent, for a message: a number, a text in quotes, cut where it is long, else its type.
+
+    Of a short list its elements, where it is no deeper than ``depth``.
+    """
+    if isinstance(value, (list, tuple)) and len(value) <= _ELEMENTS and depth:
+        return f"[{', '.join([shown(element, depth - 1) for element in value])}]"
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _SHOWN):
         return repr(value)
     if not isinstance(value, str):
         return f"a {type(value).__name__}"

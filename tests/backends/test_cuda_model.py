@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from conftest import picture
 from fakes import cpu_as_gpu
 
+from torchpipe_py import InvalidRequest
 from torchpipe_py.backends.base import BackendConfig, Param
 from torchpipe_py.backends.models import cuda_model
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes, finish_of
@@ -150,11 +152,15 @@ def test_bytes_are_no_mat_where_the_input_is_no_image(make: Any) -> None:
         (np.zeros((4, 4, 1), np.uint8), "takes 1x3x.x., got 4x4x1"),
         (torch.zeros(2, 3, 4, 4), "takes one item, 1x…, got 2x3x4x4"),
         (["a", "b"], "the model has 1 inputs, data holds 2"),
+        ([0] * 65, "data holds 65 inputs, more than the 64 that a model may have"),
     ],
 )
-def test_what_does_not_fit(make: Any, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(make(), [value])
+def test_what_does_not_fit_is_the_outcome_of_its_item(make: Any, value: Any, message: str) -> None:
+    items = [{"data": picture(6, 10)}, {"data": value}, {"data": picture(6, 10)}]
+    make().forward(items)
+    assert ["result" in item for item in items] == [True, False, True]
+    assert isinstance(items[1]["error"], InvalidRequest)
+    assert re.search(message, str(items[1]["error"]))
 
 
 def test_a_postprocessor_is_split_where_it_can_be(make: Any) -> None:

@@ -14,10 +14,10 @@ import onnxruntime
 import pytest
 import torch
 from conftest import Register, encode, picture, save_model
-from fakes import Gate, error_of, outcome
+from fakes import Gate, outcome
 from onnx import TensorProto, helper
 
-from torchpipe_py import BackendError, BackendUnavailable, ConfigError, pipe, register_postprocessor
+from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe, register_postprocessor
 
 Data = dict[str, Any]
 
@@ -151,14 +151,19 @@ def test_several_inputs_and_outputs(register: Register, sum_and_difference: str)
         ([torch.zeros(1, 2), torch.zeros(1, 3)], "input 'b' takes 1x2, got 1x3"),
         ([torch.zeros(2, 2), torch.zeros(1, 2)], "input 'a' takes 1x2, got 2x2"),
         ([torch.zeros(1, 2), "text"], "input 'b' takes a tensor, got str"),
+        ([torch.zeros(1, 2), np.array([["text", "words"]])], "input 'b' takes float32, got <U5"),
+        ([torch.zeros(1, 2), np.array(1.0)], "input 'b' takes 1x2, got a scalar"),
     ],
 )
-def test_inputs_that_do_not_fit(sum_and_difference: str, data: Any, problem: str) -> None:
-    with (
-        pipe({"backend": "OnnxTensor", "model": sum_and_difference}) as p,
-        pytest.raises(BackendError, match=problem),
-    ):
-        p({"data": data})
+def test_inputs_that_do_not_fit_are_the_outcome_of_their_item(sum_and_difference: str, data: Any, problem: str) -> None:
+    good = {"data": [torch.zeros(1, 2), torch.zeros(1, 2)]}
+    with pipe({"backend": "OnnxTensor", "model": sum_and_difference, "max": 2}) as p:
+        p([good, bad := {"data": data}])
+        assert p.stats()["nodes"]["node"]["failed"] == 0
+    assert "result" in good
+    assert "result" not in bad
+    assert isinstance(bad["error"], InvalidRequest)
+    assert problem in str(bad["error"])
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -166,10 +171,9 @@ def test_a_tensor_of_the_wrong_shape_fails_alone(classifier: str, position: int)
     items: list[Data] = [{"data": value} for value in tensors(3, 3, 8, 8)]
     items.insert(position, {"data": torch.zeros(1, 4, 8, 8)})
     with pipe({"backend": "OnnxTensor", "model": classifier, "max": 8}) as p:
-        futures = [p.submit(item) for item in items]
-        errors = [error_of(future) for future in futures]
-    assert [error is not None for error in errors] == [index == position for index in range(4)]
-    assert "input 'x' takes 1x3x?x?, got 1x4x8x8" in str(errors[position])
+        p(items)
+    assert ["result" in item for item in items] == [index != position for index in range(4)]
+    assert "input 'x' takes 1x3x?x?, got 1x4x8x8" in str(items[position]["error"])
 
 
 @pytest.mark.parametrize("form", ["arrays", "images"])

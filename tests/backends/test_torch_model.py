@@ -16,7 +16,7 @@ import torch
 from conftest import picture
 from torch_files import Small, save_small
 
-from torchpipe_py import BackendError, ConfigError, pipe
+from torchpipe_py import ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.models.cuda_model import InputSpec, batch_sizes
 from torchpipe_py.backends.models.torch_model import load_module
 
@@ -107,11 +107,10 @@ def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path
     [("text", "takes a Mat or a tensor, got str"), (torch.zeros(2, 3, 8, 8), "takes one item, 1x…, got 2x3x8x8")],
 )
 def test_what_is_no_input(model: str, value: Any, message: str) -> None:
-    with (
-        pipe({"backend": "TorchTensor", "trusted": True, "model": model}) as run,
-        pytest.raises(BackendError, match=message),
-    ):
-        run({"data": value})
+    with pipe({"backend": "TorchTensor", "trusted": True, "model": model}) as run:
+        run(item := {"data": value})
+    assert isinstance(item["error"], InvalidRequest)
+    assert message in str(item["error"])
 
 
 def test_files_that_are_no_models(tmp_path: Path) -> None:
@@ -250,5 +249,5 @@ def test_padding_to_the_next_size_adds_a_quarter_at_most(most: int) -> None:
 def test_the_shape_a_value_has_for_the_model(value: Any, expected: tuple[int, ...]) -> None:
     for dims in (None, (None, None, None), expected):
         assert InputSpec("x", torch.float32, dims).row_shape(value) == expected
-    with pytest.raises(ValueError, match="input 'x' takes 1x9x9x9"):
+    with pytest.raises(InvalidRequest, match="input 'x' takes 1x9x9x9"):
         InputSpec("x", torch.float32, (9, 9, 9)).row_shape(value)

@@ -293,11 +293,10 @@ def test_a_wrong_size_fails_alone(resnet18: str) -> None:
         good = [{"data": photo(224, 224, seed)} for seed in range(7)]
         alone = {"data": photo(224, 224, 3)}
         run(alone)
-        with pytest.raises(BackendError, match=r"takes 1x3x224x224, got 100x224x3"):
-            run([*good[:4], {"data": photo(100, 224, 0)}, *good[4:]])
-        assert good[3]["result"] == alone["result"]
-        with pytest.raises(BackendError, match="takes a Mat or a tensor, got str"):
-            run({"data": "text"})
+        run([*good[:4], small := {"data": photo(100, 224, 0)}, *good[4:], text := {"data": "text"}])
+    assert good[3]["result"] == alone["result"]
+    assert "takes 1x3x224x224, got 100x224x3" in str(small["error"])
+    assert "takes a Mat or a tensor, got str" in str(text["error"])
 
 
 def test_out_of_gpu_memory_fails_alone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from reprlib import repr
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torchpipe_py.backends.images.opencv import (
     max_pixels,
     side,
 )
-from torchpipe_py.errors import ConfigError, InvalidRequest
+from torchpipe_py.errors import ConfigError, InvalidRequest, shown
 from torchpipe_py.keys import TASK_BOX_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int
 
@@ -152,8 +151,9 @@ def crop_box(item: Data, height: int, width: int) -> tuple[int, int, int, int]:
     where = _image(height, width)
     values = _box_values(item, f"[left, top, right, bottom] to crop {where} to")
     if not _are_numbers(values, 4):
-        box = repr(item[TASK_BOX_KEY])
-        raise InvalidRequest(f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {box} for {where}")
+        raise InvalidRequest(
+            f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {shown(values)} for {where}"
+        )
     numbers = [round(float(value)) for value in values]
     left, right = (min(max(x, 0), width) for x in numbers[::2])
     top, bottom = (min(max(y, 0), height) for y in numbers[1::2])
@@ -212,7 +212,7 @@ def _corner_points(item: Data, where: str) -> list[list[float]]:
     good = isinstance(values, (list, tuple)) and len(values) == 4
     points = [_plain(value) for value in values] if good else []
     if not good or not all(_are_numbers(point, 2) for point in points):
-        raise InvalidRequest(f"{TASK_BOX_KEY} must hold {wanted}, got {repr(item[TASK_BOX_KEY])} for {where}")
+        raise InvalidRequest(f"{TASK_BOX_KEY} must hold {wanted}, got {shown(values)} for {where}")
     return [[float(number) for number in point] for point in points]
 
 
@@ -253,5 +253,7 @@ def _wanted_side(item: Data, key: str) -> int:
         raise InvalidRequest(f"the dict has no {key!r}, the side to resize to, in pixels")
     value = item[key]
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= MAX_SIDE:
-        raise InvalidRequest(f"{key} in the dict must be an integer from 1 to {MAX_SIDE} (pixels), got {repr(value)}")
+        raise InvalidRequest(
+            f"{key} in the dict must be an integer from 1 to {MAX_SIDE} (pixels), got {shown(_plain(value))}"
+        )
     return int(value)

@@ -12,8 +12,10 @@ from typing import Any
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.models.model import ModelBackend, check_count, request_values
+from torchpipe_py.backends.models.model import ModelBackend, by_shapes, check_count
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.keys import TASK_ERROR_KEY
 
 Dims = tuple[int | None, ...]
 """A shape without the batch; ``None``: any size."""
@@ -28,6 +30,7 @@ Way = tuple[Any, ...]
 """How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
 
 ALL_SIZES = 8  # up to here each batch size has a graph of its own
+MAX_INPUTS = 64  # of a model that does not say how many it has
 MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
 
 # NOTE: process-wide: CUDA allows one capture beside other work, PyTorch's allocator only one at a time.
@@ -43,7 +46,7 @@ class InputSpec:
     dims: Dims | None = None
 
     def row_shape(self, value: Any) -> tuple[int, ...]:
-        """Shape without the batch of one request's value; ``ValueError`` where it does not fit."""
+        """Shape without the batch of one request's value; ``InvalidRequest`` where it does not fit."""
         shape = self._row_shape(value)
         dims = self.dims
         if (
@@ -54,7 +57,7 @@ class InputSpec:
             )
         ):
             wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
-            raise ValueError(f"input {self.name!r} takes 1x{wanted}, got {'x'.join(map(str, value.shape))}")
+            raise InvalidRequest(f"input {self.name!r} takes 1x{wanted}, got {'x'.join(map(str, value.shape))}")
         return shape
 
     def _row_shape(self, value: Any) -> tuple[int, ...]:
@@ -64,11 +67,12 @@ class InputSpec:
         try:
             shape = tuple(value.shape)
         except AttributeError:
-            raise TypeError(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
+            raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
         if len(shape) == (3 if self.dims is None else len(self.dims)):
             return shape  # C×H×W is taken as 1×C×H×W
         if not shape or shape[0] != 1:
-            raise ValueError(f"input {self.name!r} takes one item, 1x…, got {'x'.join(map(str, shape)) or 'a scalar'}")
+            got = "x".join(map(str, shape)) or "a scalar"
+            raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {got}")
         return shape[1:]
 
 
@@ -210,7 +214,7 @@ class CudaModel(GuardedBackend, ModelBackend):
         raise NotImplementedError(type(self).__name__)
 
     def size_for(self, count: int, shapes: Shapes) -> int:
-        """The size that a batch of ``count`` is padded to; ``ValueError`` where the model takes no such shapes."""
+        """The size that a batch of ``count`` is padded to; ``InvalidRequest`` where the model takes no such shapes."""
         return self._sizes[bisect_left(self._sizes, count)]
 
     def forget(self, shapes: Shapes) -> None:
@@ -228,20 +232,24 @@ class CudaModel(GuardedBackend, ModelBackend):
         self._guard_synchronize()
 
     def forward_guarded(self, items: list[Data]) -> None:
-        groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
-        for item in items:
-            row = request_values(item)
-            shapes = self._shapes(row)
-            members, rows = groups.setdefault(shapes, ([], []))
-            members.append(item)
-            rows.append(row)
-        for shapes, (members, rows) in groups.items():
-            self.run_group(shapes, members, rows)
+        for shapes, members, rows in by_shapes(items, self._read):
+            try:
+                self.run_group(shapes, members, rows)
+            except InvalidRequest as error:
+                if len(members) > self.min():
+                    raise  # each alone may be of a size that the model takes
+                for item in members:
+                    item[TASK_ERROR_KEY] = error
+
+    def _read(self, row: list[Any]) -> tuple[Shapes, list[Any]]:
+        return self._shapes(row), row
 
     def _shapes(self, row: list[Any]) -> Shapes:
-        """The shape of each input of one request, without batch; ``ValueError`` where they do not fit."""
+        """The shape of each input of one request, without batch; ``InvalidRequest`` where they do not fit."""
         specs = self._specs_of.get(len(row))
         if specs is None:
+            if len(row) > MAX_INPUTS:
+                raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_INPUTS} that a model may have")
             specs = self._specs_of[len(row)] = self.input_specs(len(row))
         check_count(row, len(specs))
         if len(row) == 1:

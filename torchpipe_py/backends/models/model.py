@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torchpipe_py.backends.base import Backend, Data, Param
 from torchpipe_py.backends.models.postprocess import Postprocessor, PostprocessorParam, make_postprocessor
-from torchpipe_py.errors import ConfigError
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.errors import ConfigError, InvalidRequest
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_floats, to_int, to_str
+
+Shapes = TypeVar("Shapes")
 
 
 class ModelBackend(Backend):
     """A model: ``data`` is its input, or a list in the model's order; so is ``result``.
 
     Without a ``postprocessor`` the result is the output tensor of shape 1×…; several outputs are a list.
+    What the model does not take, by number, shape or type, has no ``result``; ``error`` is an ``InvalidRequest``.
     """
 
     model = Param(to_str, file=True, doc="path of the model")
@@ -73,16 +76,37 @@ def request_values(item: Data) -> list[Any]:
     return list(data) if isinstance(data, (list, tuple)) else [data]
 
 
+def by_shapes(
+    items: Sequence[Data], read: Callable[[list[Any]], tuple[Shapes, list[Any]]]
+) -> list[tuple[Shapes, list[Data], list[list[Any]]]]:
+    """The items whose inputs have the same shapes, with their inputs, as ``read`` gives both.
+
+    An ``InvalidRequest`` of ``read`` is the outcome of its item, which is in no group then.
+    """
+    groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
+    for item in items:
+        try:
+            shapes, row = read(request_values(item))
+        except InvalidRequest as error:
+            item[TASK_ERROR_KEY] = error
+            continue
+        members, rows = groups.setdefault(shapes, ([], []))
+        members.append(item)
+        rows.append(row)
+    return [(shapes, members, rows) for shapes, (members, rows) in groups.items()]
+
+
 def check_count(values: Sequence[Any], count: int) -> None:
-    """``ValueError`` where a request does not bring the model's ``count`` inputs."""
+    """``InvalidRequest`` where a request does not bring the model's ``count`` inputs."""
     if len(values) != count:
-        raise ValueError(f"the model has {count} inputs, data holds {len(values)}")
+        raise InvalidRequest(f"the model has {count} inputs, data holds {len(values)}")
 
 
 def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:
     """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
 
-    A ``uint8`` array of three dimensions, for an input of four, is a Mat H×W×C.
+    A ``uint8`` array of three dimensions, for an input of four, is a Mat H×W×C. ``InvalidRequest`` for what
+    does not fit.
     """
     array = value if isinstance(value, np.ndarray) else _tensor_to_numpy(value, name)
     if len(dims) == 4 and array.ndim == 3 and value is array and array.dtype == np.uint8:
@@ -93,7 +117,7 @@ def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:
     fits = len(shape) == len(dims) and shape[0] == 1
     if not fits or any(want is not None and want != have for want, have in zip(dims[1:], shape[1:], strict=True)):
         wanted = "x".join("?" if dim is None else str(dim) for dim in (1, *dims[1:]))
-        raise ValueError(f"input {name!r} takes {wanted}, got {'x'.join(map(str, np.shape(value)))}")
+        raise InvalidRequest(f"input {name!r} takes {wanted}, got {'x'.join(map(str, np.shape(value))) or 'a scalar'}")
     return array
 
 
@@ -101,4 +125,4 @@ def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:
     try:
         return value.detach().cpu().numpy()  # type: ignore[no-any-return]
     except AttributeError:
-        raise TypeError(f"input {name!r} takes a tensor, got {type(value).__name__}") from None
+        raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.models.model import ModelBackend, as_array, check_count, request_values
+from torchpipe_py.backends.models.model import ModelBackend, as_array, by_shapes, check_count
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
-from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, nearest
 from torchpipe_py.values import to_int, to_strings
 
 logger = logging.getLogger("torchpipe_py")
@@ -61,14 +61,14 @@ class OnnxTensor(ModelBackend):
         self.config.shared.get((self._session, "warm"), self._warm_up)
 
     def forward(self, items: list[Data]) -> None:
-        groups: dict[Hashable, list[tuple[Data, list[np.ndarray]]]] = {}
-        for item in items:
-            values = request_values(item)
-            check_count(values, len(self._inputs))
-            arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
-            groups.setdefault(tuple(array.shape for array in arrays), []).append((item, arrays))
-        for group in groups.values():
-            self._run([item for item, _ in group], [arrays for _, arrays in group])
+        for _, members, rows in by_shapes(items, self._read):
+            self._run(members, rows)
+
+    def _read(self, values: list[Any]) -> tuple[tuple[tuple[int, ...], ...], list[np.ndarray]]:
+        """The inputs of a request as arrays 1×…, and their shapes; ``InvalidRequest`` where they do not fit."""
+        check_count(values, len(self._inputs))
+        arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
+        return tuple([array.shape for array in arrays]), arrays
 
     def _run(self, items: list[Data], rows: list[list[np.ndarray]]) -> None:
         """One batch of items whose inputs have the same shapes."""
@@ -161,8 +161,11 @@ class _Input:
         self._buffer: Any = np.empty(0, self._dtype)
 
     def array(self, value: Any) -> np.ndarray:
-        """A value, 1×… or without its first dimension, as an array 1×… that fits this input."""
-        return as_array(value, self.dims, self.name)
+        """A value, 1×… or without its first dimension, as an array 1×… that fits this input, or ``InvalidRequest``."""
+        array = as_array(value, self.dims, self.name)
+        if not np.can_cast(array.dtype, self._dtype, "same_kind"):
+            raise InvalidRequest(f"input {self.name!r} takes {np.dtype(self._dtype)}, got {array.dtype}")
+        return array
 
     def zeros(self, size: int) -> np.ndarray:
         """A batch of that size, where all dimensions behind the first are known."""

@@ -17,7 +17,7 @@ from torchpipe_py.backends.models.tensorrt_api import (
     profile_range,
 )
 from torchpipe_py.backends.models.tensorrt_engine import EngineSpec, cached_engine, load_engine, to_bounds
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, InvalidRequest
 from torchpipe_py.values import to_int, to_str, to_strings
 
 
@@ -145,7 +145,7 @@ class TensorrtTensor(CudaModel):
             if size >= count and self._profile_for([(size, *shape) for shape in shapes]) is not None:
                 return size
         given = ", ".join("x".join(map(str, shape)) for shape in shapes)
-        raise ValueError(f"no profile of the engine takes {count} of {given}; min and max say what it is built for")
+        raise InvalidRequest(f"no profile of the engine takes {count} of {given}; min and max say what it is built for")
 
     def _profile_for(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
         """The first profile that takes inputs of these shapes, batch included."""
