@@ -16,6 +16,19 @@ find_python() {
   return 1
 }
 
+# Of what pip prints: the downloads that take time, and the installation, which is silent.
+progress() {
+  local what name rest size
+  while read -r what name rest; do
+    case "$what $rest" in
+      Downloading\ *MB* | Downloading\ *GB*)
+        size=${rest#(}
+        echo "setup: downloading ${name%%-*}, ${size%)*}" ;;
+      Installing\ *) rest=${rest//[^,]/}; echo "setup: installing $((${#rest} + 1)) packages" ;;
+    esac
+  done
+}
+
 venv=${VENV:-.venv}
 stamp=$venv/installed
 wanted=$(cat requirements.txt pyproject.toml | cksum)
@@ -24,7 +37,7 @@ if [[ -x $venv/bin/python && -e $stamp && $(<"$stamp") == "$wanted" ]]; then exi
 python=$(find_python)
 echo "setup: $venv with $("$python" --version), a minute or two"
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements.txt
+"$venv/bin/python" -m pip install --disable-pip-version-check -r requirements.txt | progress
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 echo "$wanted" > "$stamp"
 echo "setup: ready; source $venv/bin/activate"

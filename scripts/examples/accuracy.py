@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, TException) as error:
         print(f"accuracy: no answer from {args.host}:{args.port}: {error}", file=sys.stderr)
         return 2
-    print(f"accuracy {right / len(paths):.3f} ({right} of {len(paths)} images)")
+    print(f"accuracy {right / len(paths):.3f}: {right} of {len(paths)} right")
     return 0 if right >= args.at_least * len(paths) else 1
 
 
@@ -45,8 +45,8 @@ def _is_right(client: Any, path: Path) -> bool:
     try:
         result = client.infer_batch(IDL.InferenceParams(uuid=path.name, data=path.read_bytes()))
     except IDL.InferenceError as error:
-        print(f"  wrong: {path.name}: {error.code}: {error.message}")
+        print(f"  {path.name}: {error.code}: {error.message}")
         return False
     if result.label != expected:
-        print(f"  wrong: {path.name} is called {result.label} (score {result.score:.3f})")
+        print(f"  {path.name}: predicted {result.label}, is {expected} (score {result.score:.3f})")
     return bool(result.label == expected)
