@@ -209,15 +209,17 @@ def test_compare(serve: Serve, images: Images, tmp_path: Path) -> None:
     directory, server = images(a="ok:a"), serve()
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, clients in zip(paths, (1, 2), strict=True):
-        server.delay_s = 0.02 * clients
         options = ("--total_number", 10, "--request_client", clients, "--json", path)
         assert run(command(directory, server.port, *options)).returncode == 0
     compare = [sys.executable, str(SCRIPTS / "client_qps.py"), "compare", *map(str, paths)]
     done = run(compare)
     assert done.returncode == 0, done.stderr
     assert "DIFFERENT settings: request_client is 1 in A, 2 in B" in done.stdout
-    assert run([*compare, "--max-regression", "1"]).returncode == 2
-    assert run([*compare, "--max-regression", "1000000"]).returncode == 0
+    slower = json.loads(paths[0].read_text())
+    slower["latency_ms"]["p99"] *= 3
+    paths[1].write_text(json.dumps(slower))
+    assert run([*compare, "--max-regression", "100"]).returncode == 2
+    assert run([*compare, "--max-regression", "300"]).returncode == 0
     missing = run([*compare[:-1], str(tmp_path / "none.json")])
     assert missing.returncode == 1
     assert "No such file" in missing.stderr
