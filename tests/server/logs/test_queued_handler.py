@@ -61,7 +61,10 @@ def test_a_reader_that_has_stopped_stops_nobody(pipe: Pipe, monkeypatch):
     dropped = log.dropped
     log.close()
     lines = pipe.read()
-    assert [line.split(": ")[1] for line in lines[:-1]] == [f"line {index}" for index in range(10_000 - dropped)]
+    # While its thread still writes into the pipe, a line may find room behind others that found none.
+    numbers = [int(line.rpartition(" ")[2]) for line in lines[:-1]]
+    assert len(numbers) == 10_000 - dropped
+    assert numbers == sorted(set(numbers))
     assert lines[-1].endswith(f": dropped {dropped} log lines: nobody took them")
     assert " WARNING torchpipe_server[" in lines[-1]
 
