@@ -34,9 +34,12 @@ stamp=$venv/installed
 wanted=$(cat requirements.txt pyproject.toml | cksum)
 if [[ -x $venv/bin/python && -e $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
 
-python=$(find_python)
-echo "setup: $venv with $("$python" --version), a minute or two"
-[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+# A .venv without pip is one that was not finished: Debian's Python makes such, without its package python3-venv.
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  python=$(find_python)
+  "$python" -m venv "$venv"
+fi
+echo "setup: $venv with $("$venv/bin/python" --version), a minute or two"
 "$venv/bin/python" -m pip install --disable-pip-version-check -r requirements.txt | progress
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 echo "$wanted" > "$stamp"

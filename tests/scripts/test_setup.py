@@ -18,13 +18,21 @@ Successfully installed mpmath-1.3.0 torch-2.13.0
 """
 
 
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
 def set_up(folder: Path, status: int) -> subprocess.CompletedProcess[str]:
     python = folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     (folder / "printed").write_text(PRINTED, encoding="utf-8")
-    python.write_text(f'#!/bin/sh\ncat "{folder}/printed"\nexit {status}\n', encoding="utf-8")
-    python.chmod(0o755)
-    environment = {**os.environ, "VENV": str(folder / "venv"), "PYTHON": sys.executable}
+    write_program(python, f'case "$*" in *install*) cat "{folder}/printed"; exit {status};; esac; echo Python 3.12.1')
+    return run(folder / "venv", Path(sys.executable))
+
+
+def run(venv: Path, python: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VENV": str(venv), "PYTHON": str(python)}
     command = ["bash", str(ROOT / "scripts" / "setup.sh")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -33,6 +41,7 @@ def test_downloads_and_the_installation_are_told(tmp_path: Path) -> None:
     done = set_up(tmp_path, 0)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert lines[0] == f"setup: {tmp_path}/venv with Python 3.12.1, a minute or two"
     assert lines[1:3] == ["setup: downloading torch, 915.6 MB", "setup: installing 3 packages"]
     assert lines[-1] == f"setup: ready; source {tmp_path}/venv/bin/activate"
     assert (tmp_path / "venv" / "installed").exists()
@@ -43,3 +52,14 @@ def test_a_pip_that_fails_ends_it(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ready" not in done.stdout
     assert not (tmp_path / "venv" / "installed").exists()
+
+
+def test_a_venv_without_pip_is_made_again(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    write_program(python, f'case "$*" in "-m venv "*) echo "$@" > "{tmp_path}/asked"; exit 1;; esac')
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    write_program(venv / "bin" / "python", 'echo "No module named pip" >&2; exit 1')
+    done = run(venv, python)
+    assert done.returncode == 1
+    assert (tmp_path / "asked").read_text(encoding="utf-8") == f"-m venv {venv}\n"
