@@ -1,0 +1,107 @@
+"""The contract, ``inference.thrift``: calls to bytes, and bytes to answers. Binary protocol, framed transport."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchpipe_client.errors import BadReply, InvalidRequest, inference_error, undeclared_error
+
+try:
+    import thriftpy2
+    from thriftpy2.protocol import TBinaryProtocol
+    from thriftpy2.thrift import TApplicationException, TMessageType
+    from thriftpy2.transport import TMemoryBuffer
+except ImportError as error:
+    raise ImportError(f"torchpipe_client needs thriftpy2 (pip install thriftpy2): {error}") from error
+
+MAX_REPLY_BYTES = 256 * 2**20
+"""No service answers with more, unless it was told to; what speaks no framed Thrift seems to announce more."""
+
+_FRAME = struct.Struct(">i")
+_MAX_CALL_BYTES = 2**31 - 1
+
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel has the file in the package torchpipe_py, a checkout in its folder idl/; a copy of this folder may hold it.
+_PLACES = (_PACKAGE, _PACKAGE.parent / "torchpipe_py", _PACKAGE.parents[1] / "idl")
+
+
+def _load() -> ModuleType:
+    """The contract as thriftpy2 makes it, under a name that no other IDL of the process has."""
+    paths = [place / "inference.thrift" for place in _PLACES]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise ImportError(f"inference.thrift is at none of {', '.join(map(str, paths))}")
+    idl: ModuleType = thriftpy2.load(str(path), module_name="torchpipe_client_thrift")
+    return idl
+
+
+IDL = _load()
+_SERVICE = IDL.InferenceService
+
+_UNDECLARED_CODES = {
+    TApplicationException.UNKNOWN_METHOD: "unknown_method",
+    TApplicationException.PROTOCOL_ERROR: "bad_arguments",
+}
+
+
+def encode_call(method: str, sequence: int, arguments: dict[str, Any]) -> bytes:
+    """A call with its frame. Raises ``InvalidRequest`` for values that the contract has no place for."""
+    buffer = TMemoryBuffer()
+    protocol = TBinaryProtocol(buffer)
+    try:
+        protocol.write_message_begin(method, TMessageType.CALL, sequence)
+        protocol.write_struct(getattr(_SERVICE, f"{method}_args")(**arguments))
+        protocol.write_message_end()
+    except Exception as error:
+        raise InvalidRequest(f"{method}: {error}") from error
+    message: bytes = buffer.getvalue()
+    if len(message) > _MAX_CALL_BYTES:
+        raise InvalidRequest(f"a message of {len(message)} bytes; a frame holds {_MAX_CALL_BYTES}")
+    return _FRAME.pack(len(message)) + message
+
+
+def decode_reply(method: str, sequence: int, message: bytes) -> Any:
+    """What the method returned. Raises the ``InferenceError`` that it answered, or ``BadReply``."""
+    try:
+        protocol = TBinaryProtocol(TMemoryBuffer(message))
+        name, kind, answered = protocol.read_message_begin()
+        is_error = kind == TMessageType.EXCEPTION
+        result = TApplicationException() if is_error else getattr(_SERVICE, f"{method}_result")()
+        protocol.read_struct(result)
+    except Exception as error:
+        raise BadReply(f"an answer to {method} that is no message of the contract: {error}") from error
+    if answered != sequence or not (is_error or (kind == TMessageType.REPLY and name == method)):
+        raise BadReply(f"an answer to {name} number {answered} in place of {method} number {sequence}")
+    if is_error:
+        raise undeclared_error(_UNDECLARED_CODES.get(result.type, "internal"), result.message or str(result))
+    if (failure := getattr(result, "error", None)) is not None:
+        raise inference_error(failure.code, failure.message, failure.retry_after_ms)
+    success = getattr(result, "success", None)
+    if success is None and method != "ping":
+        raise BadReply(f"an answer to {method} with neither a result nor an error")
+    return success
+
+
+class FrameReader:
+    """Collects what arrives on a connection until it is one whole answer."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> bytes | None:
+        """The message, without its frame, once it is whole. Raises ``BadReply`` for what can be no frame."""
+        self._received += data
+        if len(self._received) < _FRAME.size:
+            return None
+        (length,) = _FRAME.unpack_from(self._received)
+        if not 0 <= length <= MAX_REPLY_BYTES or len(self._received) > _FRAME.size + length:
+            begin = bytes(self._received[:40])
+            raise BadReply(
+                f"an answer that begins with {begin!r} is no frame of Thrift; is this torchpipe-serve's --port?"
+            )
+        if len(self._received) < _FRAME.size + length:
+            return None
+        return bytes(self._received[_FRAME.size :])

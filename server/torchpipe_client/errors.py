@@ -1,0 +1,148 @@
+"""What a call ends with where it has no result. Each error has a ``code`` for programs; its text is for people."""
+
+from __future__ import annotations
+
+import os
+
+
+class ClientError(Exception):
+    """Root of all exceptions of this package. ``retry_after_ms``: when a repetition may succeed, if that is known."""
+
+    code = "client_error"
+    retry_after_ms: int | None = None
+
+
+# -- what happens on this side --------------------------------------------------------------------------------------
+
+
+class NotConnected(ClientError, ConnectionError):
+    """No connection to the service could be made; nothing was sent."""
+
+    code = "not_connected"
+
+
+def not_connected(address: object, error: OSError) -> NotConnected:
+    """What became of an attempt to connect, in the words of the system where they are its."""
+    number = error.errno if isinstance(error, ConnectionError) else None
+    return NotConnected(f"cannot connect to {address}: {error if number is None else os.strerror(number)}")
+
+
+class ConnectionLost(ClientError, ConnectionError):
+    """The connection ended before the answer; the service may have begun the call."""
+
+    code = "connection_lost"
+
+
+class TimedOut(ClientError, TimeoutError):
+    """No answer within the call's ``timeout``; the service may have begun the call."""
+
+    code = "timeout"
+
+
+class BadReply(ClientError):
+    """An answer that is no message of the contract, or belongs to another call."""
+
+    code = "bad_reply"
+
+
+class ClientClosed(ClientError):
+    """The call came after ``close()``."""
+
+    code = "client_closed"
+
+
+# -- what the service answers ---------------------------------------------------------------------------------------
+
+
+class InferenceError(ClientError):
+    """The service answered with an error. A code without a class of its own (``too_large``, say) comes as this one."""
+
+    code = "internal"
+
+
+class InvalidRequest(InferenceError, ValueError):
+    """What was sent does not fit the pipeline, or has no form on the wire."""
+
+    code = "invalid_request"
+
+
+class UnknownNode(InferenceError, IndexError):
+    """``node_name`` names no root, or is missing where there are several."""
+
+    code = "unknown_node"
+
+
+class NoResult(InferenceError):
+    """The pipeline gave no result."""
+
+    code = "no_result"
+
+
+class DecodeError(NoResult, ValueError):
+    """Bytes that are no readable image."""
+
+    code = "decode_error"
+
+
+class BackendError(InferenceError):
+    """A backend raised an exception, which the service has logged."""
+
+    code = "backend_error"
+
+
+class Overloaded(InferenceError):
+    """Refused before it was begun: too many requests in flight, or a deadline that the queue rules out."""
+
+    code = "overloaded"
+
+
+class Unavailable(InferenceError):
+    """Refused before it was begun: no worker is there, one is being started."""
+
+    code = "unavailable"
+
+
+class DeadlineExceeded(InferenceError, TimeoutError):
+    """The service did not finish within the deadline."""
+
+    code = "deadline_exceeded"
+
+
+class WorkerDied(InferenceError):
+    """The worker ended while it had the call."""
+
+    code = "worker_died"
+
+
+class PipeClosed(InferenceError):
+    """The service stopped before the call was finished."""
+
+    code = "closed"
+
+
+_ANSWERED = (
+    InvalidRequest, UnknownNode, NoResult, DecodeError, BackendError,
+    Overloaded, Unavailable, DeadlineExceeded, WorkerDied, PipeClosed,
+)  # fmt: skip
+_BY_CODE: dict[str, type[InferenceError]] = {cls.code: cls for cls in _ANSWERED}
+_BY_NAME: dict[str, type[InferenceError]] = {cls.__name__: cls for cls in _ANSWERED}
+
+
+def inference_error(code: str, message: str, retry_after_ms: int | None = None) -> InferenceError:
+    """The exception for an error of the contract."""
+    error = _BY_CODE.get(code, InferenceError)(message)
+    error.code, error.retry_after_ms = code, retry_after_ms
+    return error
+
+
+def undeclared_error(code: str, message: str) -> InferenceError:
+    """The exception for an error that a method does not declare: its text begins with the name, if it has one."""
+    name, _, text = message.partition(": ")
+    if name in _BY_NAME:
+        return _BY_NAME[name](text)
+    return inference_error(code, message)
+
+
+def ends_connection(error: InferenceError) -> bool:
+    """Whether the service closes the connection after it: it does so where it could not read a message."""
+    return type(error) is InferenceError

@@ -1,0 +1,90 @@
+"""Python values to the contract's ``Value`` and back."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchpipe_client.contract import IDL
+from torchpipe_client.errors import BadReply, InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
+_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
+
+
+class Result(NamedTuple):
+    """What a classifier says of an image."""
+
+    label: str
+    score: float
+
+
+def to_bytes(name: str, data: Any) -> bytes:
+    """Encoded bytes as they are sent. Raises ``InvalidRequest`` for what is none."""
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, (bytearray, memoryview)):
+        return bytes(data)
+    raise InvalidRequest(f"{name}: expected bytes, got a {type(data).__name__}")
+
+
+def to_value(name: str, value: Any) -> Any:
+    """Bytes, texts, numbers, arrays of NumPy and lists of them. Raises ``InvalidRequest`` for anything else."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return IDL.Value(bytes=bytes(value))
+    if isinstance(value, str):
+        return IDL.Value(text=value)
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise InvalidRequest(f"{name}: an integer of more than 64 bits")
+        return IDL.Value(integer=int(value))
+    if isinstance(value, float):
+        return IDL.Value(number=float(value))
+    if hasattr(value, "__array__"):
+        return IDL.Value(tensor=_to_tensor(name, value))
+    if isinstance(value, (list, tuple)) and all(hasattr(item, "__array__") for item in value):
+        return IDL.Value(tensors=[_to_tensor(name, item) for item in value])
+    kinds = "bytes, texts, numbers, arrays and lists of arrays"
+    raise InvalidRequest(f"{name}: a {type(value).__name__} has no form on the wire, as {kinds} have")
+
+
+def from_value(name: str, value: Any) -> Any:
+    """What the service wrote. Raises ``BadReply`` for a value that holds nothing, or an array that is none."""
+    fields = [field for field in _FIELDS if getattr(value, field) is not None]
+    if len(fields) != 1:
+        raise BadReply(f"{name}: a value with {len(fields)} fields in place of one")
+    held = getattr(value, fields[0])
+    if fields[0] == "tensor":
+        return _to_array(name, held)
+    if fields[0] == "tensors":
+        return [_to_array(name, tensor) for tensor in held]
+    return held
+
+
+def _to_tensor(name: str, value: Any) -> Any:
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype.name not in _DTYPES:
+        raise InvalidRequest(f"{name}: an array of {array.dtype}; the wire has {', '.join(sorted(_DTYPES))}")
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return IDL.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
+
+
+def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
+    """An array of its own, which may be written to."""
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise ImportError(f"{name} is an array, for which numpy is needed (pip install numpy)") from error
+
+    shape = tuple(tensor.shape)
+    if tensor.dtype not in _DTYPES or min(shape, default=0) < 0:
+        raise BadReply(f"{name}: an array of dtype {tensor.dtype[:40]!r} and shape {shape}")
+    dtype = np.dtype(tensor.dtype)
+    if math.prod(shape) * dtype.itemsize != len(tensor.data):
+        raise BadReply(f"{name}: {len(tensor.data)} bytes do not fit an array of {dtype} and shape {shape}")
+    return np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
