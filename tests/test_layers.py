@@ -25,6 +25,8 @@ PACKAGE = [
     "drawing loadtest parity training",
     "cli",
 ]
+CLIENT = ["address errors", "contract", "values", "calls attempts", "connection", "aio client"]
+"""Imports neither ``torchpipe_py`` nor the server."""
 SERVER = ["options", "logs", "wire", "serving", "worker", "supervisor", "cli", "__main__"]
 TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
 """Within ``torchpipe_py.training``."""
@@ -93,6 +95,7 @@ def against(found: dict[str, set[str]], layers: list[str]) -> list[str]:
 
 
 IMPORTS = arrows(ROOT / "torchpipe_py", "torchpipe_py")
+CLIENT_IMPORTS = arrows(ROOT / "server" / "torchpipe_client", "torchpipe_client")
 SERVER_IMPORTS = arrows(ROOT / "server" / "torchpipe_server", "torchpipe_server")
 SCRIPT_IMPORTS = arrows(ROOT / "scripts", "")
 
@@ -105,6 +108,13 @@ def test_the_package_keeps_its_layers() -> None:
 def test_training_keeps_its_layers() -> None:
     inside = arrows(ROOT / "torchpipe_py" / "training", "torchpipe_py.training")
     assert against({module: targets for module, targets in inside.items() if module}, TRAINING) == []
+
+
+def test_the_client_keeps_its_layers_and_to_itself() -> None:
+    inside = {module: targets for module, targets in CLIENT_IMPORTS.items() if module}
+    assert against(inside, CLIENT) == []
+    found = set().union(*(imported(path) for path in modules(ROOT / "server" / "torchpipe_client").values()))
+    assert {name.split(".")[0] for name in found} & {"torchpipe_py", "torchpipe_server", "torch"} == set()
 
 
 def test_the_server_keeps_its_layers() -> None:
@@ -120,7 +130,7 @@ def test_scripts_keep_their_layers() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    for found in (IMPORTS, SERVER_IMPORTS, SCRIPT_IMPORTS):
+    for found in (IMPORTS, CLIENT_IMPORTS, SERVER_IMPORTS, SCRIPT_IMPORTS):
         TopologicalSorter(found).prepare()  # CycleError names the modules
 
 
@@ -151,7 +161,11 @@ def test_the_server_imports_public_names_only() -> None:
 
 def test_the_package_never_imports_the_server() -> None:
     found = {name: imported(path) for name, path in modules(ROOT / "torchpipe_py").items()}
-    assert [name for name, names in found.items() if any(one.startswith("torchpipe_server") for one in names)] == []
+    assert [
+        name
+        for name, names in found.items()
+        if any(one.startswith(("torchpipe_server", "torchpipe_client")) for one in names)
+    ] == []
 
 
 def test_importing_the_package_imports_no_heavy_library() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
+from torchpipe_py.idl import idl_path
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loadtest_options.add_options(bench, clients="client threads")
     bench.set_defaults(run=_bench, error_status=2)
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
+    idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
+    idl.set_defaults(run=lambda args: print(idl_path().read_text(encoding="utf-8"), end=""))
     arguments = sys.argv[1:] if argv is None else argv
     load.set_defaults(run=lambda _: _load(arguments[1:]))
     # Its options are parsed by itself, for scripts/client_qps.py has them too.

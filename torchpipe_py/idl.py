@@ -1,4 +1,4 @@
-"""The service's contract, ``idl/inference.thrift``, as Python classes. Needs thriftpy2."""
+"""The service's contract, ``idl/inference.thrift``, as a file and as Python classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ _PACKAGE = Path(__file__).resolve().parent
 _CANDIDATES = (_PACKAGE / "inference.thrift", _PACKAGE.parent / "idl" / "inference.thrift")
 
 
+def idl_path() -> Path:
+    """Where the contract is."""
+    path = next((path for path in _CANDIDATES if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"inference.thrift is neither at {' nor at '.join(map(str, _CANDIDATES))}")
+    return path
+
+
 def load_idl() -> ModuleType:
     """The module that thriftpy2 makes of the contract: structs, exceptions, ``InferenceService``.
 
@@ -17,8 +25,5 @@ def load_idl() -> ModuleType:
     """
     import thriftpy2
 
-    path = next((path for path in _CANDIDATES if path.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(f"inference.thrift is neither at {' nor at '.join(map(str, _CANDIDATES))}")
-    idl: ModuleType = thriftpy2.load(str(path), module_name="inference_thrift")
+    idl: ModuleType = thriftpy2.load(str(idl_path()), module_name="inference_thrift")
     return idl
