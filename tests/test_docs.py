@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import pytest
 import tomli
-from test_layers import PACKAGE, SERVER
+from test_layers import CLIENT, PACKAGE, SERVER
 from torchpipe_server import options
 
 from torchpipe_py.cli import markdown_table
@@ -294,8 +294,9 @@ def test_the_flags_of_the_service_are_the_declared_ones() -> None:
 
 def test_the_layers_shown_are_the_tested_ones() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Processes")[0]
-    package, server = text.split("The service imports")
-    for layers, shown in ((PACKAGE, package), (SERVER, server)):
+    package, service = text.split("The service imports")
+    server, client = service.split("The client imports")
+    for layers, shown in ((PACKAGE, package), (SERVER, server), (CLIENT, client)):
         cells = [line.split("|")[1] for line in shown.splitlines() if line.startswith("|")]
         rows = [
             next(row for row, cell in enumerate(cells) if re.search(rf"\b{name.replace('.', '/')}(\.py)?`", cell))

@@ -6,15 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from thriftpy2.rpc import make_client
-from thriftpy2.thrift import TException
+from torchpipe_client import Client, ClientError, InferenceError
 
-from torchpipe_py.idl import load_idl
 from torchpipe_py.images.files import find_images
-
-IDL = load_idl()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,22 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--img_dir {error}")
     try:
-        client = make_client(IDL.InferenceService, args.host, args.port, timeout=10_000)
-        right = sum(_is_right(client, path) for path in paths)
-        client.close()
-    except (OSError, TException) as error:
+        with Client(f"{args.host}:{args.port}", timeout=10) as client:
+            right = sum(_is_right(client, path) for path in paths)
+    except ClientError as error:
         print(f"accuracy: no answer from {args.host}:{args.port}: {error}", file=sys.stderr)
         return 2
     print(f"accuracy {right / len(paths):.3f}: {right} of {len(paths)} right")
     return 0 if right >= args.at_least * len(paths) else 1
 
 
-def _is_right(client: Any, path: Path) -> bool:
+def _is_right(client: Client, path: Path) -> bool:
     expected = path.stem.rsplit("_", 1)[0]
     try:
-        result = client.infer_batch(IDL.InferenceParams(uuid=path.name, data=path.read_bytes()))
-    except IDL.InferenceError as error:
-        print(f"  {path.name}: {error.code}: {error.message}")
+        result = client.infer_batch(path.read_bytes(), uuid=path.name)
+    except InferenceError as error:
+        print(f"  {path.name}: {error.code}: {error}")
         return False
     if result.label != expected:
         print(f"  {path.name}: predicted {result.label}, is {expected} (score {result.score:.3f})")
