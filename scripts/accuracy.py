@@ -1,7 +1,7 @@
-"""Send every image of a folder to the service once and compare its label with the file's name.
+"""Send every image of a folder to the service once and compare its label with the file's.
 
-``python scripts/accuracy.py --img_dir configs/demo/images --port 8888``; an image is called ``<label>_<anything>``.
-Also an example of a client: all that a call needs is ``idl/inference.thrift`` and a Thrift library.
+``python scripts/accuracy.py --img_dir configs/demo/images --port 8888``; a file is ``LABEL/name`` or ``LABEL_name``.
+Also an example of a client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Labels that a service gives, against the files' names: ``scripts/accuracy.py``, and an example of a client."""
+"""Labels that a service gives, against those of the files: ``scripts/accuracy.py``, and an example of a client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchpipe_client import Client, ClientError, InferenceError
 
-from torchpipe_py.images.files import find_images
+from torchpipe_py.images.files import find_images, label_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--img_dir {error}")
     try:
         with Client(f"{args.host}:{args.port}", timeout=10) as client:
-            right = sum(_is_right(client, path) for path in paths)
+            right = sum(_is_right(client, path, label_of(path, args.img_dir)) for path in paths)
     except ClientError as error:
         print(f"accuracy: no answer from {args.host}:{args.port}: {error}", file=sys.stderr)
         return 2
@@ -34,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if right >= args.at_least * len(paths) else 1
 
 
-def _is_right(client: Client, path: Path) -> bool:
-    expected = path.stem.rsplit("_", 1)[0]
+def _is_right(client: Client, path: Path, expected: str) -> bool:
     try:
         result = client.infer_batch(path.read_bytes(), uuid=path.name)
     except InferenceError as error:

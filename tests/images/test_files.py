@@ -1,4 +1,4 @@
-"""torchpipe_py.images.files: which files of a folder are images."""
+"""torchpipe_py.images.files: which files of a folder are images, and of what."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpipe_py.images.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images
+from torchpipe_py.images.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images, label_of
 
 
 def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> None:
@@ -17,6 +17,12 @@ def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> Non
     expected = ["a.jpg", "b.JPEG", "deep/c.tiff", "deep/deeper/d.png", "folder.jpg/e.bmp"]
     assert find_images(str(tmp_path)) == [tmp_path / name for name in expected]
     assert find_images(tmp_path, JPEG_SUFFIXES) == [tmp_path / name for name in expected[:2]]
+
+
+def test_labels_are_those_of_folders_and_names() -> None:
+    names = ["circle_03.jpg", "red_square_02.png", "star.jpg", "ring/cross_1.jpg", "ring/deeper/7.jpg"]
+    labels = [label_of(Path("images", name), Path("images")) for name in names]
+    assert labels == ["circle", "red_square", "star", "ring", "ring"]
 
 
 def test_folders_without_images(tmp_path: Path) -> None:

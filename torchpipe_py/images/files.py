@@ -26,5 +26,11 @@ def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAG
     return images
 
 
+def label_of(path: Path, folder: Path) -> str:
+    """The label of an image of ``find_images(folder)``: ``circle`` of ``circle/03.jpg`` and of ``circle_03.jpg``."""
+    first, *others = path.relative_to(folder).parts
+    return first if others else path.stem.rpartition("_")[0] or path.stem
+
+
 def _unreadable(error: OSError) -> NoReturn:
     raise PermissionError(f"{error.filename}: cannot be read: {error.strerror}") from error

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser, clients: str) -> None:
         "--total_number", type=at_least(1), default=DEFAULT_TOTAL, metavar="N", help="images to send in all" + default
     )
     option("--warmup", type=at_least(0), metavar="N", help="calls per client, not counted; default 5 %%, 1 to 50")
-    option("--labels_from_names", action="store_true", help="circle_03.jpg should get the label circle")
+    option("--labels_from_names", action="store_true", help="circle/03.jpg and circle_03.jpg should be circle")
     option("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     option("--no-progress", dest="progress", action="store_false", help="no progress bar")
 

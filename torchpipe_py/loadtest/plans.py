@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchpipe_py.images.files import find_images
+from torchpipe_py.images.files import find_images, label_of
 from torchpipe_py.loadtest.errors import CannotRunError
 
 _LONGEST_WARMUP = 50
@@ -22,13 +22,13 @@ class Payload:
 def load_images(directory: Path, labelled: bool) -> Payload:
     """The images below ``directory`` as they are; ``CannotRunError`` where there is none, or one cannot be read.
 
-    A ``labelled`` file's name up to its last underscore is its label: ``circle_03.jpg`` is a ``circle``.
+    ``labelled``: each has the label that its folder or its name says.
     """
     try:
         paths = find_images(directory)
     except OSError as error:
         raise CannotRunError(f"--img_dir {error}") from error
-    labels = [(path.stem.rpartition("_")[0] or path.stem) if labelled else None for path in paths]
+    labels = [label_of(path, directory) if labelled else None for path in paths]
     try:
         return Payload([path.read_bytes() for path in paths], labels)
     except OSError as error:
