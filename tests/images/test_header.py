@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
+from collections.abc import Callable
 from itertools import product
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -30,8 +31,8 @@ from pictures import (
 )
 
 from torchpipe_py import ConfigError, DecodeError, pipe
-from torchpipe_py.images.header import HeaderCheck, to_formats
-from torchpipe_py.images.jpeg import MAX_SCANS
+from torchpipe_py.images.header import MAX_PIXELS, HeaderCheck, declares_large, to_formats
+from torchpipe_py.images.jpeg import MAX_PASSES, MAX_SCANS
 
 EVERY = HeaderCheck(("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm"))
 
@@ -190,6 +191,33 @@ def test_what_is_refused(name: str) -> None:
         EVERY(data)
     assert str(caught.value).startswith(f"{len(data)} bytes")
     assert len(str(caught.value)) < 300
+
+
+def test_the_scans_of_large_images_are_bounded_together() -> None:
+    """Those of libjpeg's defaults are ten; a phone's 50 megapixels pass with them, by either limit."""
+    pixels = 24 * 32
+    check = HeaderCheck(max_pixels=pixels)
+    assert check(with_scans(PROGRESSIVE, MAX_PASSES)).scans == MAX_PASSES
+    with pytest.raises(DecodeError, match="17 scans of 32x24 pixels, together more than 16 times max_pixels = 768"):
+        check(with_scans(PROGRESSIVE, MAX_PASSES + 1))
+    assert HeaderCheck(max_pixels=2 * pixels)(with_scans(PROGRESSIVE, MAX_SCANS)).scans == MAX_SCANS
+    assert MAX_PASSES * MAX_PIXELS > 20 * 50_000_000
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+def test_large_is_what_declares_more_than_a_quarter(name: str, kind: Callable[[bytes], Any]) -> None:
+    header = EVERY(GOOD[name])
+    pixels = header.width * header.height
+    assert declares_large(kind(GOOD[name]), 4 * pixels - 1)
+    assert not declares_large(kind(GOOD[name]), 4 * pixels)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xd8", b"\x89P", b"RI", b"BM", b"II", b"P6", b"text", "text", None, np.eye(3)]
+)
+def test_what_says_no_size_is_not_large(data: Any) -> None:
+    assert not declares_large(data, 1)
 
 
 def test_as_many_scans_as_are_allowed() -> None:

@@ -25,15 +25,15 @@ SIZE = 2 * SMALL
 class Holder(threading.Thread):
     """Holds a reservation from when it has it until it is told to end."""
 
-    def __init__(self, memory: DecodingMemory, size: int, limit: int) -> None:
+    def __init__(self, memory: DecodingMemory, size: int, limit: int, is_large: bool = False) -> None:
         super().__init__(daemon=True)
-        self._arguments = memory, size, limit
+        self._arguments = memory, size, limit, is_large
         self.has, self.may_end = threading.Event(), threading.Event()
         self.start()
 
     def run(self) -> None:
-        memory, size, limit = self._arguments
-        with memory.reserved(size, limit):
+        memory, *arguments = self._arguments
+        with memory.reserved(*arguments):
             self.has.set()
             self.may_end.wait(60)
 
@@ -74,6 +74,31 @@ def test_an_image_larger_than_the_limit_runs_alone() -> None:
         assert not other.has.is_set()
     assert other.has.wait(60)
     other.end()
+
+
+def test_no_image_waits_for_a_large_one() -> None:
+    memory, limit = DecodingMemory(), 4 * SIZE
+    large = Holder(memory, limit, limit, is_large=True)
+    assert large.has.wait(60)
+    others = [Holder(memory, SIZE, limit) for _ in range(2)]
+    assert all(other.has.wait(60) for other in others)
+    third = Holder(memory, SIZE, limit)  # beside a large one they have half of the limit
+    while not memory._waiting:
+        pass
+    large.end()
+    assert third.has.wait(60)
+    next_large = Holder(memory, SIZE, limit, is_large=True)
+    while not memory._waiting_large:
+        pass
+    fourth = Holder(memory, SIZE, limit)  # or one that is wanted
+    while not memory._waiting:
+        pass
+    third.end()
+    assert next_large.has.wait(60)
+    assert fourth.has.wait(60)
+    for holder in (*others, next_large, fourth):
+        holder.end()
+    assert not memory._under_way
 
 
 def test_an_error_gives_the_memory_back() -> None:
@@ -150,7 +175,7 @@ def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_
             request = p.submit({"data": big}, timeout=0.3)
             late = p.submit({"data": big})
             assert isinstance(request.exception(60), DeadlineExceeded)
-            while not DECODING._waiting:  # of which only the other is left
+            while not DECODING._waiting_large:  # of which only the other is left
                 pass
             end = perf_counter() + 60
             while any(node["oldest_batch_s"] for node in p.stats()["nodes"].values()):

@@ -213,6 +213,13 @@ class Backend:
         """
         return tensor_key(item[TASK_DATA_KEY])
 
+    def is_large(self, item: Data) -> bool:
+        """Whether this item may take seconds where others take milliseconds; asked before ``forward``, in microseconds.
+
+        Where instances take one request at a time, all of them but one run such items, so that the others go on.
+        """
+        return False
+
     def prefer_color(self, color: str | None) -> str | None:
         """Told which ``color`` the next backend in a ``Sequential`` prefers for its Mats, say which this one prefers.
 

@@ -6,10 +6,12 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from torchpipe_py.errors import DecodeError, nearest
 from torchpipe_py.images.formats import read_bmp, read_gif, read_pnm, read_tiff, read_webp
-from torchpipe_py.images.jpeg import MAX_SCANS, PROGRESSIVE, Bytes, JpegHeader
-from torchpipe_py.images.png import read_png
+from torchpipe_py.images.jpeg import MAX_PASSES, MAX_SCANS, PROGRESSIVE, Bytes, JpegHeader
+from torchpipe_py.images.png import read_ihdr, read_png
 from torchpipe_py.values import Value, to_strings
 
 MAX_PIXELS = 2**26
@@ -17,6 +19,11 @@ MAX_PIXELS = 2**26
 
 FORMATS = ("jpeg", "png", "webp", "bmp")
 """Those that are read unless a configuration names others."""
+
+
+def is_large(pixels: int, max_pixels: int) -> bool:
+    """Whether an image may take seconds where others take milliseconds."""
+    return 4 * pixels > max_pixels
 
 
 class ImageHeader(NamedTuple):
@@ -38,11 +45,12 @@ class ImageHeader(NamedTuple):
 
 def _read_jpeg(data: Bytes) -> ImageHeader:
     jpeg = JpegHeader(data)
+    scans = jpeg.scans(data)
     # What is decoded in several passes is kept in coefficients of 16 bits.
     # NOTE: else cv2.imdecode has the pixels twice at its end, since it copies them into an array.
-    bytes_each = 6 if jpeg.scans == 1 and jpeg.frame != PROGRESSIVE else max(6, 3 + 2 * jpeg.components)
+    bytes_each = 6 if scans == 1 and jpeg.frame != PROGRESSIVE else max(6, 3 + 2 * jpeg.components)
     memory = jpeg.width * jpeg.height * bytes_each
-    return ImageHeader("jpeg", jpeg.width, jpeg.height, jpeg.components, 8, 1, jpeg.scans, memory)
+    return ImageHeader("jpeg", jpeg.width, jpeg.height, jpeg.components, 8, 1, scans, memory)
 
 
 def _reader(name: str, read: Callable[[Bytes], Any]) -> Callable[[Bytes], ImageHeader]:
@@ -59,19 +67,21 @@ class _Format(NamedTuple):
     shown: str
     starts: tuple[bytes, ...]
     read: Callable[[Bytes], ImageHeader]
+    read_size: Callable[[Bytes], Any]
+    """Only as far as ``width`` and ``height``."""
 
 
 # Only what has a reader here can be named in a configuration.
 _FORMATS = {
     entry.name: entry
     for entry in (
-        _Format("jpeg", "JPEG", (b"\xff\xd8",), _read_jpeg),
-        _Format("png", "PNG", (b"\x89P",), _reader("png", read_png)),
-        _Format("webp", "WebP", (b"RI",), _reader("webp", read_webp)),
-        _Format("bmp", "BMP", (b"BM",), _reader("bmp", read_bmp)),
-        _Format("gif", "GIF", (b"GI",), _reader("gif", read_gif)),
-        _Format("tiff", "TIFF", (b"II", b"MM"), _reader("tiff", read_tiff)),
-        _Format("pnm", "PNM", tuple(b"P%d" % kind for kind in range(1, 7)), _reader("pnm", read_pnm)),
+        _Format("jpeg", "JPEG", (b"\xff\xd8",), _read_jpeg, JpegHeader),
+        _Format("png", "PNG", (b"\x89P",), _reader("png", read_png), read_ihdr),
+        _Format("webp", "WebP", (b"RI",), _reader("webp", read_webp), read_webp),
+        _Format("bmp", "BMP", (b"BM",), _reader("bmp", read_bmp), read_bmp),
+        _Format("gif", "GIF", (b"GI",), _reader("gif", read_gif), read_gif),
+        _Format("tiff", "TIFF", (b"II", b"MM"), _reader("tiff", read_tiff), read_tiff),
+        _Format("pnm", "PNM", tuple(b"P%d" % kind for kind in range(1, 7)), _reader("pnm", read_pnm), read_pnm),
     )
 }
 _BY_START = {start: entry for entry in _FORMATS.values() for start in entry.starts}
@@ -112,6 +122,10 @@ class HeaderCheck:
             raise DecodeError(f"{len(data)} bytes: {self._wrong_size(header)}")
         if header.scans > MAX_SCANS:
             raise DecodeError(f"{len(data)} bytes: a JPEG of more than {MAX_SCANS} scans, each a pass over all pixels")
+        if header.scans * width * height > MAX_PASSES * self.max_pixels:
+            work = f"{header.scans} scans of {width}x{height} pixels"
+            limit = f"{MAX_PASSES} times max_pixels = {self.max_pixels}"
+            raise DecodeError(f"{len(data)} bytes: a JPEG of {work}, together more than {limit}")
         return header
 
     def _wrong_size(self, header: ImageHeader) -> str:
@@ -119,6 +133,22 @@ class HeaderCheck:
         if header.width <= 0 or header.height <= 0:
             return size
         return f"{size}, more than max_pixels = {self.max_pixels}"
+
+
+def declares_large(data: object, max_pixels: int) -> bool:
+    """Whether the header of encoded bytes is that of a large image; read in microseconds.
+
+    ``False`` where it cannot be told: such an image is refused anyway.
+    """
+    if isinstance(data, np.ndarray):
+        data = data.data if data.ndim == 1 and data.dtype == np.uint8 else b""
+    if not isinstance(data, (bytes, bytearray, memoryview)) or (entry := _BY_START.get(bytes(data[:2]))) is None:
+        return False
+    try:
+        size = entry.read_size(data)
+    except (struct.error, IndexError, DecodeError):
+        return False
+    return is_large(size.width * size.height, max_pixels)
 
 
 def _known(data: Bytes) -> str:

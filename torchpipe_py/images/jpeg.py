@@ -12,6 +12,9 @@ Bytes = bytes | bytearray | memoryview
 MAX_SCANS = 32
 """Each is a pass over all coefficients. libjpeg writes 10 by default and 18 for CMYK, optimisers no more than that."""
 
+MAX_PASSES = 16
+"""Times ``max_pixels``: what all scans of a JPEG together pass over. So the largest have fewer scans."""
+
 MAX_SEGMENTS = 2048
 """Before the image data. A colour profile of 16 MB takes 255."""
 
@@ -40,18 +43,18 @@ _PIECE = 2**18  # bytes that are searched in one call, which holds the GIL
 
 
 class JpegHeader:
-    """What stands before the image data, and how many scans that has.
+    """What stands before the image data.
 
     ``width``, ``height`` in pixels as stored, ``components`` of color, ``frame`` is the marker of the frame header.
     ``transform`` is Adobe's (1: YCbCr). ``is_tight``: nothing stands between the segments. ``data_start`` is where the
-    first scan's bytes begin. ``scans`` is 1 for what is decoded in one pass.
+    first scan's bytes begin.
     """
 
-    __slots__ = ("_exif", "components", "data_start", "frame", "height", "is_tight", "scans", "transform", "width")
+    __slots__ = ("_exif", "_first", "components", "data_start", "frame", "height", "is_tight", "transform", "width")
 
     def __init__(self, data: Bytes) -> None:
         """``DecodeError`` for what is no JPEG, is cut off, or is of a kind that is not read."""
-        self.frame, self.transform, self.scans = 0, 1, 1
+        self.frame, self.transform = 0, 1
         self.is_tight = True
         self._exif = 0, 0
         try:
@@ -91,8 +94,7 @@ class JpegHeader:
         if not self.frame:
             raise DecodeError("JPEG: no frame header before the image data")
         self.data_start = position + length
-        if self.frame == PROGRESSIVE or data[position + 2] < self.components:
-            self.scans = count_scans(data, self.data_start)
+        self._first = data[position + 2]  # components in the first scan
 
     def _after_marker(self, data: Bytes, position: int) -> tuple[int, int]:
         """What is no marker is passed over, as libjpeg does it, but not without end; FF may stand before a marker."""
@@ -119,6 +121,12 @@ class JpegHeader:
         if self.components not in (1, 3, 4) or length != 8 + 3 * self.components:
             raise DecodeError(f"JPEG: {self.components} color components in a frame header of {length} bytes")
         self.frame = marker
+
+    def scans(self, data: Bytes) -> int:
+        """How many there are, one more than are allowed at the most; 1 for what is decoded in one pass."""
+        if self.frame == PROGRESSIVE or self._first < self.components:
+            return count_scans(data, self.data_start)
+        return 1
 
     def orientation(self, data: Bytes) -> int:
         """The EXIF orientation 1..8; 1, as stored, where there is none or it makes no sense."""

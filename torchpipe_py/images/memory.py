@@ -41,8 +41,9 @@ CURRENT = _CurrentThread()
 class DecodingMemory:
     """Counts the bytes that decoders of a process have under way; who would exceed the limit waits for the others.
 
-    They come in the order in which they asked. Nobody asks for more while it holds some, so nobody waits for ever; and
-    where nothing is under way, anything may be.
+    Large images have the limit, and the others half of it beside them, so that none waits for a large one; where no
+    large one is wanted, the others have all of it. Each kind comes in the order in which it asked. Nobody asks for more
+    while it holds some, so nobody waits for ever; and where none of its kind is under way, any one may be.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,11 @@ class DecodingMemory:
         """Nothing is under way, as in a process that was just forked: the threads that decoded are not there."""
         self._lock = threading.Lock()
         self._under_way: set[_Reservation] = set()
-        self._waiting: deque[_Reservation] = deque()
+        self._waiting_large: deque[_Reservation] = deque()
+        self._waiting: deque[_Reservation] = deque()  # the others
 
     @contextmanager
-    def reserved(self, size: int, limit: int) -> Iterator[None]:
+    def reserved(self, size: int, limit: int, is_large: bool = False) -> Iterator[None]:
         """Wait until ``size`` bytes beside those under way are within ``limit``, and count them meanwhile.
 
         ``DeadlineExceeded`` where the deadline of ``CURRENT.waiter`` comes first.
@@ -63,11 +65,12 @@ class DecodingMemory:
         if size <= SMALL:
             yield
             return
-        reservation = _Reservation(size, limit)
+        reservation = _Reservation(size, limit, is_large)
+        waiting = self._waiting_large if is_large else self._waiting
         # NOTE: Ctrl-C can meet a caller that decodes its own image anywhere here, even while it waits.
         try:
             with self._lock:
-                self._waiting.append(reservation)
+                waiting.append(reservation)
                 self._admit()
             if not reservation.admitted.acquire(blocking=False):
                 _wait(reservation)
@@ -75,25 +78,31 @@ class DecodingMemory:
         finally:
             with self._lock:
                 self._under_way.discard(reservation)
-                if reservation in self._waiting:
-                    self._waiting.remove(reservation)
+                if reservation in waiting:
+                    waiting.remove(reservation)
                 self._admit()
 
     def _admit(self) -> None:
-        while self._waiting:
-            first, under_way = self._waiting[0], sum(other.size for other in self._under_way)
-            if under_way and under_way + first.size > first.limit:
-                return
-            self._under_way.add(first)
-            self._waiting.popleft()
-            first.admitted.release()
+        for waiting in (self._waiting_large, self._waiting):
+            while waiting and self._has_room(waiting[0]):
+                self._under_way.add(waiting[0])
+                waiting.popleft().admitted.release()
+
+    def _has_room(self, wanted: _Reservation) -> bool:
+        large = sum([other.size for other in self._under_way if other.is_large])
+        others = sum([other.size for other in self._under_way if not other.is_large])
+        if wanted.is_large:
+            return 2 * others <= wanted.limit and (not large or large + wanted.size <= wanted.limit)
+        if not others or 2 * (others + wanted.size) <= wanted.limit:
+            return True
+        return not self._waiting_large and large + others + wanted.size <= wanted.limit
 
 
 class _Reservation:
     """Some bytes; ``admitted`` can be acquired once they are counted."""
 
-    def __init__(self, size: int, limit: int) -> None:
-        self.size, self.limit = size, limit
+    def __init__(self, size: int, limit: int, is_large: bool) -> None:
+        self.size, self.limit, self.is_large = size, limit, is_large
         self.admitted = threading.Lock()
         self.admitted.acquire()
 

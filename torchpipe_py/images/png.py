@@ -45,6 +45,19 @@ class PngHeader(NamedTuple):
 
 def read_png(data: Bytes) -> PngHeader:
     """The header; ``DecodeError`` for what is no PNG, is animated, or holds more than its image."""
+    header = read_ihdr(data)
+    image, texts = _chunks(data)
+    _check_texts(data, texts)
+    row = 1 + (header.width * header.channels * header.bits + 7) // 8
+    limit = 2 * row * header.height + 2**12  # interlaced, it is somewhat more than the rows
+    if sum(end - start for start, end in image) > limit or _grows_beyond(data, image, limit):
+        size = f"{header.width}x{header.height} pixels of {header.channels}x{header.bits} bits"
+        raise DecodeError(f"PNG: its image data grow to more than {size}")
+    return header
+
+
+def read_ihdr(data: Bytes) -> PngHeader:
+    """The header, without a look at what follows; ``DecodeError`` for what is no PNG."""
     if bytes(data[:8]) != SIGNATURE:
         raise DecodeError("PNG: its first 8 bytes are not those of a PNG")
     try:
@@ -55,16 +68,7 @@ def read_png(data: Bytes) -> PngHeader:
         raise DecodeError("PNG: it does not begin with its header, IHDR")
     if bits not in _DEPTHS.get(color, ()) or method or filters or interlace > 1:
         raise DecodeError(f"PNG: color type {color} with {bits} bits, compressed by {method}, {filters}, {interlace}")
-    header = PngHeader(width, height, CHANNELS[color], bits)
-    image, texts = _chunks(data)
-    _check_texts(data, texts)
-    row = 1 + (width * header.channels * bits + 7) // 8
-    limit = 2 * row * height + 2**12  # interlaced, it is somewhat more than the rows
-    if sum(end - start for start, end in image) > limit or _grows_beyond(data, image, limit):
-        raise DecodeError(
-            f"PNG: its image data grow to more than {width}x{height} pixels of {header.channels}x{bits} bits"
-        )
-    return header
+    return PngHeader(width, height, CHANNELS[color], bits)
 
 
 def _chunks(data: Bytes) -> tuple[list[Span], list[tuple[bytes, Span]]]:

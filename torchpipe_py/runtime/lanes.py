@@ -201,13 +201,18 @@ class SingleLane(Lane):
     """Where no batch can form, nobody leads: each instance takes a request for itself.
 
     Where the backend runs on any thread, the blocked caller of a request stands in for an idle instance: waking one
-    and being woken again would cost more than most images.
+    and being woken again would cost more than most images. Of several instances one is kept for items that are not
+    large, so that these never wait for a large one to end.
     """
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane]) -> None:
         super().__init__(name, instances, fail, waiting)
         self.idle: IdleStack[Instance] = IdleStack(self._queue)
         self._any_thread = all(instance.backend.any_thread() for instance in instances)
+        # Large items that wait while as many run as may. NOTE: they go back to the queue whenever one of these ends.
+        self._large: deque[Request] = deque()
+        self._large_lock = threading.Lock()
+        self._large_left = len(instances) - 1
 
     def _stays_with_caller(self, request: Request, caller: CallerThread) -> bool:
         # One of several branches stays; more of them only where a hand-over would take longer than the backend.
@@ -269,6 +274,49 @@ class SingleLane(Lane):
         instance.started = start = perf_counter()
         if not self._starts(instance, request, start):
             return
+        if len(self.instances) > 1 and self._is_large(instance, request):
+            self._run_large(instance, request, start)
+        else:
+            self._compute(instance, request, start)
+
+    def queued(self) -> int:
+        return super().queued() + (0 if self.is_closing else len(self._large))
+
+    def _fail_queued(self) -> None:
+        with self._large_lock:
+            self._queue.extend(self._large)
+            self._large.clear()
+        super()._fail_queued()
+
+    def _is_large(self, instance: Instance, request: Request) -> bool:
+        try:
+            return instance.backend.is_large(request.data)
+        except BaseException:  # `forward` has the same dict, and says what is wrong with it
+            return False
+
+    def _run_large(self, instance: Instance, request: Request, start: float) -> None:
+        """Run it, or put it aside until another large one has ended."""
+        with self._large_lock:
+            may_run = self._large_left > 0
+            if may_run:
+                self._large_left -= 1
+            else:
+                request.caller = None
+                self._large.append(request)
+        if not may_run:
+            if self.is_closing:
+                self._fail_queued()
+            return
+        try:
+            self._compute(instance, request, start)
+        finally:
+            with self._large_lock:
+                self._large_left += 1
+                # All of them, since some may be over. This instance looks into the queue next, or is given back.
+                self._queue.extendleft(reversed(self._large))
+                self._large.clear()
+
+    def _compute(self, instance: Instance, request: Request, start: float) -> None:
         instance.deadline = request.deadline
         try:
             try:

@@ -62,6 +62,9 @@ class Wrapper(Backend):
     def batch_key(self, item: Data) -> Hashable:
         return self.inner.batch_key(item)
 
+    def is_large(self, item: Data) -> bool:
+        return self.inner.is_large(item)
+
     def prefer_color(self, color: str | None) -> str | None:
         return self.inner.prefer_color(color)
 
@@ -162,6 +165,9 @@ class Sequential(Backend):
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)
+
+    def is_large(self, item: Data) -> bool:
+        return self.config.children[0].is_large(item)
 
 
 _ENDS = (Status.Break, Status.SerialSkip, Status.SubGraphSkip)

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
 from torchpipe_py.errors import DecodeError, InvalidRequest, first_line
-from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, to_formats
+from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, declares_large, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
@@ -76,14 +76,15 @@ def encoded_bytes(value: Any) -> np.ndarray:
 class MatDecoder:
     """Encoded image bytes to an H×W×3 Mat by ``cv2.imdecode``, which sees only what a ``HeaderCheck`` lets through.
 
-    Decoders of a process have up to eight bytes for each of ``max_pixels`` under way; the next image waits.
+    Large images, of more than a quarter of ``max_pixels``, have up to eight bytes for each of ``max_pixels`` under way
+    in a process, and the others half as much beside them; the next image waits.
     """
 
     def __init__(self, color: str, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
         import cv2
 
         self._check = HeaderCheck(formats, max_pixels)
-        self._limit = 8 * max_pixels
+        self._max_pixels, self._limit = max_pixels, 8 * max_pixels
         self._imdecode: Callable[..., Any] = cv2.imdecode
         self._flags = cv2.IMREAD_COLOR_RGB if color == "rgb" else cv2.IMREAD_COLOR_BGR
         self._cv2_error = cv2.error
@@ -99,7 +100,9 @@ class MatDecoder:
             if header.memory <= SMALL:
                 mat = self._imdecode(encoded, self._flags)
             else:
-                with DECODING.reserved(header.memory, self._limit):
+                with DECODING.reserved(
+                    header.memory, self._limit, is_large(header.width * header.height, self._max_pixels)
+                ):
                     mat = self._imdecode(encoded, self._flags)
         except self._cv2_error as error:
             reason = getattr(error, "err", "") or first_line(error)  # the rest names OpenCV's own files
@@ -118,9 +121,11 @@ class DecodeMat(StatelessBackend):
 
     Gray, CMYK and 16-bit images become three channels of 8 bits, EXIF orientation is applied, alpha is dropped.
     No ``result``, but a ``DecodeError`` as ``error``: bytes that are no image, of a format that is not in ``formats``,
-    of more pixels than ``max_pixels``, JPEGs of more than 32 scans, animated PNG and WebP. All that is read from the
-    header, before OpenCV sees the image. At a time a process decodes what takes up to eight bytes for each of
-    ``max_pixels``, or one image; the next one waits.
+    of more pixels than ``max_pixels``, JPEGs of more than 32 scans or 16 × ``max_pixels`` in all of them, animated PNG
+    and WebP. All that is read from the
+    header, before OpenCV sees the image. At a time a process decodes what takes up to twelve bytes for each of
+    ``max_pixels``; the next image waits. One of more than a quarter of ``max_pixels`` keeps no smaller one waiting,
+    where its node takes one request at a time and has two instances or more.
     """
 
     isolation = Isolation.MOVES
@@ -136,6 +141,9 @@ class DecodeMat(StatelessBackend):
 
     def setup(self) -> None:
         self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
+
+    def is_large(self, item: Data) -> bool:
+        return declares_large(item[TASK_DATA_KEY], self.max_pixels)
 
     def forward_item(self, item: Data) -> None:
         try:

@@ -72,6 +72,9 @@ class Isolated(ItemBackend):
         if self.config.instance == 0 and not decoder.is_filtered:
             logger.warning("%s: this system filters no system calls; only limits confine a decoder", self.config.label)
 
+    def is_large(self, item: Data) -> bool:
+        return self.config.children[0].is_large(item)
+
     def forward_item(self, item: Data) -> None:
         encoded = encoded_bytes(item[TASK_DATA_KEY])
         try:

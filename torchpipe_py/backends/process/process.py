@@ -116,6 +116,9 @@ class Process(Backend):
         except Exception:  # it needs what only setup gives it, and that was done elsewhere
             return tensor_key(item[TASK_DATA_KEY])
 
+    def is_large(self, item: Data) -> bool:
+        return self.config.children[0].is_large(item)
+
     def _describe(self) -> Setup:
         try:
             pickled = pickle_plan(BackendPlan.of(self.config.children[0]))
