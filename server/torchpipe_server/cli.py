@@ -52,8 +52,9 @@ class CannotServeError(Exception):
 
 
 def _serve(options: Options) -> int:
-    if find_spec("thriftpy2") is None:
-        raise CannotServeError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")
+    for library in ("thriftpy2", "h11", "multipart"):
+        if find_spec(library) is None:
+            raise CannotServeError(f"{library} is not installed (pip install 'torchpipe_py[server]')")
     from torchpipe_py import parse_toml
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
@@ -116,9 +117,9 @@ def _reason(error: OSError) -> str:
 
 
 def _http(options: Options, files: int, supervisor: Any) -> Any:
-    for library in ("h11", "prometheus_client"):
-        if find_spec(library) is None:
-            raise CannotServeError(f"--http-port: {library} is not installed (pip install 'torchpipe_py[server]')")
+    if find_spec("prometheus_client") is None:
+        problem = "prometheus_client is not installed (pip install 'torchpipe_py[server]')"
+        raise CannotServeError(f"--http-port: {problem}")
     from torchpipe_server.supervisor.slots import http_connections
     from torchpipe_server.supervisor.status import StatusServer
 

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 from torchpipe_server.serving.service import ThriftService
 from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, ProtocolError
+from torchpipe_server.worker.deadline import Deadlines
 from torchpipe_server.worker.handler import InferenceHandler
 
 from torchpipe_py.errors import DecodeError, UnknownNode
@@ -297,7 +298,7 @@ class Judge:
     """Runs a mutant and says what is wrong with it; empty where nothing is."""
 
     def __init__(self) -> None:
-        methods = InferenceHandler(EchoPipe(), load_idl(), 1000.0).methods  # type: ignore[arg-type]
+        methods = InferenceHandler(EchoPipe(), load_idl(), Deadlines(EchoPipe(), 1000.0)).methods  # type: ignore[arg-type]
         self.service = ThriftService(methods, LIMITS)
         self.calls = 0
         self.seconds = 0.0

@@ -24,12 +24,16 @@ from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
 from torchpipe_server.options import Options
+from torchpipe_server.serving.http import Routes
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
+from torchpipe_server.serving.protocols import Served
 from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
+from torchpipe_server.worker.deadline import Deadlines
 from torchpipe_server.worker.handler import InferenceHandler
+from torchpipe_server.worker.http_handler import HttpHandler
 
 from torchpipe_py import pipe
 from torchpipe_py.idl import load_idl
@@ -56,7 +60,9 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
 class LocalServer:
     """A `Server` on a loopback socket and a thread of this process: what a worker does, with its own acceptor."""
 
-    def __init__(self, run: Any, listener: Any = None, make_methods: Any = None, **options: Any) -> None:
+    def __init__(
+        self, run: Any, listener: Any = None, make_methods: Any = None, make_served: Any = None, **options: Any
+    ) -> None:
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = listener.getsockname()[1]
         settings = Options(config="test", **{"host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
@@ -65,8 +71,11 @@ class LocalServer:
         self.journal = Journal(slots_for(settings.max_connections))
         self.slots = Slots(settings.max_connections, settings.max_connections_per_address, lambda slots: None)
         self.acceptor = Acceptor(self.loop, listener, self._take, self.slots.make_room)
-        methods = make_methods(self.loop) if make_methods else self._methods(run, settings)
-        self.server = Server(self.loop, methods, settings, lambda slot, is_closed: self.slots.release(slot))
+        if make_methods:
+            served = Served(make_methods(self.loop), Routes(()))
+        else:
+            served = make_served(self.loop) if make_served else self._served(run, settings)
+        self.server = Server(self.loop, served, settings, lambda slot, is_closed: self.slots.release(slot))
         self.loop.steps.append(self._step)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -75,9 +84,11 @@ class LocalServer:
         self.loop.call(self._stop)
 
     @staticmethod
-    def _methods(run: Any, options: Options) -> Any:
-        limits = options.deadline_ms, options.max_batch, options.max_reply_bytes
-        return InferenceHandler(run, IDL, *limits).methods
+    def _served(run: Any, options: Options) -> Served:
+        deadlines = Deadlines(run, options.deadline_ms)
+        thrift = InferenceHandler(run, IDL, deadlines, options.max_batch, options.max_reply_bytes)
+        http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
+        return Served(thrift.methods, Routes(http.routes))
 
     def _take(self, sock: socket.socket, peer: str) -> None:
         place = self.slots.take(peer)

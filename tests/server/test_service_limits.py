@@ -195,7 +195,7 @@ def test_the_deepest_message_is_served(length):
 
 HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(range(256))
 GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "tls": HELLO,
     "zeros": b"\0" * 100,
     "ones": b"\xff" * 100,

@@ -10,8 +10,9 @@ from enum import Enum, auto
 from time import monotonic
 
 from torchpipe_server.serving.journal import Entry
+from torchpipe_server.serving.protocols import Reader, Request
 from torchpipe_server.serving.service import Cancellable
-from torchpipe_server.wire.protocol import Message, MessageReader, ProtocolError
+from torchpipe_server.wire.protocol import ProtocolError
 
 BACKLOG = 64  # whole messages that wait; beyond them no more is read, nor cut out of what was
 TURN_SECONDS = 0.0005  # of the I/O thread's time for one connection, until the others have had theirs
@@ -54,7 +55,7 @@ class Connection:
         "working_bytes",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, reader: MessageReader, journal: Entry, slot: int, is_refused: bool) -> None:
+    def __init__(self, sock: socket.socket, reader: Reader, journal: Entry, slot: int, is_refused: bool) -> None:
         self.sock, self.reader, self.journal, self.slot = sock, reader, journal, slot
         self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
         self.state = OPEN
@@ -62,8 +63,8 @@ class Connection:
         self.last_active = monotonic()
         self.message_since = 0.0  # when an unfinished message began, 0 if there is none
         self.ended_at = 0.0  # when the client said that it sends nothing more, 0 if it has not
-        self.backlog: deque[Message] = deque()
-        self.uncut: Iterator[Message] | None = None  # the messages in what was read, those behind the backlog
+        self.backlog: deque[Request] = deque()
+        self.uncut: Iterator[Request] | None = None  # the messages in what was read, those behind the backlog
         self.lock = threading.Lock()
         self.work = NONE
         self.has_turn = False  # the I/O thread is at its messages, and looks at what became of them afterwards
@@ -98,7 +99,13 @@ class Connection:
     @property
     def waits_for_loop(self) -> bool:
         """Whether the I/O thread has to go on with it once its request is answered."""
-        return self.state not in (OPEN, CLOSED) or self.work is SENDING or self.has_messages or self.is_gone
+        return (
+            self.state not in (OPEN, CLOSED)
+            or self.work is SENDING
+            or self.has_messages
+            or self.is_gone
+            or self.reader.awaits_invitation
+        )
 
     @property
     def can_cut(self) -> bool:
@@ -115,7 +122,7 @@ class Connection:
         if not self.backlog:
             return False
         message = self.backlog[0]
-        return message.end - message.start > most_bytes or monotonic() - self.last_active > TURN_SECONDS
+        return message.size > most_bytes or monotonic() - self.last_active > TURN_SECONDS
 
     def is_working_on(self, serial: int) -> bool:
         """Whether the request of that number still waits for its answer."""
@@ -128,7 +135,7 @@ class Connection:
         return held + (0 if unsent is None else len(unsent))
 
     def _backlog_bytes(self) -> int:
-        return sum(message.end - message.start for message in self.backlog)
+        return sum(message.size for message in self.backlog)
 
     # -- the I/O thread -------------------------------------------------------------------------------------------
 
@@ -153,7 +160,7 @@ class Connection:
         elif not self.message_since:
             self.message_since = monotonic()
 
-    def next_message(self) -> Message | None:
+    def next_message(self) -> Request | None:
         """What may begin now: the next message, once the one before it is answered and its reply written.
 
         Raises ``ProtocolError`` as ``receive`` does.
@@ -169,6 +176,12 @@ class Connection:
                 pass  # a reply that is being written ends its request: the client has read it and sent the next one
         return self.backlog.popleft() if self.work is NONE else None
 
+    def invite(self) -> None:
+        """Tell a client that waits for it to send the rest of its message, once all before it is answered."""
+        with self.lock:
+            if self.work is NONE and not self.has_messages and self.state in (OPEN, LEAVING):
+                self._write(memoryview(self.reader.invitation()))
+
     def begin_turn(self) -> bool:
         """From now on replies do not call the I/O thread, which is there; whether one may be made meanwhile."""
         with self.lock:
@@ -181,11 +194,11 @@ class Connection:
             self.has_turn = False
             return self.can_cut or (has_replies and self.work is not RUNNING and self.waits_for_loop)
 
-    def begin(self, message: Message) -> int:
+    def begin(self, message: Request) -> int:
         """A request's work begins; returns its serial number."""
         self.journal.begin(message)
         self.settle()
-        self.working_bytes = message.end - message.start
+        self.working_bytes = message.size
         self.serial += 1
         self.work = RUNNING
         return self.serial
@@ -231,7 +244,7 @@ class Connection:
         self.uncut = None
         self.reader.abandon(error)
         if request is not None:
-            self.backlog.append(request._replace(error=error))
+            self.backlog.append(request.refused(error))
         self.end_after_replies()
         return request is not None or not is_first
 

@@ -14,7 +14,9 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from torchpipe_server.serving.memory import SharedMemory
-from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
+from torchpipe_server.serving.protocols import Request
+from torchpipe_server.wire.http import HttpRequest
+from torchpipe_server.wire.protocol import CALL, HTTP, ONEWAY, Framing, Message
 
 SLOT_BYTES = 72
 _NAME_BYTES = 56
@@ -26,7 +28,7 @@ _NO_REQUEST = 255  # in place of framing and type, as long as there was none
 _CLEAN, _TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
 _IDLE, _BUSY, _REPLYING = 0, 1, 2  # the request in work
 
-_FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
+_FRAMINGS = [*(Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")), HTTP]
 _CODES = {framing: index for index, framing in enumerate(_FRAMINGS)}
 
 
@@ -36,7 +38,7 @@ class LastState(NamedTuple):
     request: to be answered, without a body. is_lost: nobody can tell what the client has received, or has yet to send.
     """
 
-    request: Message | None
+    request: Request | None
     is_lost: bool
 
 
@@ -105,7 +107,9 @@ class Journal:
         if work != _BUSY or not 0 < size <= _NAME_BYTES or framing >= len(_FRAMINGS):
             return LastState(None, True)
         called = name[:size].decode(errors="replace")
-        message = Message(called, ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing])
+        message: Request = Message(called, ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing])
+        if _FRAMINGS[framing] is HTTP:
+            message = HttpRequest.named(called)
         return LastState(None if is_oneway else message, stream != _CLEAN)
 
 
@@ -138,7 +142,7 @@ class Entry:
         """All bytes taken belong to requests that have begun."""
         self._view[self._base] = _CLEAN
 
-    def begin(self, message: Message) -> None:
+    def begin(self, message: Request) -> None:
         """The request's work begins."""
         name = message.name.encode()
         code = 2 * _CODES[message.framing] + (message.type == ONEWAY)

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -28,10 +28,12 @@ from torchpipe_server.serving.connection import (
     Connection,
 )
 from torchpipe_server.serving.counters import RequestCounters
+from torchpipe_server.serving.http import HttpService
 from torchpipe_server.serving.journal import Entry
 from torchpipe_server.serving.loop import READ, WRITE, Loop
-from torchpipe_server.serving.service import Method, ThriftService
-from torchpipe_server.wire.protocol import Limits, Message, ProtocolError
+from torchpipe_server.serving.protocols import Protocols, Request, Served, Stream
+from torchpipe_server.serving.service import ThriftService
+from torchpipe_server.wire.protocol import Limits, ProtocolError
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -57,9 +59,7 @@ class Server:
     for each connection that was closed or let go of. All of it, but for the replies, is for the thread of the loop.
     """
 
-    def __init__(
-        self, loop: Loop, methods: Mapping[str, Method], options: Options, on_gone: Callable[[int, bool], object]
-    ) -> None:
+    def __init__(self, loop: Loop, served: Served, options: Options, on_gone: Callable[[int, bool], object]) -> None:
         self._loop, self._options, self._on_gone = loop, options, on_gone
         limits = Limits(
             message_bytes=options.max_message_bytes,
@@ -68,7 +68,10 @@ class Server:
             items=options.max_items,
             depth=options.max_depth,
         )
-        self._service = ThriftService(methods, limits, options.max_reply_bytes)
+        self._protocols = Protocols(
+            ThriftService(served.methods, limits, options.max_reply_bytes),
+            HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
+        )
         self.counters = RequestCounters(options.log_requests)
         self._connections: set[Connection] = set()
         self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial
@@ -84,7 +87,7 @@ class Server:
 
     def adopt(self, sock: socket.socket, slot: int, journal: Entry, is_refused: bool = False) -> None:
         """Serve the connection, a socket that does not block, from now on."""
-        connection = Connection(sock, self._service.reader(), journal, slot, is_refused)
+        connection = Connection(sock, Stream(self._protocols), journal, slot, is_refused)
         self._connections.add(connection)
         self._watch(connection, READ)
         if self._ending_until is not None:
@@ -362,19 +365,24 @@ class Server:
         except ProtocolError as error:
             self._break_off(connection, error)
             has_replies = True
+        if connection.reader.awaits_invitation:
+            connection.invite()
         if connection.end_turn(has_replies):
             self._turns[connection] = None
         connection.settle()
 
-    def _start(self, connection: Connection, message: Message) -> None:
+    def _start(self, connection: Connection, message: Request) -> None:
         serial, began, request_id = connection.begin(message), monotonic(), ""
         head = message.without_body()  # what the answer needs; the image is not kept until then
+        service = self._protocols.of(message)
+        if message.is_last:
+            connection.end_after_replies()
         try:
             if connection.is_refused:
                 connection.end_after_replies()
-                self._service.method(message)  # what is wrong with the message itself comes first
+                service.method(message)  # what is wrong with the message itself comes first
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
-            method, args = self._service.decode(message)
+            method, args = service.decode(message)
             if self.counters.is_logging:
                 request_id = method.request_id(args)
             ticket = method.start(args, partial(self._finish, connection, head, began, request_id))
@@ -391,9 +399,9 @@ class Server:
             self._deadlines = [entry for entry in self._deadlines if entry[2].is_working_on(entry[3])]
             heapq.heapify(self._deadlines)
 
-    def _finish(self, connection: Connection, message: Message, began: float, request_id: str, result: Any) -> None:
+    def _finish(self, connection: Connection, message: Request, began: float, request_id: str, result: Any) -> None:
         """Answer a request, on whichever thread finished it."""
-        data, method, outcome = self._service.reply(message, result)
+        data, method, outcome = self._protocols.of(message).reply(message, result)
         now, calls_loop = connection.send(data)
         self.counters.add(method, outcome, now - began, request_id)
         if calls_loop:

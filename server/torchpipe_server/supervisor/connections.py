@@ -49,7 +49,7 @@ class Connections:
         self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
         self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
         self._fallback = Fallback(loop, idl)
-        self._fallback_server = Server(loop, self._fallback.methods, options, self._left_fallback)
+        self._fallback_server = Server(loop, self._fallback.served, options, self._left_fallback)
         self._sockets: dict[int, socket.socket] = {}
         self._refused: set[int] = set()
         self._held: dict[int, float] = {}  # slots that wait for a worker, since when
@@ -129,7 +129,7 @@ class Connections:
         request, is_lost = self.journal.read(slot)
         if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
-            reply, name, outcome = self._fallback.service.reply(request, error)
+            reply, name, outcome = self._fallback.protocols.of(request).reply(request, error)
             self._fallback_server.counters.add(name, outcome, 0.0, "")
             is_lost = not self._write(slot, reply) or is_lost
         if is_lost or self._is_ending:

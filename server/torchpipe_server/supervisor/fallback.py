@@ -10,8 +10,11 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
+from torchpipe_server.serving.http import HttpService, Route, Routes
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
+from torchpipe_server.serving.protocols import Protocols, Served
 from torchpipe_server.serving.service import Done, Method, ThriftService, describe_error
+from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.protocol import Limits
 
 ANSWER_SECONDS = 0.25  # a client that repeats at once must not keep the supervisor busy
@@ -45,7 +48,8 @@ class Fallback:
             },
             Method(_Unread, self._start, _raise),
         )
-        self.service = ThriftService(self.methods, Limits())
+        self.served = Served(self.methods, _AnyRoute(Method(_Unread, self._start, _raise)))
+        self.protocols = Protocols(ThriftService(self.methods, Limits()), HttpService(self.served.routes, 0, 2**20))
         self._late: list[tuple[float, int, Done]] = []
         self._counter = itertools.count()
         loop.steps.append(self._step)
@@ -79,6 +83,17 @@ class _Methods(dict[str, Method]):
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name]
+
+
+class _AnyRoute(Routes):
+    """One route for every path."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__(())
+        self._route = Route("", "http", method)
+
+    def find(self, request: HttpRequest) -> Route:
+        return self._route
 
 
 def _code(result: Any) -> str:

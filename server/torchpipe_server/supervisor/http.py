@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from email.utils import formatdate
 from enum import Enum, auto
 from functools import partial
@@ -13,11 +13,12 @@ from time import monotonic
 
 from torchpipe_server.serving.loop import LONGEST_WAIT, READ, WRITE, Loop
 from torchpipe_server.supervisor.acceptor import Acceptor
-from torchpipe_server.wire.http import MAX_HEAD_BYTES, HttpAnswer, HttpConnection, HttpError, HttpRequest
+from torchpipe_server.wire.http import MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpReader, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 
 LINGER_SECONDS = 2.0
+METHODS = frozenset({"GET", "HEAD"})
 
 Reply = Callable[[HttpAnswer], object]
 Ask = Callable[[HttpRequest, Reply], object]
@@ -43,9 +44,12 @@ class _Connection:
     def __init__(self, sock: socket.socket, until: float) -> None:
         self.sock, self.until = sock, until
         self.state = READING
-        self.http = HttpConnection()
+        self.reader = HttpReader(METHODS, body_bytes=0)
+        self.requests: Iterator[HttpRequest] = iter(())  # those in what was read
+        self.request = HttpRequest()  # the one that is being answered
         self.unsent = memoryview(b"")
         self.serial = 0  # of the request that is being answered
+        self.is_last = False  # the answer that is written is the last one
 
 
 class HttpServer:
@@ -119,7 +123,7 @@ class HttpServer:
         for connection in [one for one in self._connections if one.until <= now]:
             if connection.state is ANSWERING:
                 self._reply(connection, connection.serial, self._late)
-            elif connection.state is READING and connection.http.has_begun:
+            elif connection.state is READING and connection.reader.pending_bytes:
                 self._refuse(connection, HttpError(408, f"a request has {self._request_seconds:g} seconds"))
             else:
                 self._close(connection)
@@ -147,7 +151,7 @@ class HttpServer:
         if not data:
             self._close(connection)
         elif connection.state is READING:
-            connection.http.receive(data)
+            connection.requests = connection.reader.feed(data)
             self._next(connection)
 
     def _next(self, connection: _Connection) -> None:
@@ -155,7 +159,7 @@ class HttpServer:
         if connection.state is not READING:
             return
         try:
-            request = connection.http.next_request()
+            request = next(connection.requests, None)
         except HttpError as error:
             self._refuse(connection, error)
             return
@@ -163,6 +167,7 @@ class HttpServer:
             self._watch(connection, READ)
             return
         connection.serial += 1
+        connection.request = request
         connection.state, connection.until = ANSWERING, monotonic() + self._answer_seconds
         self._watch(connection, 0)
         self._ask(request, partial(self._reply, connection, connection.serial))
@@ -170,6 +175,7 @@ class HttpServer:
     def _refuse(self, connection: _Connection, error: HttpError) -> None:
         """The stream cannot be read any further."""
         answer = HttpAnswer(error.status, "text/plain; charset=utf-8", f"{error}\n".encode())
+        connection.request = connection.reader.request or HttpRequest()
         self._write(connection, answer, is_last=True)
 
     def _reply(self, connection: _Connection, serial: int, answer: HttpAnswer) -> None:
@@ -179,7 +185,8 @@ class HttpServer:
 
     def _write(self, connection: _Connection, answer: HttpAnswer, is_last: bool = False) -> None:
         headers = {"Date": formatdate(usegmt=True), **self._headers}
-        connection.unsent = memoryview(connection.http.answer(answer, headers, is_last))
+        connection.unsent = memoryview(connection.request.answer(answer, headers, is_last))
+        connection.is_last = is_last or connection.request.is_last
         connection.state, connection.until = SENDING, monotonic() + self._request_seconds
         self._send(connection)
 
@@ -193,7 +200,7 @@ class HttpServer:
             return
         if connection.unsent:
             self._watch(connection, WRITE)
-        elif connection.http.keeps_alive:
+        elif not connection.is_last:
             connection.state, connection.until = READING, monotonic() + self._request_seconds
             self._watch(connection, 0)
             self._loop.call(partial(self._guard, connection, self._next))  # others are served in between

@@ -1,113 +1,264 @@
-"""HTTP/1.1 without bodies, read and written by h11: bytes become requests, an answer becomes bytes."""
+"""HTTP/1.1 by h11: bytes become requests, an answer becomes bytes. No sockets, no threads, no clock."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
 import h11
 
+from torchpipe_server.wire.protocol import CALL, HTTP, ProtocolError
+from torchpipe_server.wire.scanner import Buffer
+
 MAX_HEAD_BYTES = 8192
 MAX_FIELDS = 64
+NAME_CHARACTERS = 48
+SMALL_CHUNKS = 64
+CHUNK_BYTES = 1024
+"""A body has so many chunks that are shorter, no more: each costs the same."""
 
-_TARGET = re.compile(rb"(?:http://[^/?#]*)?([/*][^?]*)")
+_TARGET = re.compile(rb"(?:http://[^/?#]*)?([/*][^?#]*)(?:\?([^#]*))?")
 _HEAD_END = re.compile(rb"\n\r?\n")
 # TRAP: h11 takes quadratic time for a run of blanks, and for folded lines, which it makes one of: seconds for 8 KiB.
 _SLOW = re.compile(rb"[ \t]{64}|\n[ \t]")
 
 
-class HttpError(Exception):
+class HttpError(ProtocolError):
     """Bytes that are no request, or one that is not answered; nothing that follows them can be read."""
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, status: int, text: str, kind: str = "bad_request") -> None:
+        super().__init__(kind, text)
         self.status = status
 
-
-class HttpRequest(NamedTuple):
-    """``path`` is visible ASCII, without the query; ``host`` is empty where none is named."""
-
-    method: str
-    path: str
-    host: str
+    def __str__(self) -> str:
+        return self.detail
 
 
 class HttpAnswer(NamedTuple):
-    """``kind`` is the body's type."""
+    """``kind`` is the body's type, ``headers`` what stands beside it and the length."""
 
     status: int
     kind: str
     body: bytes
+    headers: Mapping[str, str] = {}
 
 
-class HttpConnection:
-    """What is said on one connection: a request, its answer, the next request."""
+class HttpRequest:
+    """One request; ``answer`` makes its bytes, once, on any thread.
 
-    def __init__(self) -> None:
-        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
-        self._has_body = True
+    method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
+    error: why there is no body, of a request that was not read to its end.
+    is_last: whether the connection ends behind its answer.
+    """
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether some of the next request is there."""
-        return bool(self._http.trailing_data[0])
+    __slots__ = ("_http", "body", "error", "fields", "is_last", "method", "parameters", "path", "query")
 
-    @property
-    def keeps_alive(self) -> bool:
-        """Whether another request may follow the one that was answered."""
-        return self._http.our_state is h11.DONE
+    framing, type, seqid = HTTP, CALL, 0
 
-    def receive(self, data: bytes) -> None:
-        self._http.receive_data(data)
+    def __init__(self, http: h11.Connection | None = None) -> None:
+        self._http = http or h11.Connection(h11.SERVER)
+        self.method, self.path, self.query = "", "", ""
+        self.parameters: Mapping[str, str] = {}  # what its route calls parts of the path
+        self.fields: Mapping[str, str] = {}
+        self.body = b""
+        self.error: ProtocolError | None = None
+        self.is_last = False
 
-    def next_request(self) -> HttpRequest | None:
-        """The next one; ``None`` if it is not whole. Raises ``HttpError``, which can still be answered."""
-        if self._http.our_state is h11.DONE:
-            self._http.start_next_cycle()
-        self._has_body = True
-        received = self._http.trailing_data[0]
-        end = _HEAD_END.search(received)
-        if _SLOW.search(received, 0, end.end() if end else len(received)):
-            raise HttpError(400, "a header is folded, or has many blanks in a row")
-        try:
-            event = self._http.next_event()
-        except h11.RemoteProtocolError as error:
-            raise HttpError(error.error_status_hint, str(error)[:80]) from None
-        if not isinstance(event, h11.Request):
-            return None
-        self._has_body = event.method != b"HEAD"
-        request = _request(event)
-        self._http.next_event()  # the end of a request without a body
+    @classmethod
+    def named(cls, name: str) -> HttpRequest:
+        """What is left of one whose ``name`` alone is known; its answer is the connection's last."""
+        request = cls()
+        request.method, _, request.path = name.partition(" ")
+        if request.method == "HEAD":  # its answer has no body, which h11 is to know
+            request._http.receive_data(b"HEAD / HTTP/1.0\r\n\r\n")
+            request._http.next_event()
+        request.is_last = True
         return request
 
-    def answer(self, answer: HttpAnswer, headers: Mapping[str, str], is_last: bool = False) -> bytes:
-        """The answer to the last request, for HEAD without its body; ``is_last``: no other one is read."""
-        fields = [("Content-Type", answer.kind), ("Content-Length", str(len(answer.body))), *headers.items()]
-        if is_last:
+    @property
+    def name(self) -> str:
+        """Method and path, cut where they are long."""
+        return f"{self.method} {self.path}"[:NAME_CHARACTERS]
+
+    @property
+    def host(self) -> str:
+        """What the client calls this service; empty where it is not said."""
+        return self.fields.get("host", "")
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return len(self.body)
+
+    def without_body(self) -> HttpRequest:
+        """What an answer needs."""
+        head = HttpRequest(self._http)
+        head.method, head.path, head.is_last, head.error = self.method, self.path, self.is_last, self.error
+        return head
+
+    def refused(self, error: ProtocolError) -> HttpRequest:
+        """The same, not read to its end because of ``error``; nothing behind it is read."""
+        self.error, self.is_last = error, True
+        return self
+
+    def answer(self, answer: HttpAnswer, headers: Mapping[str, str] | None = None, is_last: bool = False) -> bytes:
+        """The bytes of the answer, for HEAD without its body; ``is_last``: no other request is read."""
+        fields = [("Content-Type", answer.kind), ("Content-Length", str(len(answer.body)))]
+        fields += [*answer.headers.items(), *(headers or {}).items()]
+        if is_last or self.is_last:
             fields.append(("Connection", "close"))
         reason = HTTPStatus(answer.status).phrase
-        response = h11.Response(status_code=answer.status, reason=reason.encode(), headers=fields)
-        data: bytes = self._http.send(response)
-        if self._has_body:
-            data += self._http.send(h11.Data(answer.body))
-        data += self._http.send(h11.EndOfMessage())
+        http = self._http
+        data: bytes = http.send(h11.Response(status_code=answer.status, reason=reason.encode(), headers=fields))
+        if self.method != "HEAD":
+            data += http.send(h11.Data(answer.body))
+        return data + http.send(h11.EndOfMessage())
+
+    def read_head(self, event: h11.Request, methods: frozenset[str]) -> None:
+        """Take what the head says. Raises ``HttpError``."""
+        self.method = event.method.decode()
+        if not event.http_version.startswith(b"1."):
+            raise HttpError(505, "this port speaks HTTP/1.1")
+        if self.method not in methods:
+            raise HttpError(501, f"{self.method[:20]} is not served, only {', '.join(sorted(methods))}")
+        if len(event.headers) > MAX_FIELDS:
+            raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
+        fields: dict[str, str] = {}
+        for name, value in event.headers:
+            key, text = name.decode(), value.decode("latin-1")
+            fields[key] = f"{fields[key]}, {text}" if key in fields else text
+        self.fields = fields
+        # NOTE: two programs may answer differently where such a body ends.
+        if "transfer-encoding" in fields and "content-length" in fields:
+            raise HttpError(400, "both Content-Length and Transfer-Encoding")
+        target = _TARGET.match(event.target)
+        if target is None:
+            raise HttpError(400, "the target is not a path")
+        self.path, self.query = target[1].decode(), (target[2] or b"").decode()
+        options = {option.strip().lower() for option in fields.get("connection", "").split(",")}
+        self.is_last = event.http_version < b"1.1" or "close" in options
+
+
+class HttpReader:
+    """Cuts a byte stream into requests. One per connection, for one thread.
+
+    ``methods`` are those that are read, ``body_bytes`` the most that a body may have.
+    """
+
+    def __init__(self, methods: frozenset[str], body_bytes: int) -> None:
+        self._methods, self._body_bytes = methods, body_bytes
+        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+        self._request: HttpRequest | None = None  # the one that is read
+        self._body = bytearray()
+        self._chunks = 0
+        self._held = 0  # bytes of the unfinished request that h11 has, and those of its body
+        self._broken: HttpError | None = None
+        self._is_over = False  # behind a request that is the last: what follows is nobody's
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes held here that belong to no whole request yet."""
+        return self._held
+
+    @property
+    def request(self) -> HttpRequest | None:
+        """The unfinished request, to be answered with an error; its head may be unknown."""
+        if self._request is None and (self._held or self._broken):
+            self._request = HttpRequest(self._http)
+        return self._request
+
+    def feed(self, data: Buffer) -> Iterator[HttpRequest]:
+        """The requests completed by ``data``, in order, each read when it is asked for. Exhaust it before the next.
+
+        Raises ``HttpError`` behind the last whole request of a broken stream, and for everything fed after it.
+        """
+        if self._broken is not None:
+            raise HttpError(self._broken.status, self._broken.detail, self._broken.kind)
+        if self._is_over:
+            return
+        self._held += len(data)
+        try:
+            self._http.receive_data(bytes(data))
+            while (request := self._next()) is not None:
+                yield request
+        except HttpError as error:
+            self.abandon(error)
+            raise
+        except h11.RemoteProtocolError as error:
+            wrong = HttpError(error.error_status_hint, str(error)[:80])
+            self.abandon(wrong)
+            raise wrong from None
+
+    def abandon(self, error: ProtocolError) -> None:
+        """Give up the unfinished request, whatever it holds; ``error`` is what a further ``feed`` raises."""
+        status = error.status if isinstance(error, HttpError) else 400
+        self._broken = HttpError(status, error.detail, error.kind)
+        self._body, self._held = bytearray(), 0
+
+    @property
+    def awaits_invitation(self) -> bool:
+        """Whether the client sends the body of its request once it is told to (``Expect: 100-continue``)."""
+        return bool(self._http.they_are_waiting_for_100_continue)
+
+    def invitation(self) -> bytes:
+        """What tells it."""
+        data: bytes = self._http.send(h11.InformationalResponse(status_code=100, headers=[]))
         return data
 
+    def _next(self) -> HttpRequest | None:
+        """The next request; ``None`` if it is not whole."""
+        if (self._request is None or not self._request.method) and not self._begin():
+            return None
+        request = self._request
+        assert request is not None
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.Data):
+                self._take(event)
+            elif isinstance(event, h11.EndOfMessage):
+                break
+            else:
+                return None
+        request.body = bytes(self._body)
+        rest, _ = self._http.trailing_data
+        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)  # the old one makes the answer, on another thread
+        self._request, self._body, self._chunks, self._held = None, bytearray(), 0, len(rest)
+        if request.is_last:
+            self._is_over, self._held = True, 0
+        elif rest:  # h11 takes nothing for the end
+            self._http.receive_data(rest)
+        return request
 
-def _request(event: h11.Request) -> HttpRequest:
-    if not event.http_version.startswith(b"1."):
-        raise HttpError(505, "this port speaks HTTP/1.1")
-    method, fields = event.method.decode(), dict(event.headers)
-    if method not in ("GET", "HEAD"):
-        raise HttpError(501, f"{method[:20]} is not served, only GET and HEAD")
-    # NOTE: where a body ends is a question that two programs may answer differently. There is none here.
-    if b"transfer-encoding" in fields or fields.get(b"content-length", b"0") != b"0":
-        raise HttpError(413, f"{method} has no body here")
-    if len(event.headers) > MAX_FIELDS:
-        raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
-    target = _TARGET.match(event.target)
-    if target is None:
-        raise HttpError(400, "the target is not a path")
-    return HttpRequest(method, target[1].decode(), fields.get(b"host", b"").decode("latin-1"))
+    def _begin(self) -> bool:
+        """Read the head of a request; whether it is there."""
+        received = self._http.trailing_data[0]
+        end = _HEAD_END.search(received)
+        size = end.end() if end else len(received)
+        if size > MAX_HEAD_BYTES:  # h11 bounds only one that is not whole
+            raise HttpError(431, f"a head of more than {MAX_HEAD_BYTES} bytes")
+        if _SLOW.search(received, 0, size):
+            raise HttpError(400, "a header is folded, or has many blanks in a row")
+        event = self._http.next_event()
+        if not isinstance(event, h11.Request):
+            return False
+        request = self._request or HttpRequest(self._http)
+        self._request = request
+        request.read_head(event, self._methods)
+        if int(request.fields.get("content-length", 0)) > self._body_bytes:
+            raise self._too_large()
+        return True
+
+    def _take(self, piece: h11.Data) -> None:
+        self._body += piece.data
+        self._chunks += piece.chunk_start
+        if len(self._body) > self._body_bytes:
+            raise self._too_large()
+        if self._chunks > SMALL_CHUNKS + len(self._body) // CHUNK_BYTES:
+            raise HttpError(413, f"too many chunks of fewer than {CHUNK_BYTES} bytes", "too_large")
+
+    def _too_large(self) -> HttpError:
+        if self._body_bytes:
+            return HttpError(413, f"a body of more than {self._body_bytes} bytes (--max-message-bytes)", "too_large")
+        return HttpError(413, "a request has no body here", "too_large")

@@ -20,7 +20,18 @@ from torchpipe_server.wire.scanner import (
     read_varint,
 )
 
-__all__ = ["CALL", "EXCEPTION", "ONEWAY", "REPLY", "Framing", "Limits", "Message", "MessageReader", "ProtocolError"]
+__all__ = [
+    "CALL",
+    "EXCEPTION",
+    "HTTP",
+    "ONEWAY",
+    "REPLY",
+    "Framing",
+    "Limits",
+    "Message",
+    "MessageReader",
+    "ProtocolError",
+]
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
@@ -35,7 +46,10 @@ class Framing(NamedTuple):
     """How a connection's client writes, and so how it is answered."""
 
     framed: bool
-    protocol: str  # "binary", "binary_old" or "compact"
+    protocol: str  # "binary", "binary_old", "compact" or "http"
+
+
+HTTP = Framing(False, "http")
 
 
 class Message(NamedTuple):
@@ -55,13 +69,26 @@ class Message(NamedTuple):
     end: int = 0
     error: ProtocolError | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the arguments struct."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the connection ends behind its answer: Thrift's never does."""
+        return False
+
     def without_body(self) -> Message:
         """What an answer needs."""
         return Message(self.name, self.type, self.seqid, self.framing)
 
+    def refused(self, error: ProtocolError) -> Message:
+        """The same, not read to its end because of ``error``."""
+        return self._replace(error=error)
+
     def __repr__(self) -> str:
-        size = self.end - self.start
-        return f"Message({self.name!r}, type={self.type}, seqid={self.seqid}, {self.framing}, {size} bytes)"
+        return f"Message({self.name!r}, type={self.type}, seqid={self.seqid}, {self.framing}, {self.size} bytes)"
 
 
 class Header(NamedTuple):
@@ -124,6 +151,15 @@ class MessageReader:
             self.abandon(error)
             raise
         self._hold(buffer, start, end)
+
+    @property
+    def awaits_invitation(self) -> bool:
+        """Whether the client sends the rest of a message once it is told to: Thrift's never waits for that."""
+        return False
+
+    def invitation(self) -> bytes:
+        """What tells it."""
+        return b""
 
     def abandon(self, error: ProtocolError) -> None:
         """Give up the unfinished message, whatever it holds; ``error`` is what a further ``feed`` raises."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import nearest
+from torchpipe_server.serving.service import reason
 
 # Data types that PyTorch and NumPy share; only these cross the wire.
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
@@ -87,17 +88,24 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
         return {key: idl.Value(number=float(value))}
     if isinstance(value, (dict, list, tuple)):
         try:
-            return {key: idl.Value(text=json.dumps(value, default=_plain, allow_nan=False))}
+            return {key: idl.Value(text=json.dumps(value, default=plain, allow_nan=False))}
         except (TypeError, ValueError) as error:
             raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form on the wire: {error}") from None
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers and arrays of NumPy and PyTorch as JSON can say them."""
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} in it")
+
+
+def output_of(data: Mapping[str, Any], key: str) -> Any:
+    """The value under ``key``; without a result, the error that says why."""
+    if key in data:
+        return data[key]
+    raise reason(data, key)
 
 
 def to_label_and_score(result: Any) -> tuple[str, float]:

@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from time import perf_counter
@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, TorchpipeError, import_code, pipe
 from torchpipe_py.errors import nearest
+from torchpipe_server.serving.http import METHODS, Route, json_answer, route
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reason
+from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -36,9 +38,14 @@ class Handler:
     returns is the answer. An exception that the IDL declares reaches the client as it is; any other one as a
     ``TApplicationException`` with its type and message. Methods run on the I/O thread and on the pipe's threads and
     must not block; what they may await is ``self.run``.
+
+    ``routes`` are the paths that answer HTTP on the same port, ``{"POST /photos": "upload"}``: the method of that name
+    is given the request, with its ``body``, ``fields``, ``query`` and ``parameters``. A dict or a list that it returns
+    is answered as JSON, a text and bytes as they are. Either ``service`` or ``routes`` may be left out.
     """
 
-    service: ClassVar[Any]
+    service: ClassVar[Any] = None
+    routes: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -130,20 +137,32 @@ class CustomHandler:
 
     def __init__(self, cls: type, run: pipe, deadline_ms: float = 0.0) -> None:
         name = f"{cls.__module__}:{cls.__qualname__}"
-        service = getattr(cls, "service", None)
+        service, paths = getattr(cls, "service", None), getattr(cls, "routes", {})
         names = getattr(service, "thrift_services", None)
-        if names is None:
+        if names is None and (service is not None or not paths):
             raise ConfigError(f"--handler {name}: 'service' must be a service made by thriftpy2.load(...)")
         handler = cls(Run(run))
         self._seconds = deadline_ms / 1000
-        self.methods: Mapping[str, Method] = {method: self._method(handler, service, method, name) for method in names}
+        self.methods: Mapping[str, Method] = {
+            method: self._method(handler, service, method, name) for method in names or ()
+        }
+        self.routes: Sequence[Route] = [self._route(handler, path, function, name) for path, function in paths.items()]
+
+    def _route(self, handler: Any, path: str, function: str, place: str) -> Route:
+        verb, _, target = path.partition(" ")
+        if verb not in METHODS or not target.startswith("/"):
+            raise ConfigError(f"--handler {place}: the route {path!r}; expected a method and a path, as 'POST /photos'")
+        if not callable(getattr(handler, function, None)):
+            raise ConfigError(
+                f"--handler {place}: no method {function!r} for {path!r}; {_nearest_method(function, handler)}"
+            )
+        return route(verb, target, partial(_start_route, getattr(handler, function), self._seconds))
 
     def _method(self, handler: Any, service: Any, name: str, place: str) -> Method:
         args, result = getattr(service, f"{name}_args"), getattr(service, f"{name}_result")
         function = getattr(handler, name, None)
         if not callable(function):
-            own = [member for member in dir(handler) if not member.startswith("_") and member not in ("run", "service")]
-            raise ConfigError(f"--handler {place}: no method {name!r} of its service; {nearest(name, own)}")
+            raise ConfigError(f"--handler {place}: no method {name!r} of its service; {_nearest_method(name, handler)}")
         order = [spec[1] for _, spec in sorted(args.thrift_spec.items())]
         try:
             inspect.signature(function).bind(*order)
@@ -172,6 +191,43 @@ def load_handler(reference: str) -> type:
     return cls
 
 
+def _nearest_method(name: str, handler: Any) -> str:
+    others = ("routes", "run", "service")
+    return nearest(name, [member for member in dir(handler) if not member.startswith("_") and member not in others])
+
+
+def _start_route(function: Any, seconds: float, request: HttpRequest, done: Done) -> Call | None:
+    def finish(value: Any, error: BaseException | None) -> None:
+        try:
+            answer = error if error is not None else _http_answer(value)
+        except Exception as wrong:
+            answer = wrong
+        done(answer)
+
+    return _call(function(request), finish, seconds)
+
+
+def _http_answer(value: Any) -> HttpAnswer:
+    """What a route's method returned as an answer."""
+    if isinstance(value, HttpAnswer):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return HttpAnswer(200, "application/octet-stream", bytes(value))
+    if isinstance(value, str):
+        return HttpAnswer(200, "text/plain; charset=utf-8", value.encode())
+    return json_answer(value)
+
+
+def _call(value: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> Call | None:
+    """Finish with a method's value; with that of its coroutine, when there is one."""
+    if not inspect.iscoroutine(value):
+        finish(value, None)
+        return None
+    call = Call(value, finish, seconds)
+    call.go_on(None, None)
+    return call
+
+
 def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:
     def finish(value: Any, error: BaseException | None) -> None:
         try:
@@ -180,13 +236,7 @@ def _start(function: Any, order: list[str], result: type, seconds: float, args: 
             answer = wrong
         done(answer)
 
-    value = function(*(getattr(args, name) for name in order))
-    if not inspect.iscoroutine(value):
-        finish(value, None)
-        return None
-    call = Call(value, finish, seconds)
-    call.go_on(None, None)
-    return call
+    return _call(function(*(getattr(args, name) for name in order)), finish, seconds)
 
 
 def _answer(result: type, value: Any) -> Any:

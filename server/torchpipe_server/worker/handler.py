@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
-from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError, pipe
+from torchpipe_py import InvalidRequest, TorchpipeError, pipe
 from torchpipe_py.errors import message_of
 from torchpipe_server.serving.service import (
     OK,
@@ -18,16 +17,17 @@ from torchpipe_server.serving.service import (
     Method,
     ReplyTooLargeError,
     describe_error,
-    reason,
 )
 from torchpipe_server.worker.conversion import (
     check_name,
     check_names,
+    output_of,
     size_of,
     to_label_and_score,
     to_python,
     to_values,
 )
+from torchpipe_server.worker.deadline import Deadlines
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -35,15 +35,14 @@ logger = logging.getLogger("torchpipe_server")
 class InferenceHandler:
     """``InferenceService`` on a pipe. Methods are started by the I/O thread and finished by the pipe's threads.
 
-    ``deadline_ms`` is that of calls which name none, or a later one; 0 is none. A call whose deadline the measured
-    times of the pipe rule out is refused with ``Overloaded`` at once. ``max_batch`` bounds the images of one call,
-    ``max_reply_bytes`` what is copied for a reply.
+    ``max_batch`` bounds the images of one call, ``max_reply_bytes`` what is copied for a reply.
     """
 
     def __init__(
-        self, run: pipe, idl: Any, deadline_ms: float = 0.0, max_batch: int = 256, max_reply_bytes: int = 64 * 2**20
-    ) -> None:
-        self._pipe, self._idl, self._deadline_ms = run, idl, deadline_ms
+        self, run: pipe, idl: Any, deadlines: Deadlines | None = None, max_batch: int = 256,
+        max_reply_bytes: int = 64 * 2**20,
+    ) -> None:  # fmt: skip
+        self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._max_reply_bytes = max_batch, max_reply_bytes
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
@@ -88,14 +87,14 @@ class InferenceHandler:
             result, failure = self._outcome(data, error)
             done(result_type(success=result, error=failure))
 
-        timeout = self._seconds(None) if self._deadline_ms else None
-        return self._pipe.dispatch({"data": _given(args.params, "params").data}, finish, timeout)
+        data = {"data": _given(args.params, "params").data}
+        return self._pipe.dispatch(data, finish, self._deadlines.seconds())
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
         params = _given(args.params, "params")
         if len(params) > self._max_batch:
             raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch}")
-        many = _Many(self, len(params), self._seconds(args.deadline_ms), done)
+        many = _Many(self, len(params), self._deadlines.seconds(args.deadline_ms), done)
         many.start([{"data": item.data} for item in params])
         return many
 
@@ -113,7 +112,7 @@ class InferenceHandler:
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             done(self._infer_result(uuid, data, keys, error))
 
-        return self._pipe.dispatch(data, finish, timeout=self._seconds(request.deadline_ms))
+        return self._pipe.dispatch(data, finish, timeout=self._deadlines.seconds(request.deadline_ms))
 
     def _infer_result(self, uuid: str, data: dict[str, Any], keys: list[str], error: BaseException | None) -> Any:
         result_type = self._idl.InferenceService.infer_result
@@ -121,7 +120,7 @@ class InferenceHandler:
             if error is not None:
                 raise error
             outputs: dict[str, Any] = {}
-            values = {key: _output(data, key) for key in keys}
+            values = {key: output_of(data, key) for key in keys}
             size = sum(map(size_of, values.values()))
             if size > self._max_reply_bytes:
                 raise ReplyTooLargeError(size, self._max_reply_bytes)
@@ -136,7 +135,7 @@ class InferenceHandler:
         try:
             if error is not None:
                 raise error
-            label, score = to_label_and_score(_output(data, "result"))
+            label, score = to_label_and_score(output_of(data, "result"))
         except BaseException as failure:
             return None, self._to_error(failure)
         return self._idl.InferenceResult(label=label, score=score), None
@@ -149,22 +148,6 @@ class InferenceHandler:
         if code == "internal" or (code == "backend_error" and text != message_of(error)):
             logger.error("a request failed", exc_info=error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
-
-    def _seconds(self, milliseconds: int | None) -> float | None:
-        """The time limit, less than 0 standing for none; ``Overloaded`` where it cannot be kept.
-
-        0 is what clients send that name none: Thrift has no other word for it in most languages. None is longer than
-        that of the service.
-        """
-        limit = milliseconds or self._deadline_ms
-        if self._deadline_ms and not 0 < limit <= self._deadline_ms:
-            limit = self._deadline_ms
-        if limit <= 0:
-            return None
-        wait = 1000 * self._pipe.expected_wait()
-        if wait > limit:
-            raise Overloaded(f"a request has to wait {wait:.0f} ms now, its deadline is {limit:g} ms", math.ceil(wait))
-        return limit / 1000
 
 
 class _Many:
@@ -226,10 +209,3 @@ def _given(value: Any, name: str) -> Any:
     if value is None:
         raise InvalidRequest(f"argument {name!r} is missing")
     return value
-
-
-def _output(data: dict[str, Any], key: str) -> Any:
-    """The value under ``key``; without a result, the error that says why."""
-    if key in data:
-        return data[key]
-    raise reason(data, key)

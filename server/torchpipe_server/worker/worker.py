@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
+from torchpipe_server.serving.http import Routes
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
+from torchpipe_server.serving.protocols import Served
 from torchpipe_server.worker.channel import Channel, Said
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_server.serving.service import Method
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -72,9 +73,9 @@ def _work(start: Start) -> None:
     _choose_device(start)
     _die_with_parent(True)
     try:
-        make_methods = methods_maker(start.options)
+        make_served = served_maker(start.options)
         run = build_pipe(start.options, start.tables)
-        worker = Worker(start, run, make_methods(run))
+        worker = Worker(start, run, make_served(run))
     except Exception as error:
         _say_failed(start.sock, error)
         return
@@ -89,16 +90,16 @@ def _work(start: Start) -> None:
 
 
 class Worker:
-    """Serves methods to the connections that come through the channel, and says what becomes of them."""
+    """Serves the connections that come through the channel, and says what becomes of them."""
 
-    def __init__(self, start: Start, run: pipe, methods: Mapping[str, Method]) -> None:
+    def __init__(self, start: Start, run: pipe, served: Served) -> None:
         from torchpipe_server.serving.server import Server
 
         self._run, self._tables = run, start.tables
         self._loop = Loop()
         self._loop.steps.append(self._step)
         self._journal = start.journal
-        self._server = Server(self._loop, methods, start.options, self._gone)
+        self._server = Server(self._loop, served, start.options, self._gone)
         self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
         self._heart = Heart(start.heartbeat, self._loop, run.stats)
 
@@ -177,19 +178,30 @@ def limit_threads() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def methods_maker(options: Options) -> Callable[[pipe], Mapping[str, Method]]:
-    """What makes the methods that are served of a pipe: the usual ones, or the user's own."""
+def served_maker(options: Options) -> Callable[[pipe], Served]:
+    """What makes of a pipe what is served: the usual service, or the user's own."""
     if options.handler:
         from torchpipe_server.worker.custom import CustomHandler, load_handler
 
         cls = load_handler(options.handler)
-        return lambda run: CustomHandler(cls, run, options.deadline_ms).methods
-    from torchpipe_py.idl import load_idl
-    from torchpipe_server.worker.handler import InferenceHandler
 
-    return lambda run: (
-        InferenceHandler(run, load_idl(), options.deadline_ms, options.max_batch, options.max_reply_bytes).methods
-    )
+        def make_own(run: pipe) -> Served:
+            handler = CustomHandler(cls, run, options.deadline_ms)
+            return Served(handler.methods, Routes(handler.routes))
+
+        return make_own
+    from torchpipe_py.idl import load_idl
+    from torchpipe_server.worker.deadline import Deadlines
+    from torchpipe_server.worker.handler import InferenceHandler
+    from torchpipe_server.worker.http_handler import HttpHandler
+
+    def make(run: pipe) -> Served:
+        deadlines = Deadlines(run, options.deadline_ms)
+        thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes)
+        http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
+        return Served(thrift.methods, Routes(http.routes))
+
+    return make
 
 
 def _die_with_parent(is_wanted: bool) -> None:

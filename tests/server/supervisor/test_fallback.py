@@ -116,7 +116,7 @@ REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binar
 
 def reply_to(name: str, framing: Framing, idl: object) -> bytes:
     loop = Loop()
-    reply, _, _ = Fallback(loop, idl).service.reply(Message(name, CALL, -3, framing), WorkerDied("it ended"))
+    reply, _, _ = Fallback(loop, idl).protocols.thrift.reply(Message(name, CALL, -3, framing), WorkerDied("it ended"))
     loop.close()
     return reply
 

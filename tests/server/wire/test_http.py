@@ -6,52 +6,94 @@ import random
 import time
 
 import pytest
-from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, HttpAnswer, HttpConnection, HttpError, HttpRequest
+from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpReader, HttpRequest
 
 OK = HttpAnswer(200, "text/plain", b"yes\n")
 HOST = b"\r\nHost: a\r\n"
 GET = b"GET /stats?a=1 HTTP/1.1\r\nHost: here:80\r\nX-Y: z\r\n\r\n"
+METHODS = frozenset({"GET", "HEAD"})
 
 
-def read(data: bytes) -> HttpRequest | None:
-    return begin(data).next_request()
+def read(data: bytes, reader: HttpReader | None = None) -> list[HttpRequest]:
+    return list((reader or HttpReader(METHODS, 0)).feed(data))
 
 
-def begin(data: bytes) -> HttpConnection:
-    connection = HttpConnection()
-    connection.receive(data)
-    return connection
+def told(requests: list[HttpRequest]) -> list[tuple[str, str, str, str, bytes]]:
+    return [(request.method, request.path, request.query, request.host, request.body) for request in requests]
 
 
-def status_of(data: bytes) -> int:
+def status_of(data: bytes, reader: HttpReader | None = None) -> int:
     with pytest.raises(HttpError) as caught:
-        read(data)
+        read(data, reader)
     assert len(str(caught.value)) < 100
     return caught.value.status
 
 
 def test_a_request_in_any_pieces():
     for size in range(1, len(GET)):
-        connection = HttpConnection()
+        reader = HttpReader(METHODS, 0)
         found = []
         for start in range(0, len(GET), size):
-            connection.receive(GET[start : start + size])
-            assert connection.has_begun
-            found.append(connection.next_request())
-        assert found[-1] == HttpRequest("GET", "/stats", "here:80")
-        assert not any(found[:-1])
-        assert not connection.has_begun
+            assert found == []
+            found += told(read(GET[start : start + size], reader))
+            assert bool(reader.pending_bytes) is not bool(found)
+        assert found == [("GET", "/stats", "a=1", "here:80", b"")]
 
 
 def test_requests_one_behind_the_other():
-    connection = begin(GET + b"HEAD / HTTP/1.1\nHost: a\n\nGE")
-    assert connection.next_request() == HttpRequest("GET", "/stats", "here:80")
-    assert connection.next_request() is None, "the first one is not answered"
-    connection.answer(OK, {})
-    assert connection.next_request() == HttpRequest("HEAD", "/", "a")
-    connection.answer(OK, {})
-    assert connection.next_request() is None
-    assert connection.has_begun
+    reader = HttpReader(METHODS, 0)
+    found = told(read(GET + b"HEAD / HTTP/1.1\nHost: a\n\nGE", reader))
+    assert found == [("GET", "/stats", "a=1", "here:80", b""), ("HEAD", "/", "", "a", b"")]
+    assert reader.pending_bytes == 2
+
+
+BODY = bytes(range(256)) * 300
+POST = b"POST /infer HTTP/1.1\r\nHost: a\r\n"
+SIZED = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = (
+    POST
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (BODY[:1], BODY[1:5000], BODY[5000:]))
+    + b"0\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
+@pytest.mark.parametrize("size", [1000, 4096, 60_000, 10**6])
+def test_bodies_in_any_pieces(data: bytes, size: int):
+    stream, reader, found = data * 3 + GET, HttpReader(frozenset({"GET", "POST"}), len(BODY)), []
+    for start in range(0, len(stream), size):
+        found += told(read(stream[start : start + size], reader))
+    assert found == [("POST", "/infer", "", "a", BODY)] * 3 + [("GET", "/stats", "a=1", "here:80", b"")]
+    assert reader.pending_bytes == 0
+
+
+@pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
+def test_a_body_of_the_limit_and_of_one_byte_more(data: bytes):
+    assert len(read(data, HttpReader(frozenset({"POST"}), len(BODY)))) == 1
+    assert status_of(data, HttpReader(frozenset({"POST"}), len(BODY) - 1)) == 413
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_comes():
+    head = POST + b"Content-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
+    assert status_of(head, HttpReader(frozenset({"POST"}), 10**6)) == 413
+
+
+def test_many_small_chunks_are_refused():
+    """Each costs the I/O thread the same time, however little it brings."""
+    chunks = POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000
+    began = time.thread_time()
+    assert status_of(chunks, HttpReader(frozenset({"POST"}), 10**6)) == 413
+    assert time.thread_time() - began < 0.2
+
+
+def test_a_client_that_waits_is_asked_for_its_body():
+    reader = HttpReader(frozenset({"POST"}), 10)
+    assert read(POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n", reader) == []
+    assert reader.awaits_invitation
+    assert reader.invitation().startswith(b"HTTP/1.1 100 ")
+    assert not reader.awaits_invitation
+    assert told(read(b"xy", reader)) == [("POST", "/infer", "", "a", b"xy")]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +106,7 @@ def test_requests_one_behind_the_other():
     ],
 )
 def test_targets(head: bytes, path: str):
-    request = read(head + HOST + b"\r\n")
-    assert request is not None
+    (request,) = read(head + HOST + b"\r\n")
     assert request.path == path
 
 
@@ -75,15 +116,16 @@ def test_targets(head: bytes, path: str):
         (b"GET / HTTP/1.1" + HOST + b"Connection: x", True),
         (b"GET / HTTP/1.1" + HOST + b"Connection: close", False),
         (b"GET / HTTP/1.1" + HOST + b"connection: keep-alive, Close", False),
+        (b"GET / HTTP/1.1" + HOST + b"Connection: x\r\nConnection: close", False),
         (b"GET / HTTP/1.0", False),
         (b"GET / HTTP/1.1" + HOST + b"Upgrade: h2c", True),
     ],
 )
 def test_who_wants_to_go_on(head: bytes, keeps_alive: bool):
-    connection = begin(head + b"\r\n\r\n")
-    assert connection.next_request() is not None
-    assert (b"Connection: close" in connection.answer(OK, {})) is not keeps_alive
-    assert connection.keeps_alive is keeps_alive
+    first, *others = read(head + b"\r\n\r\n" + GET)
+    assert bool(others) is keeps_alive, "what follows the last request is nobody's"
+    assert (b"Connection: close" in first.answer(OK)) is not keeps_alive
+    assert first.is_last is not keeps_alive
 
 
 WRONG = {
@@ -105,8 +147,8 @@ WRONG = {
     "a body": (b"GET / HTTP/1.1" + HOST + b"Content-Length: 4\r\n\r\nbody", 413),
     "two lengths": (b"GET / HTTP/1.1" + HOST + b"Content-Length: 0\r\nContent-Length: 4\r\n\r\n", 400),
     "a length that is none": (b"GET / HTTP/1.1" + HOST + b"Content-Length: +0\r\n\r\n", 400),
-    "chunks": (b"GET / HTTP/1.1" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 413),
-    "both": (b"GET / HTTP/1.1" + HOST + b"content-length: 0\r\ntransfer-encoding: chunked\r\n\r\n", 413),
+    "chunks": (b"GET / HTTP/1.1" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n", 413),
+    "both": (b"GET / HTTP/1.1" + HOST + b"content-length: 0\r\ntransfer-encoding: chunked\r\n\r\n", 400),
     "another method": (b"POST / HTTP/1.1" + HOST + b"\r\n", 501),
     "a tunnel": (b"CONNECT here:80 HTTP/1.1" + HOST + b"\r\n", 501),
     "a long line": (b"GET /" + b"a" * MAX_HEAD_BYTES, 431),
@@ -128,21 +170,24 @@ def test_what_is_refused(name: str):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_whoever_is_refused_is_told_so_and_nothing_more_is_read(name: str):
-    connection = begin(WRONG[name][0])
+    reader = HttpReader(METHODS, 0)
     with pytest.raises(HttpError) as caught:
-        connection.next_request()
-    answer = connection.answer(HttpAnswer(caught.value.status, "text/plain", b"no\n"), {}, is_last=True)
+        read(WRONG[name][0], reader)
+    assert reader.request is not None
+    request = reader.request.refused(caught.value)
+    answer = request.answer(HttpAnswer(caught.value.status, "text/plain", b"no\n"))
     assert answer.startswith(b"HTTP/1.1 %d " % caught.value.status)
     assert b"Connection: close" in answer
     assert answer.endswith(b"\r\n\r\nno\n")
-    assert not connection.keeps_alive
+    assert status_of(GET, reader) == caught.value.status
 
 
 def test_a_half_request_is_answered():
-    connection = begin(GET[:9])
-    assert connection.next_request() is None
-    assert connection.answer(HttpAnswer(408, "text/plain", b"late\n"), {}, is_last=True).endswith(b"\r\n\r\nlate\n")
-    assert not connection.keeps_alive
+    reader = HttpReader(METHODS, 0)
+    assert read(GET[:9], reader) == []
+    assert reader.request is not None
+    answer = reader.request.answer(HttpAnswer(408, "text/plain", b"late\n"), is_last=True)
+    assert answer.endswith(b"\r\n\r\nlate\n")
 
 
 COSTLY = {
@@ -173,26 +218,30 @@ def test_mutants_are_read_or_refused():
         for _ in range(rng.randint(1, 6)):
             at = rng.randrange(len(data))
             data[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
-        connection = begin(data)
+        reader = HttpReader(METHODS, 0)
         try:
-            while (request := connection.next_request()) is not None:
+            for request in reader.feed(data):
                 assert request.path.isascii()
                 assert request.path.isprintable()
-                connection.answer(OK, {})
-                if not connection.keeps_alive:
-                    break
+                request.answer(OK)
         except HttpError as error:
             statuses.add(error.status)
-            connection.answer(HttpAnswer(error.status, "text/plain", b"no\n"), {}, is_last=True)
-            assert not connection.keeps_alive
+            assert reader.request is not None
+            reader.request.answer(HttpAnswer(error.status, "text/plain", b"no\n"), is_last=True)
     assert statuses == {400, 501}
 
 
 def test_answers():
-    connection = begin(GET + GET.replace(b"GET", b"HEAD"))
+    first, second = read(GET + GET.replace(b"GET", b"HEAD"))
     answer = HttpAnswer(503, "text/plain", b"no\n")
     head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 3\r\nA: b\r\n"
-    connection.next_request()
-    assert connection.answer(answer, {"A": "b"}) == head + b"\r\nno\n"
-    connection.next_request()
-    assert connection.answer(answer, {"A": "b"}, is_last=True) == head + b"Connection: close\r\n\r\n"
+    assert first.answer(answer, {"A": "b"}) == head + b"\r\nno\n"
+    assert second.answer(answer, {"A": "b"}, is_last=True) == head + b"Connection: close\r\n\r\n"
+
+
+def test_the_answer_to_a_request_of_which_only_the_name_is_known():
+    (request,) = read(GET)
+    answer = HttpRequest.named(request.name).answer(OK)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"Connection: close" in answer
+    assert HttpRequest.named("HEAD /stats").answer(OK).endswith(b"\r\n\r\n")

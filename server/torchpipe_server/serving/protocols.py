@@ -1,0 +1,134 @@
+"""What a connection may speak, told by its first bytes: each protocol is a service of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torchpipe_server.serving.http import Routes
+from torchpipe_server.serving.service import Method, Reply
+from torchpipe_server.wire.protocol import HTTP, Framing, ProtocolError
+from torchpipe_server.wire.scanner import Buffer
+
+TELLING_BYTES = 5  # no request of any protocol is shorter
+
+
+class Served(NamedTuple):
+    """What a port answers: Thrift's methods, HTTP's routes."""
+
+    methods: Mapping[str, Method]
+    routes: Routes
+
+
+class Request(Protocol):
+    """A complete message of any protocol. ``error``: why it has no body, if it was not read to its end."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> int: ...
+    @property
+    def seqid(self) -> int: ...
+    @property
+    def framing(self) -> Framing: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def error(self) -> ProtocolError | None: ...
+    @property
+    def is_last(self) -> bool: ...
+
+    def without_body(self) -> Request: ...
+
+    def refused(self, error: ProtocolError) -> Request: ...
+
+
+class Reader(Protocol):
+    """Cuts the bytes of one connection into requests."""
+
+    @property
+    def pending_bytes(self) -> int: ...
+    @property
+    def request(self) -> Request | None: ...
+    @property
+    def awaits_invitation(self) -> bool: ...
+
+    def feed(self, data: Buffer) -> Iterator[Request]: ...
+
+    def abandon(self, error: ProtocolError) -> None: ...
+
+    def invitation(self) -> bytes: ...
+
+
+class Service(Protocol):
+    """One protocol: readers, what a request calls, and replies. ``reply`` is for any thread, the rest for one."""
+
+    def reader(self) -> Reader: ...
+
+    def method(self, request: Any) -> Method: ...
+
+    def decode(self, request: Any) -> tuple[Method, Any]: ...
+
+    def reply(self, request: Any, result: Any) -> Reply: ...
+
+
+class Protocols:
+    """The services of a port."""
+
+    def __init__(self, thrift: Service, http: Service) -> None:
+        self.thrift, self._http = thrift, http
+
+    def of(self, request: Request) -> Service:
+        """The one that the request was made to."""
+        return self._http if request.framing is HTTP else self.thrift
+
+    def told_by(self, data: Buffer) -> Service | None:
+        """The one that a client means whose stream begins so; ``None`` while it may be several."""
+        if not 0x41 <= data[0] <= 0x5A:
+            return self.thrift  # no letter: HTTP's methods begin with one
+        if len(data) < TELLING_BYTES:
+            return None
+        # A frame or a name of a gigabyte and more, if it is not a word.
+        return self._http if bytes(data[:TELLING_BYTES]).isascii() and data[4] >= 0x20 else self.thrift
+
+
+class Stream:
+    """The reader of a new connection: that of the protocol which the first bytes tell."""
+
+    def __init__(self, protocols: Protocols) -> None:
+        self._protocols = protocols
+        self._reader: Reader | None = None
+        self._start = b""  # until it is told
+
+    @property
+    def pending_bytes(self) -> int:
+        return len(self._start) if self._reader is None else self._reader.pending_bytes
+
+    @property
+    def request(self) -> Request | None:
+        return None if self._reader is None else self._reader.request
+
+    def feed(self, data: Buffer) -> Iterator[Request]:
+        reader = self._reader
+        if reader is None:
+            data = self._start + data
+            service = self._protocols.told_by(data)
+            if service is None:
+                self._start = bytes(data)
+                return iter(())
+            reader = self._reader = service.reader()
+            self._start = b""
+        return reader.feed(data)
+
+    def abandon(self, error: ProtocolError) -> None:
+        if self._reader is None:
+            self._reader, self._start = self._protocols.thrift.reader(), b""
+        self._reader.abandon(error)
+
+    @property
+    def awaits_invitation(self) -> bool:
+        return self._reader is not None and self._reader.awaits_invitation
+
+    def invitation(self) -> bytes:
+        assert self._reader is not None
+        return self._reader.invitation()

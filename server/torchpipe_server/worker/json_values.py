@@ -1,0 +1,116 @@
+"""Values of a request's dict as JSON, and back."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py import InvalidRequest, NoResult
+from torchpipe_py.errors import nearest
+from torchpipe_server.serving.http import RequestTooLargeError
+from torchpipe_server.worker.conversion import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
+
+NUMBER_BYTES = 4
+"""An array's bytes become about so many times as many."""
+
+
+def parse_json(body: bytes, most_bytes: int) -> Any:
+    """The value; ``InvalidRequest`` for what is none, or is larger than the I/O thread should read."""
+    if len(body) > most_bytes:
+        raise RequestTooLargeError(
+            f"JSON of {len(body)} bytes; the limit is {most_bytes} (--max-text-bytes): send large values as binary"
+        )
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise InvalidRequest("JSON: nested too deeply") from None
+    except ValueError as error:  # no UTF-8 as well
+        raise InvalidRequest(f"JSON: {error}") from None
+
+
+def from_json(key: str, value: Any) -> Any:
+    """A text, a number, ``{"b64": …}`` for bytes, ``{"dtype": …, "shape": …, "data": […]}`` for an array, or a list of
+    those."""
+    if isinstance(value, dict):
+        if set(value) == {"b64"}:
+            return _from_base64(key, value["b64"])
+        return tensor_from(key, value.get("dtype"), value.get("shape"), value.get("data"))
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        if len(value) > MOST_TENSORS:
+            raise InvalidRequest(f"{key[:40]!r}: a list of {len(value)}; the limit is {MOST_TENSORS}")
+        return [from_json(key, item) for item in value]
+    if isinstance(value, (str, int, float)) and value is not None:
+        return value
+    raise InvalidRequest(
+        f'{key[:40]!r}: expected a text, a number, {{"b64": "…"}} or {{"dtype": "uint8", "shape": […], "data": […]}}'
+    )
+
+
+def tensor_from(key: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
+    """An array of NumPy's name for its type, its shape, and its numbers in C order, flat or nested."""
+    where = f"{key[:40]!r}: "
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InvalidRequest(f"{where}dtype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], DTYPES)}")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise InvalidRequest(f"{where}the shape is no list of sizes")
+    if len(shape) > MOST_DIMENSIONS:
+        raise InvalidRequest(f"{where}an array of {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
+    if not isinstance(data, list):
+        raise InvalidRequest(f"{where}the data is no list")
+    try:
+        array = np.array(data, dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"{where}{str(error)[:200]}") from None
+    if array.size != math.prod(shape):
+        raise InvalidRequest(f"{where}{array.size} numbers do not fit shape {shape}")
+    return torch.from_numpy(array.reshape(shape))
+
+
+def to_json(key: str, value: Any) -> dict[str, Any]:
+    """What a pipeline wrote under ``key``, as members of a JSON object; ``(label, score)`` becomes two.
+
+    Raises ``NoResult`` for what has no form in JSON.
+    """
+    if is_label_and_score(value):
+        return {"label": str(value[0]), "score": float(value[1])}
+    return {key: _to_json(key, value)}
+
+
+def _to_json(key: str, value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        if array.dtype.name not in DTYPES:
+            raise NoResult(f"an array of {array.dtype} has no form in JSON")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise NoResult(f"{key!r} holds numbers that JSON has not: infinite, or not a number")
+        return {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.ravel().tolist()}
+    if isinstance(value, (bytes, bytearray)):
+        return _base64(value)
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (torch.Tensor, np.ndarray)) for item in value):
+        return [_to_json(key, item) for item in value]
+    try:
+        return json.loads(json.dumps(value, default=_plain, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Inside of dicts and lists."""
+    return _base64(value) if isinstance(value, (bytes, bytearray)) else plain(value)
+
+
+def _base64(value: bytes | bytearray) -> dict[str, str]:
+    return {"b64": base64.b64encode(value).decode()}
+
+
+def _from_base64(key: str, text: Any) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise InvalidRequest(f"{key[:40]!r}: b64 is not base64") from None

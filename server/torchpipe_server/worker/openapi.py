@@ -1,0 +1,98 @@
+"""The OpenAPI document of the HTTP routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchpipe_py
+
+_TEXT = {"type": "string"}
+_NUMBER = {"type": "number"}
+_ARRAY = {
+    "type": "object",
+    "required": ["dtype", "shape", "data"],
+    "properties": {
+        "dtype": {"type": "string", "description": "NumPy's name of the type, as float32"},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+        "data": {"type": "array", "items": _NUMBER, "description": "in C order"},
+    },
+}
+_BYTES = {"type": "object", "required": ["b64"], "properties": {"b64": {"type": "string", "format": "byte"}}}
+_VALUE = {"oneOf": [_TEXT, _NUMBER, _BYTES, _ARRAY]}
+_IMAGE = {"schema": {"type": "string", "format": "binary"}}
+_ERROR = {
+    "type": "object",
+    "required": ["error", "code"],
+    "properties": {"error": _TEXT, "code": _TEXT, "retry_after_ms": {"type": "integer"}},
+}
+
+_ERRORS = {
+    "400": "wrong request, or an image that cannot be decoded",
+    "404": "unknown path or node_name",
+    "408": "the request took too long to arrive",
+    "413": "larger than --max-message-bytes, or JSON than --max-text-bytes",
+    "422": "the pipeline made no result",
+    "429": "overloaded; Retry-After says when to come back",
+    "500": "a backend failed",
+    "503": "no worker can answer now",
+    "504": "not finished by its deadline",
+}
+
+
+def openapi() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    parameters = [
+        _parameter("query", "node_name", _TEXT, "the root to enter, where the configuration has several"),
+        _parameter("query", "outputs", _TEXT, "keys that come back, separated by commas; default: result"),
+        _parameter("query", "deadline_ms", _NUMBER, "answer within so many milliseconds, or with 504"),
+        _parameter("header", "X-Deadline-Ms", _NUMBER, "the same"),
+        _parameter("header", "X-Request-Id", _TEXT, "the caller's name for the request, for the log"),
+    ]
+    asked = {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "inputs": {"type": "object", "additionalProperties": _VALUE},
+            "outputs": {"type": "array", "items": _TEXT},
+            "node_name": _TEXT,
+            "deadline_ms": _NUMBER,
+            "uuid": _TEXT,
+        },
+    }
+    form = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", "format": "binary"}}}
+    body = {
+        "required": True,
+        "content": {
+            "image/*": _IMAGE,
+            "application/octet-stream": _IMAGE,
+            "multipart/form-data": {"schema": form},
+            "application/json": {"schema": asked},
+        },
+    }
+    result = {
+        "type": "object",
+        "properties": {"label": _TEXT, "score": _NUMBER},
+        "additionalProperties": True,
+        "description": "label and score of a classifier; otherwise the keys that were asked for",
+    }
+    infer = {
+        "summary": "Run the pipeline on an image, or on a dict of values.",
+        "operationId": "infer",
+        "parameters": parameters,
+        "requestBody": body,
+        "responses": {"200": {"description": "the result", "content": {"application/json": {"schema": result}}}}
+        | {status: _failure(text) for status, text in _ERRORS.items()},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "torchpipe_py", "version": torchpipe_py.__version__},
+        "paths": {"/infer": {"post": infer}},
+    }
+
+
+def _parameter(place: str, name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
+    return {"in": place, "name": name, "required": False, "schema": schema, "description": text}
+
+
+def _failure(text: str) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _ERROR}}}

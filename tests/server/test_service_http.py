@@ -1,0 +1,561 @@
+"""HTTP on the port of the service: what is asked and answered, what is refused, and what becomes of the connection."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import Register
+from fakes import WAIT, Gate, in_threads
+from service import IDL, ROOT, Client, LocalServer, Process, connect, eventually, serving
+from torchpipe_server.serving.http import Routes
+from torchpipe_server.serving.protocols import Served
+from torchpipe_server.worker.custom import CustomHandler, Handler
+
+from torchpipe_py import Backend, NoResult, Overloaded, pipe
+from torchpipe_py.errors import ConfigError
+
+IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+OK = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LocalServer]:
+    with serving("configs/demo.toml") as server:
+        yield server
+
+
+@contextmanager
+def conversing(port: int) -> Iterator[http.client.HTTPConnection]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def ask(port: int, body: Any, path: str = "/infer", verb: str = "POST", **headers: str) -> tuple[int, Any]:
+    """Status and JSON of the answer, on a connection of its own."""
+    with conversing(port) as connection:
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(verb, path, body if isinstance(body, bytes) else json.dumps(body).encode(), fields)
+        return hear(connection)
+
+
+def ask_json(port: int, body: Any, path: str = "/infer") -> tuple[int, Any]:
+    return ask(port, body, path, Content_Type="application/json")
+
+
+def hear(connection: http.client.HTTPConnection) -> tuple[int, Any]:
+    response = connection.getresponse()
+    assert response.headers["Content-Type"] == "application/json"
+    return response.status, json.loads(response.read())
+
+
+def hear_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = b""
+    while piece := sock.recv(65536):
+        received += piece
+    return received
+
+
+class Values(Backend):
+    """The result is what stands under the name that ``data`` is."""
+
+    values: ClassVar[dict[str, Any]] = {
+        "array": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+        "arrays": [torch.tensor([1, 2]), torch.tensor([True])],
+        "bytes": b"\x00\xff",
+        "text": "größe",
+        "number": 1.5,
+        "boxes": [{"box": (1, 2), "score": torch.tensor(0.5)}],
+        "pair": (7, 0.25),
+        "nan": torch.tensor([float("nan")]),
+        "object": object(),
+    }
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            data = item["data"]
+            if data == "raises":
+                raise ZeroDivisionError("of /home/someone/secret.py")
+            if data == b"none" or data == "none":
+                item["error"] = NoResult("nothing found")
+            elif isinstance(data, str) and data in self.values:
+                item["result"] = self.values[data]
+            else:
+                item["result"] = data
+                item["kind"] = f"{type(data).__name__}"
+
+
+@pytest.fixture
+def values(register: Register) -> Iterator[LocalServer]:
+    with serving(register(Values)) as server:
+        yield server
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["image/jpeg", "application/octet-stream", "application/x-www-form-urlencoded", ""])
+def test_an_image_as_it_is(demo: LocalServer, kind: str):
+    status, answer = ask(demo.port, IMAGE, **({"Content_Type": kind} if kind else {}))
+    assert (status, answer["label"]) == (200, "ring")
+    assert answer["score"] == pytest.approx(1, abs=0.05)
+    with Client(demo.port) as client:
+        assert client.infer_batch(IMAGE) == ("ring", answer["score"])
+
+
+def test_curl(demo: LocalServer, tmp_path):
+    path = tmp_path / "ring.jpg"
+    path.write_bytes(IMAGE)
+    url = f"http://127.0.0.1:{demo.port}/infer"
+    for arguments in (
+        ["--data-binary", f"@{path}"],
+        ["-F", f"data=@{path}"],
+        ["-H", "Transfer-Encoding: chunked", "--data-binary", f"@{path}"],
+        ["-H", "Expect: 100-continue", "--data-binary", f"@{path}"],
+        ["--http1.0", "--data-binary", f"@{path}"],
+    ):
+        try:
+            done = subprocess.run(["curl", "-sS", "-m", "30", *arguments, url], capture_output=True, timeout=WAIT)
+        except FileNotFoundError:
+            pytest.skip("no curl")
+        assert json.loads(done.stdout)["label"] == "ring", (arguments, done.stderr)
+
+
+def form(*parts: tuple[str, str | None, bytes]) -> tuple[bytes, str]:
+    body = b""
+    for name, filename, content in parts:
+        file = "" if filename is None else f'; filename="{filename}"'
+        body += f'--xyz\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+    return body + b"--xyz--\r\n", "multipart/form-data; boundary=xyz"
+
+
+def test_a_form(values: LocalServer):
+    body, kind = form(("file", "a.jpg", b"some bytes"), ("outputs", None, b"kind,result"))
+    assert ask(values.port, body, Content_Type=kind) == (
+        200,
+        {"kind": "bytes", "result": {"b64": base64.b64encode(b"some bytes").decode()}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((), "form"),
+        ((("a", None, b"x"),), "form: 0 files"),
+        ((("a", "1", b"x"), ("b", "2", b"x")), "form: 2 files"),
+        ((("a", "1", b"x"), ("b", None, b"x")), "unknown parameter 'b'"),
+        ((("a", "1", b"x"), ("outputs", None, b"x" * 5000)), "'outputs' has more than 4096 bytes"),
+        ((("a", "1", b"x"), ("outputs", None, b"\xff")), "not UTF-8"),
+        ((("a", "1", b"x"),) * 40, "form"),
+    ],
+)
+def test_forms_that_are_wrong(values: LocalServer, parts: Any, said: str):
+    body, kind = form(*parts)
+    status, answer = ask(values.port, body, Content_Type=kind)
+    assert (status, answer["code"]) == (400, "invalid_request")
+    assert said in answer["error"]
+
+
+def test_a_form_without_boundary(values: LocalServer):
+    status, answer = ask(values.port, b"", Content_Type="multipart/form-data")
+    assert (status, answer["code"]) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("name", Values.values)
+def test_results(values: LocalServer, name: str):
+    expected = {
+        "array": {"result": {"dtype": "float32", "shape": [2, 3], "data": [0, 1, 2, 3, 4, 5]}},
+        "arrays": {
+            "result": [
+                {"dtype": "int64", "shape": [2], "data": [1, 2]},
+                {"dtype": "bool", "shape": [1], "data": [True]},
+            ]
+        },
+        "bytes": {"result": {"b64": "AP8="}},
+        "text": {"result": "größe"},
+        "number": {"result": 1.5},
+        "boxes": {"result": [{"box": [1, 2], "score": 0.5}]},
+        "pair": {"label": "7", "score": 0.25},
+        "nan": "'result' holds numbers that JSON has not: infinite, or not a number",
+        "object": "'result' holds a object that has no form in JSON: a object in it",
+    }[name]
+    status, answer = ask_json(values.port, {"inputs": {"data": name}})
+    if isinstance(expected, str):
+        assert (status, answer) == (422, {"error": expected, "code": "no_result"})
+    else:
+        assert (status, answer) == (200, expected)
+
+
+ARRAY = {"dtype": "uint8", "shape": [1, 2], "data": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "back"),
+    [
+        ({"b64": "AP8="}, "bytes", {"b64": "AP8="}),
+        (3, "int", 3),
+        (2.5, "float", 2.5),
+        (ARRAY, "Tensor", ARRAY),
+        ([{"b64": "AA=="}], "list", [{"b64": "AA=="}]),
+    ],
+)
+def test_values(values: LocalServer, value: Any, kind: str, back: Any):
+    status, answer = ask_json(values.port, {"inputs": {"data": value}, "outputs": ["kind", "result"]})
+    assert status == 200, answer
+    assert answer["kind"] == kind
+    if kind != "list":
+        assert answer["result"] == back
+
+
+WRONG_JSON = {
+    "nothing": (b"", "JSON: "),
+    "half": (b'{"inputs": ', "JSON: "),
+    "not utf-8": (b'"\xff"', "JSON: "),
+    "a list": (b"[]", 'no object with "inputs"'),
+    "no inputs": (b"{}", 'no object with "inputs"'),
+    "deep": (b"[" * 100_000, "JSON: nested too deeply"),
+    "deep objects": (b'{"inputs":' * 50_000, "JSON: nested too deeply"),
+    "unknown member": (b'{"inputs": {}, "x": 1}', "unknown member 'x'"),
+    "no data": (b'{"inputs": {}}', "data"),
+    "null": (b'{"inputs": {"data": null}}', "expected a text"),
+    "base64": (b'{"inputs": {"data": {"b64": "%%"}}}', "b64 is not base64"),
+    "base64 of a number": (b'{"inputs": {"data": {"b64": 3}}}', "b64 is not base64"),
+    "dtype": (b'{"inputs": {"data": {"dtype": "uint9", "shape": [], "data": []}}}', "uint8"),
+    "object dtype": (b'{"inputs": {"data": {"dtype": "O", "shape": [], "data": []}}}', "dtype 'O'"),
+    "shape": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [-1], "data": [1]}}}', "no list of sizes"),
+    "sizes": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}', "1 numbers do not fit shape [3]"),
+    "ragged": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [[1], 2]}}}', "inhomogeneous"),
+    "too large": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [256]}}}', "256"),
+    "words": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": ["a"]}}}', "'a'"),
+    "a huge number": (b'{"inputs": {"data": ' + b"9" * 10_000 + b"}}", "JSON: "),
+    "dimensions": (json.dumps({"inputs": {"data": {**ARRAY, "shape": [1] * 33}}}).encode(), "33 dimensions"),
+    "outputs": (b'{"inputs": {"data": "text"}, "outputs": [3]}', "outputs are names"),
+    "node_name": (b'{"inputs": {"data": "text"}, "node_name": 3}', "node_name is not a text"),
+    "deadline": (b'{"inputs": {"data": "text"}, "deadline_ms": -1}', "a deadline of '-1'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_JSON)
+def test_json_that_is_wrong(values: LocalServer, name: str):
+    body, said = WRONG_JSON[name]
+    status, answer = ask(values.port, body, Content_Type="application/json")
+    assert (status, answer["code"]) == (400, "invalid_request")
+    assert said in answer["error"]
+
+
+def test_json_beyond_its_limit(register: Register):
+    with serving(register(Values), max_text_bytes=100) as server:
+        status, answer = ask_json(server.port, {"inputs": {"data": "x" * 100}})
+    assert (status, answer["code"]) == (413, "too_large")
+    assert "--max-text-bytes" in answer["error"]
+
+
+def test_roots_and_keys(register: Register):
+    with serving({"one": {"backend": register(Values)}, "other": {"backend": "Identity"}}) as server:
+        path = "/infer?node_name=one&outputs=kind"
+        assert ask(server.port, b"x", path) == (200, {"kind": "bytes"})
+        status, answer = ask(server.port, b"x", "/infer?node_name=on")
+        assert (status, answer["code"]) == (404, "unknown_node")
+        assert ask(server.port, b"x", "/infer?node=one")[1]["error"].startswith("unknown parameter 'node'")
+        assert ask(server.port, b"x", path + "x")[0] == 422
+
+
+def test_deadlines(register: Register):
+    gate = Gate()
+    with gate, serving(register(gate.backend)) as server:
+        for headers, path in (({"X_Deadline_Ms": "20"}, "/infer"), ({}, "/infer?deadline_ms=20")):
+            status, answer = ask(server.port, b"x", path, **headers)
+            assert (status, answer["code"]) == (504, "deadline_exceeded")
+        gate.opened.set()
+        status, answer = ask(server.port, b"x", X_Deadline_Ms="soon")
+        assert (status, answer["error"]) == (400, "a deadline of 'soon'; expected milliseconds, more than 0")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_pipeline(values: LocalServer):
+    assert ask(values.port, b"none") == (422, {"error": "nothing found", "code": "no_result"})
+    status, answer = ask_json(values.port, {"inputs": {"data": "raises"}})
+    assert (status, answer["code"]) == (500, "backend_error")
+    assert "ZeroDivisionError: of secret.py" in answer["error"], "without folders of the server"
+
+
+def test_an_image_that_is_none(demo: LocalServer):
+    status, answer = ask(demo.port, b"no image")
+    assert (status, answer["code"]) == (400, "decode_error")
+
+
+def test_paths_and_methods(demo: LocalServer):
+    status, answer = ask(demo.port, b"", "/infr")
+    assert (status, answer) == (404, {"error": "no /infr; did you mean '/infer'?", "code": "not_found"})
+    with conversing(demo.port) as connection:
+        connection.request("GET", "/infer")
+        response = connection.getresponse()
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        response.read()
+        connection.request("HEAD", "/openapi.json")
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b"")
+        assert int(response.headers["Content-Length"]) > 1000
+
+
+def test_the_document_names_every_status_and_path(demo: LocalServer):
+    status, document = ask(demo.port, b"", "/openapi.json", "GET")
+    assert status == 200
+    assert document["openapi"].startswith("3.1")
+    assert set(document["paths"]) == {"/infer"}
+    assert {"200", "400", "404", "408", "413", "429", "503", "504"} <= set(
+        document["paths"]["/infer"]["post"]["responses"]
+    )
+
+
+def test_overload_says_when_to_come_back(register: Register):
+    gate = Gate()
+    config = {"global": {"max_inflight": 1}, "node": {"backend": register(gate.backend)}}
+    with gate, serving(config) as server, conversing(server.port) as first, conversing(server.port) as second:
+        first.request("POST", "/infer", b"x")
+        gate.wait_entered()
+        second.request("POST", "/infer", b"y")
+        response = second.getresponse()
+        assert response.status == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert json.loads(response.read())["code"] == Overloaded.code
+        gate.opened.set()
+        assert hear(first)[0] == 200
+
+
+def test_a_connection_too_many(register: Register):
+    with serving("Identity", max_connections=1) as server, Client(server.port) as client:
+        client.ping()
+        eventually(lambda: server.server.connections == 1)
+        status, answer = ask(server.port, b"x")
+        assert (status, answer["code"]) == (429, "overloaded")
+
+
+def test_statistics_know_the_route(values: LocalServer):
+    ask(values.port, b"x")
+    ask(values.port, b"none")
+    ask(values.port, b"x", "/" + "a" * 500)
+    eventually(lambda: len(values.server.counters.summary()["by_method"]) == 2)
+    assert values.server.counters.summary()["by_method"] == {
+        "POST /infer": {"ok": 1, "no_result": 1},
+        "http": {"not_found": 1},
+    }
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+def test_one_connection_for_many(demo: LocalServer):
+    with conversing(demo.port) as connection:
+        for _ in range(3):
+            connection.request("POST", "/infer", IMAGE)
+            assert hear(connection)[1]["label"] == "ring"
+            assert connection.sock is not None, "it is kept"
+
+
+def test_pipelined_requests_are_answered_in_their_order(values: LocalServer):
+    requests = b""
+    for index in range(50):
+        body = json.dumps({"inputs": {"data": index}}).encode()
+        head = f"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        requests += head.encode() + (b"Connection: close\r\n" if index == 49 else b"") + b"\r\n" + body
+    with connect(values.port) as sock:
+        sock.sendall(requests + OK)
+        answers = hear_all(sock).split(b"HTTP/1.1 200 OK")[1:]
+    assert [json.loads(answer.rpartition(b"\r\n\r\n")[2])["result"] for answer in answers] == list(range(50))
+
+
+def test_a_client_that_waits_to_be_asked_for_the_body(values: LocalServer):
+    head = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+    with connect(values.port) as sock:
+        sock.sendall(OK + head)  # behind a request that may still be in work
+        received = b""
+        while b" 100 " not in received:
+            received += sock.recv(4096)
+        assert received.count(b"HTTP/1.1 200 OK") == 1, "not before the answer to the request before it"
+        sock.sendall(b"ok")
+        assert hear_all(sock).count(b"HTTP/1.1 200 OK") == 1
+
+
+def test_many_clients_of_both_protocols(demo: LocalServer):
+    images = sorted((ROOT / "configs/demo/images").glob("*.jpg"))[:12]
+
+    def run(index: int) -> None:
+        for path in images[index % 3 :: 3]:
+            if index % 2:
+                assert ask(demo.port, path.read_bytes())[1]["label"] == path.stem.rpartition("_")[0]
+            else:
+                with Client(demo.port) as client:
+                    assert client.infer_batch(path.read_bytes())[0] == path.stem.rpartition("_")[0]
+
+    in_threads(8, run)
+
+
+SMUGGLED = {
+    "two lengths": b"Content-Length: 2\r\nContent-Length: 3\r\n",
+    "a list of lengths": b"Content-Length: 2, 3\r\n",
+    "length and chunks": b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n",
+    "chunks twice": b"Transfer-Encoding: chunked, chunked\r\n",
+    "another coding": b"Transfer-Encoding: gzip, chunked\r\n",
+    "a negative length": b"Content-Length: -2\r\n",
+    "a long length": b"Content-Length: " + b"9" * 100 + b"\r\n",
+    "a blank before the colon": b"Content-Length : 2\r\n",
+    "a folded field": b"X: a\r\n b\r\n",
+    "many fields": b"X: y\r\n" * 100,
+    "a large field": b"X: " + b"y" * 9000 + b"\r\n",
+    "no host": b"",
+}
+
+
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_a_head_that_two_programs_may_read_differently(values: LocalServer, name: str):
+    host = b"" if name == "no host" else b"Host: a\r\n"
+    with connect(values.port) as sock:
+        sock.sendall(b"POST /infer HTTP/1.1\r\n" + host + SMUGGLED[name] + b"\r\nok" + OK)
+        received = hear_all(sock)
+    assert received.count(b"HTTP/1.1 ") == 1, "nothing behind it is read"
+    assert received.split()[1] in (b"400", b"413", b"431", b"501")
+    assert b"Connection: close" in received
+
+
+def test_a_body_beyond_the_limit_and_of_it(register: Register):
+    with serving("Identity", max_message_bytes=1000) as server:
+        assert ask(server.port, b"x" * 1000)[0] == 200
+        status, answer = ask(server.port, b"x" * 1001)
+        assert (status, answer["code"]) == (413, "too_large")
+        assert "--max-message-bytes" in answer["error"]
+
+
+def test_a_body_that_never_comes():
+    with serving("Identity", message_seconds=0.2) as server, connect(server.port) as sock:
+        sock.sendall(OK[:-1])
+        received = hear_all(sock)
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b"Connection: close" in received
+
+
+def test_a_client_that_ends_its_side_is_answered(values: LocalServer):
+    with connect(values.port) as sock:
+        sock.sendall(OK)
+        sock.shutdown(socket.SHUT_WR)
+        assert hear_all(sock).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_what_was_accepted_is_answered_by_a_server_that_ends(register: Register):
+    gate = Gate()
+    with gate, serving(register(gate.backend)) as server, connect(server.port) as sock:
+        sock.sendall(OK)
+        gate.wait_entered()
+        server.stop()
+        gate.opened.set()
+        assert hear_all(sock).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_mutants_of_requests_end_in_an_answer_or_an_end(values: LocalServer):
+    rng = random.Random(18)
+    for _ in range(200):
+        data = bytearray(OK * 2)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
+        with connect(values.port) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            received = hear_all(sock)
+        assert not received or received[:9] == b"HTTP/1.1 " or received[0] in (0x80, 0x82, 0), data
+    assert ask(values.port, b"x")[0] == 200
+
+
+# -- the whole service ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_with_a_request(tmp_path):
+    (tmp_path / "hangs.py").write_text(
+        "import time\nfrom torchpipe_py import Backend, register_backend\n\n\n"
+        "@register_backend\nclass Hangs(Backend):\n    def forward(self, items):\n"
+        "        time.sleep(600 * (items[0]['data'] == b'hang'))\n        items[0]['result'] = 1\n"
+    )
+    config = tmp_path / "hangs.toml"
+    config.write_text('[node]\nbackend = "Hangs"\n')
+    with Process("--import", str(tmp_path / "hangs.py"), "--workers", "1", config=str(config)) as process:
+        process.wait_started()
+        assert ask(process.port, b"x") == (200, {"result": 1})
+        with conversing(process.port) as connection:
+            connection.request("POST", "/infer", b"hang")
+            (worker,) = process.workers
+            os.kill(worker, signal.SIGKILL)
+            status, answer = hear(connection)
+        assert (status, answer["code"]) in ((503, "worker_died"), (503, "unavailable"))
+        eventually(lambda: ask(process.port, b"x") == (200, {"result": 1}))
+
+
+class Photos(Handler):
+    routes: ClassVar[dict[str, str]] = {
+        "POST /photos": "upload",
+        "GET /photos/{name}": "show",
+        "GET /raw": "raw",
+        "GET /wrong": "wrong",
+    }
+
+    async def upload(self, request):
+        return {"result": (await self.run({"data": request.body}))["result"].decode()}
+
+    def show(self, request):
+        return request.parameters["name"] + request.query
+
+    def raw(self, request):
+        return b"\x00"
+
+    def wrong(self, request):
+        return {1, 2}
+
+
+def test_a_handler_of_ones_own():
+    with pipe({"backend": "Identity"}) as run:
+        handler = CustomHandler(Photos, run)
+        with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
+            assert ask(server.port, b"abc", "/photos") == (200, {"result": "abc"})
+            with conversing(server.port) as connection:
+                connection.request("GET", "/photos/me?a=b")
+                assert connection.getresponse().read() == b"mea=b"
+                connection.request("GET", "/raw")
+                assert connection.getresponse().read() == b"\x00"
+            status, answer = ask(server.port, b"", "/wrong", "GET")
+            assert (status, answer["code"]) == (500, "internal")
+
+
+@pytest.mark.parametrize(
+    ("routes", "said"),
+    [
+        ({"/photos": "upload"}, "expected a method and a path"),
+        ({"POST photos": "upload"}, "expected a method and a path"),
+        ({"POST /photos": "uplod"}, "no method 'uplod' for 'POST /photos'; did you mean 'upload'?"),
+    ],
+)
+def test_routes_that_are_wrong(routes: dict[str, str], said: str):
+    with pipe({"backend": "Identity"}) as run, pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        CustomHandler(type("Own", (Photos,), {"routes": routes}), run)
+
+
+def test_thrift_is_as_it_was(demo: LocalServer):
+    with Client(demo.port) as client:
+        client.ping()
+        result = client.call("infer_batch", params=IDL.InferenceParams(uuid="x", data=IMAGE))
+    assert result.label == "ring"
