@@ -52,6 +52,8 @@ struct InferRequest {
     5: optional list<string> outputs,        // keys wanted back; default: ["result"]
 }
 
+// A label with its score, and a list of such pairs, come as JSON text under their key; beside it stand "label" (text)
+// and "score" (number), those of the first pair.
 struct InferResponse {
     1: required string uuid,
     2: required map<string, Value> outputs,

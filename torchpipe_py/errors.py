@@ -34,6 +34,7 @@ class Problems:
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
+        self._doubts: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._errors)
@@ -42,6 +43,12 @@ class Problems:
         """One more, unless it is known: a default may be wrong for every node."""
         if str(error) not in map(str, self._errors):
             self._errors.append(error)
+
+    def doubt(self, text: str) -> None:
+        """What is probably wrong, or means nothing: a line in the log, once."""
+        if text not in self._doubts:
+            self._doubts.add(text)
+            logger.warning("%s", text)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

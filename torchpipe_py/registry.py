@@ -71,6 +71,10 @@ BUILT_IN_POSTPROCESSORS = {
     "cpu": f"{_BACKENDS}.models.postprocess:Cpu",
     "SoftmaxCpu": f"{_BACKENDS}.models.postprocess:SoftmaxCpu",
     "SoftmaxMax": f"{_BACKENDS}.models.postprocess:SoftmaxMax",
+    "ArgMax": f"{_BACKENDS}.models.postprocess:ArgMax",
+    "SoftmaxArgMax": f"{_BACKENDS}.models.postprocess:SoftmaxArgMax",
+    "TopK": f"{_BACKENDS}.models.postprocess:TopK",
+    "Sigmoid": f"{_BACKENDS}.models.postprocess:Sigmoid",
 }
 
 

@@ -15,6 +15,7 @@ from fakes import cpu_as_gpu
 from torchpipe_py import InvalidRequest
 from torchpipe_py.backends.base import BackendConfig, Param
 from torchpipe_py.backends.models import cuda_model
+from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes, finish_of
 from torchpipe_py.backends.models.postprocess import Cpu, Postprocessor, SoftmaxMax
 from torchpipe_py.backends.models.staging import StagedInput
@@ -51,7 +52,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make_model(**settings: Any) -> Model:
         dims = settings.pop("dims", (3, None, None))
         defaults = {name: param.default for name, param in Model.parameters().items()}
-        model = Model(BackendConfig(params={**defaults, "max_batch": 16, **settings}))
+        model = Model(BackendConfig(params={**defaults, "max_batch": to_bounds(16), **settings}))
         model.dims = dims
         model.setup()
         return model

@@ -22,9 +22,10 @@ import torch
 
 from torchpipe_py import BackendUnavailable, ConfigError, pipe
 from torchpipe_py.backends.models import tensorrt_engine
+from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.backends.models.onnx_graph import half_model, model_bytes
 from torchpipe_py.backends.models.tensorrt_api import load_tensorrt
-from torchpipe_py.backends.models.tensorrt_engine import EngineCache, EngineSpec, cached_engine, to_bounds
+from torchpipe_py.backends.models.tensorrt_engine import EngineCache, EngineSpec, cached_engine
 
 SPEC = EngineSpec(model="m.onnx", onnx=b"model", least=to_bounds(1), most=to_bounds(4))
 TRT = SimpleNamespace(__version__="8.6.0")

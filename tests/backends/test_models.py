@@ -201,7 +201,6 @@ def test_different_sizes_in_one_batch_are_never_stretched(register: Register, mo
     [
         ({"mean": "1,2"}, "mean has 2 numbers, the model's input has 3 channels"),
         ({"std": "1,2,3,4"}, "std has 4 numbers, the model's input has 3 channels"),
-        ({"std": "1,0,3"}, "std holds a zero"),
         ({"providers": "CPUExecutionProvder"}, "not installed; did you mean 'CPUExecutionProvider'?"),
     ],
 )

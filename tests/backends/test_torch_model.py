@@ -204,7 +204,7 @@ def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
 
 
 def test_settings_that_do_not_fit(model: str) -> None:
-    with pytest.raises(ConfigError, match="std holds a zero"):
+    with pytest.raises(ConfigError, match="key 'std': expected numbers above 0"):
         pipe({"backend": "TorchTensor", "trusted": True, "model": model, "std": "1, 0, 1"})
     with pytest.raises(ConfigError, match="floating input_type"):
         pipe({"backend": "TorchTensor", "trusted": True, "model": model, "mean": "1", "input_type": "uint8"})

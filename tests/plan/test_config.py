@@ -16,7 +16,7 @@ import torch
 from conftest import Register
 
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, parse_toml, pipe
-from torchpipe_py.backends.models.tensorrt_engine import to_bounds
+from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import load_config
 from torchpipe_py.values import to_floats, to_strings

@@ -164,8 +164,9 @@ def test_client_written_by_hand(demo, session):
 def test_infer_gives_label_and_score_of_the_demo(demo, session):
     with Client(demo.port) as client:
         outputs = client.infer(raw(JPEG))
-        assert sorted(outputs) == ["label", "score"]
+        assert sorted(outputs) == ["label", "result", "score"]
         assert_same((outputs["label"].text, outputs["score"].number), expected(session, JPEG))
+        assert json.loads(outputs["result"].text) == [outputs["label"].text, outputs["score"].number]
 
 
 def test_infer_many_keeps_the_order_and_fails_per_item(demo, session):
@@ -574,6 +575,41 @@ def test_plain_structures_come_as_json(register: Register, framed, compact):
     with serving(register(returns(boxes))) as server, Client(server.port, framed, compact) as client:
         text = client.infer(raw(b"x"))["result"].text
     assert json.loads(text) == [{"box": [1, 2, 3, 4], "label": "ü", "score": 0.5}, {"box": [1.0, 1.0]}]
+
+
+@pytest.mark.parametrize(
+    ("written", "best", "text"),
+    [
+        ({"result": ("ü", 0.5)}, ("ü", 0.5), ["ü", 0.5]),
+        ({"result": (np.int64(3), float("inf"))}, ("3", float("inf")), [3, None]),
+        ({"result": [("a", 0.75), (2, np.float32(0.25))]}, ("a", 0.75), [["a", 0.75], [2, 0.25]]),  # as of TopK
+        ({"result": "b", "score": 0.5, "class": 1}, ("b", 0.5), "b"),  # as of ArgMax
+    ],
+)
+def test_what_postprocessors_write_is_a_label_and_a_score(register: Register, written, best, text):
+    class Writes(Backend):
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            for item in items:
+                item.update(written)
+
+    with serving(register(Writes)) as server, Client(server.port) as client:
+        assert client.infer_batch(b"x") == best
+        assert [(one.result.label, one.result.score) for one in client.infer_many([b"x"])] == [best]
+        outputs = client.infer(raw(b"x"), outputs=["result"])
+        kept = outputs["result"].text
+        assert (json.loads(kept) if isinstance(text, list) else kept) == text
+        if isinstance(text, list):
+            assert (outputs["label"].text, outputs["score"].number) == best
+        else:
+            asked = client.infer(raw(b"x"), outputs=["result", "score", "class"])
+            assert (asked["result"].text, asked["score"].number, asked["class"].integer) == ("b", 0.5, 1)
+
+
+def test_no_class_above_the_threshold_is_no_result(register: Register):
+    with serving(register(returns([]))) as server, Client(server.port) as client:
+        with pytest.raises(IDL.InferenceError, match="no class has the score that is asked for"):
+            client.infer_batch(b"x")
+        assert client.infer(raw(b"x"))["result"].text == "[]"
 
 
 def test_label_and_score_may_be_numpy_scalars(register: Register):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -35,7 +35,8 @@ class Param:
 
     ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
     ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` asks for an existing file, ``kept``
-    names one that the backend makes; ``key`` is the name in the configuration where that is not the attribute's.
+    names one that the backend makes; ``key`` is the name in the configuration where that is not the attribute's,
+    ``also`` holds other names of it.
     On an instance the attribute is the typed value.
     """
 
@@ -51,10 +52,11 @@ class Param:
         file: bool = False,
         kept: bool = False,
         key: str = "",
+        also: Sequence[str] = (),
     ) -> None:
         self.convert, self.default, self.doc = convert, default, doc
         self.low, self.high, self.choices, self.file, self.kept = low, high, tuple(choices), file, kept
-        self.key = key
+        self.key, self.also = key, tuple(also)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.key = self.key or name
@@ -73,6 +75,15 @@ class Param:
         if self.high is not None and typed > self.high:
             raise ValueError(f"expected at most {self.high:g}, got {typed}")
         return typed
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What is wrong with the parameter ``key``: surely, or only probably where it ``is_doubt``."""
+
+    key: str
+    text: str
+    is_doubt: bool = False
 
 
 class Shared:
@@ -174,6 +185,9 @@ class Backend:
     wraps_sequence = False
     """Standing last in a sequence without brackets, it wraps all that stands before it."""
 
+    ignored_keys: Mapping[str, str] = {}
+    """Keys of other backends that mean nothing to it, each with the reason; accepted, with a line in the log."""
+
     isolation = Isolation.STAYS
     """Whether it runs in a process of its own where decoders do."""
 
@@ -231,6 +245,11 @@ class Backend:
     def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
         """Roots of the graphs that it runs with these parameters, and for each what a drawing says of the jump."""
         return {}
+
+    @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterable[Remark]:
+        """What is wrong with these parameters, each of which is right by itself; ``own`` are the keys of the node."""
+        return ()
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:

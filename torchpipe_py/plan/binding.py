@@ -79,6 +79,7 @@ class Binder:
         self.problems = problems
         self.used: set[str] = set()
         self.known: set[str] = set()
+        self.ignored: dict[str, str] = {}
         self.missing: list[ConfigError] = []
         source = node.place.source
         self._folder = os.path.dirname(source) if source.endswith(".toml") else None
@@ -142,14 +143,30 @@ class Binder:
             return self._all_params(scope)
         params = {}
         self.used.update(_scoped(scope, "backend"))
+        for key, reason in cls.ignored_keys.items():
+            self.ignored.update(dict.fromkeys((key, *_scoped(scope, key)), f"ignored: {reason}"))
+        before = len(self.problems)
         # Files to make last: they belong where those that are read were found.
         for name, param in sorted(cls.parameters().items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
             params[name] = self._value(scope, param, position)
+        if len(self.problems) == before and not self.missing:
+            self._remark(cls, scope, params)
         return params
 
+    def _remark(self, cls: type[Backend], scope: str, params: Mapping[str, Any]) -> None:
+        keys = {param.key: self._key(scope, param) or param.key for param in cls.parameters().values()}
+        own = [name for name, key in keys.items() if key in self.node.own]
+        for remark in cls.remarks(params, own):
+            key = keys[remark.key]
+            place = self.node.at(key) if key in self.node.params else replace(self.node.place, key=key)
+            if remark.is_doubt:
+                self.problems.doubt(f"{place}: {remark.text}")
+            else:
+                self.problems.add(place.error(remark.text))
+
     def _value(self, scope: str, param: Param, position: _Position) -> Any:
-        key = self._key(scope, param.key)
+        key = self._key(scope, param)
         if key is None:
             if param.default is REQUIRED:
                 place = Place(self.node.place.source, self.node.name, param.key)
@@ -184,12 +201,20 @@ class Binder:
             raise ValueError(f"no such file: {path} ({folders})")
         return beside if param.kept and self._reads_beside and not os.path.isfile(path) else path
 
-    def _key(self, scope: str, name: str) -> str | None:
+    def _key(self, scope: str, param: Param) -> str | None:
         """The key that holds the parameter: the node's table before the top level, the scoped form before the bare."""
-        present = [key for key in (*_scoped(scope, name), name) if key in self.node.params]
-        self.used.update(present)
-        own = [key for key in present if key in self.node.own]
-        return next(iter(own or present), None)
+        present = [
+            (name, key)
+            for name in (param.key, *param.also)
+            for key in (*_scoped(scope, name), name)
+            if key in self.node.params
+        ]
+        self.used.update(key for _, key in present)
+        found = [(name, key) for name, key in present if key in self.node.own] or present
+        for name, key in found:
+            if name != found[0][0]:
+                self.problems.add(self.node.at(key).error(f"another name of {found[0][0]!r}, which is there too"))
+        return found[0][1] if found else None
 
     def _all_params(self, scope: str) -> dict[str, Value]:
         """Every bare key, and those of this scope over them without their scope."""
@@ -206,9 +231,12 @@ class Binder:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
         return find_filter(call.filter, self.node, "backend", self.registry)
 
-    def check_keys(self, unused: Iterable[str]) -> None:
-        """Keys that nothing takes, and missing ones."""
+    def check_keys(self, unused: Iterable[str], ignored: Mapping[str, str]) -> None:
+        """Keys that nothing takes, and missing ones; ``ignored`` holds those that mean nothing here."""
         for key in unused:
+            if key in ignored:
+                self.problems.doubt(f"{self.node.at(key)}: {ignored[key]}")
+                continue
             if key in ("min", "max"):
                 self.problems.add(self.node.at(key).error("no backend of this node takes a batch range"))
                 continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpipe_py.backends.base import BatchRange
-from torchpipe_py.errors import ConfigError, Problems, nearest
+from torchpipe_py.errors import Problems, nearest
 from torchpipe_py.filters import Filter, run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, expand, find_filter
 from torchpipe_py.plan.config import (
@@ -104,9 +104,10 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
     for name, node in spec.nodes.items():
         usual = run if node.map or not graph.predecessors[name] else swap
         plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, usual), reaching[node.owner])
-    used = set(NODE_KEYS).union(*(used for _, used, _ in bound.values()))
-    known = set().union(*(known for *_, known in bound.values()))
-    _check_defaults(spec, used, known, problems)
+    used = set(NODE_KEYS).union(*(used for _, used, *_ in bound.values()))
+    known = set().union(*(known for _, _, known, _ in bound.values()))
+    ignored = {key: reason for *_, ignored in bound.values() for key, reason in ignored.items()}
+    _check_defaults(spec, used, known, ignored, problems)
     jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
     with problems.gathered():
         graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
@@ -117,8 +118,8 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
 
 def _bind_node(
     node: NodeSpec, registry: Registry, problems: Problems
-) -> tuple[tuple[BackendPlan, ...], set[str], set[str]]:
-    """Its backends, the keys they used, and those they know."""
+) -> tuple[tuple[BackendPlan, ...], set[str], set[str], dict[str, str]]:
+    """Its backends, the keys they used, those they know, and those they ignore, with the reasons."""
     backends: list[BackendPlan] = []
     binders = []
     for index, call in enumerate(node.calls):
@@ -126,8 +127,9 @@ def _bind_node(
         backends.append(isolated(binder.bind(expand(call, binder.node), {}), binder))
         binders.append(binder)
     used = set().union(*(binder.used for binder in binders))
-    binders[-1].check_keys([key for key in node.params if key in node.own and key not in used])
-    return tuple(backends), used, set().union(*(binder.known for binder in binders))
+    ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}
+    binders[-1].check_keys([key for key in node.params if key in node.own and key not in used], ignored)
+    return tuple(backends), used, set().union(*(binder.known for binder in binders)), ignored
 
 
 def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> None:
@@ -159,10 +161,14 @@ def _always_runs(node: NodeSpec) -> bool:
     return node.filter is None or node.filter.lower() in ("swap", "run")
 
 
-def _check_defaults(spec: PipelineSpec, used: set[str], known: set[str], problems: Problems) -> None:
+def _check_defaults(
+    spec: PipelineSpec, used: set[str], known: set[str], ignored: Mapping[str, str], problems: Problems
+) -> None:
     """Refuse a key of the top level that no node takes."""
     names = {name for name in {*used, *known, "max_inflight"} - TABLE_KEYS if "::" not in name}
     for key in spec.defaults:
-        if key not in used:
-            problem = f"no node takes it; {nearest(key, names)}"
-            problems.add(ConfigError(f"{spec.place}: {GLOBAL}: key {key!r}: {problem}"))
+        place = replace(spec.place, node=GLOBAL, key=key)
+        if key in ignored and key not in used:
+            problems.doubt(f"{place}: {ignored[key]}")
+        elif key not in used:
+            problems.add(place.error(f"no node takes it; {nearest(key, names)}"))

@@ -21,6 +21,7 @@ logger = logging.getLogger("torchpipe_py")
 GLOBAL = "global"
 DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
+MAX_INSTANCES = 1024  # of a node: threads, far beyond any machine's cores
 
 NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id", "decode_isolation")
 ISOLATIONS = ("none", "process")
@@ -336,7 +337,13 @@ def split_variants(value: Value, count: int) -> list[Value]:
 
 
 def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in split_variants(value, variants))
+    numbers = tuple(_positive(part) for part in split_variants(value, variants))
+    if max(numbers) > MAX_INSTANCES:
+        raise ValueError(
+            f"expected at most {MAX_INSTANCES}, got {max(numbers)}: each instance is a thread with a backend of its "
+            "own ('max' is the size of a batch)"
+        )
+    return numbers
 
 
 def _positive(value: Value) -> int:

@@ -70,10 +70,13 @@ def to_python(value: Any) -> Any:
 def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     """What a pipeline wrote under ``key``, as named ``Value``s.
 
-    ``(label, score)`` becomes two. Dicts and lists of texts, numbers and the like, boxes say, become a text: JSON.
+    Dicts and lists of texts, numbers and the like, boxes say, become a text: JSON. So do ``(label, score)`` and a list
+    of such pairs, best first; beside them stand ``label`` and ``score``, those of the first.
     """
     if is_label_and_score(value):
-        return {"label": idl.Value(text=str(value[0])), "score": idl.Value(number=float(value[1]))}
+        return _ranked(idl, key, value, _pair(value))
+    if is_ranking(value):
+        return _ranked(idl, key, value[0], list(map(_pair, value)))
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return {key: idl.Value(tensor=_from_array(idl, value))}
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, (torch.Tensor, np.ndarray)) for v in value):
@@ -94,6 +97,17 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
 
 
+def _ranked(idl: Any, key: str, best: Any, plain: Any) -> dict[str, Any]:
+    outputs = {"label": idl.Value(text=str(best[0])), "score": idl.Value(number=float(best[1]))}
+    return {**outputs, key: idl.Value(text=json.dumps(plain))}
+
+
+def _pair(value: Any) -> list[Any]:
+    """A label and a score as JSON can say them; it has no number that is not finite."""
+    label, score = value[0], float(value[1])
+    return [label if isinstance(label, str) else int(label), score if math.isfinite(score) else None]
+
+
 def plain(value: Any) -> Any:
     """Numbers and arrays of NumPy and PyTorch as JSON can say them."""
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
@@ -108,15 +122,29 @@ def output_of(data: Mapping[str, Any], key: str) -> Any:
     raise reason(data, key)
 
 
-def to_label_and_score(result: Any) -> tuple[str, float]:
-    """``(label, score)`` as it is; of a tensor of logits, 1×C, the most probable class and its softmax probability."""
+def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
+    """``(label, score)`` as it is; of a list of such pairs the first; a label alone with its ``score``.
+
+    Of a tensor of logits, 1×C, the most probable class and its softmax probability.
+    """
     if is_label_and_score(result):
         return str(result[0]), float(result[1])
+    if is_ranking(result):
+        return str(result[0][0]), float(result[0][1])
+    if is_label_and_score((result, score)):
+        return str(result), float(score)
+    if isinstance(result, list) and not result:
+        raise NoResult("the result is an empty list: no class has the score that is asked for")
     if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
         values = result.detach().float().cpu().numpy().ravel()
         exponentials = np.exp(values - values.max())
         return str(int(values.argmax())), float(exponentials.max() / exponentials.sum())
     raise NoResult(f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead")
+
+
+def is_ranking(value: Any) -> bool:
+    """Whether ``value`` is a list of pairs of a label and a number."""
+    return isinstance(value, list) and bool(value) and all(map(is_label_and_score, value))
 
 
 def is_label_and_score(value: Any) -> bool:

@@ -135,7 +135,7 @@ class InferenceHandler:
         try:
             if error is not None:
                 raise error
-            label, score = to_label_and_score(output_of(data, "result"))
+            label, score = to_label_and_score(output_of(data, "result"), data.get("score"))
         except BaseException as failure:
             return None, self._to_error(failure)
         return self._idl.InferenceResult(label=label, score=score), None

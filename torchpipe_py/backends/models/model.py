@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from torchpipe_py.backends.base import Backend, Data, Param
-from torchpipe_py.backends.models.postprocess import Postprocessor, PostprocessorParam, make_postprocessor
+from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, Remark
+from torchpipe_py.backends.models.bounds import Bounds, to_bounds
+from torchpipe_py.backends.models.postprocess import (
+    BUILT_IN,
+    Postprocessor,
+    PostprocessorParam,
+    Written,
+    make_postprocessor,
+    uses,
+)
 from torchpipe_py.errors import ConfigError, InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import to_floats, to_int, to_str
+from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
 Shapes = TypeVar("Shapes")
+
+
+def to_divisors(value: Value) -> tuple[float, ...]:
+    """Several numbers above 0."""
+    numbers = to_floats(value)
+    for number in numbers:
+        if number <= 0:
+            raise ValueError(f"expected numbers above 0, since channels are divided by them, got {number:g}")
+    return numbers
 
 
 class ModelBackend(Backend):
@@ -25,19 +42,36 @@ class ModelBackend(Backend):
     """
 
     model = Param(to_str, file=True, doc="path of the model")
-    min_batch = Param(to_int, 1, low=1, key="min", doc="fewest items of a batch")
-    max_batch = Param(to_int, 1, low=1, key="max", doc="most items of a batch")
+    min_batch = Param(to_bounds, to_bounds(1), key="min", doc="fewest items of a batch, or the smallest shapes")
+    max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
     mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
-    std = Param(to_floats, (), doc="each channel divided by it after mean, inside the model")
-    postprocessor = PostprocessorParam(to_str, "", doc="cpu, SoftmaxCpu, SoftmaxMax or a registered one")
-    labels = Param(to_str, "", file=True, doc="text file with a label a line, for SoftmaxMax: index to label")
+    std = Param(to_divisors, (), doc="each channel divided by it after mean, inside the model")
+    postprocessor = PostprocessorParam(
+        to_str, "", also=("post_processor",), doc="cpu, SoftmaxMax, TopK or another; docs/models.md lists them"
+    )
+    labels = Param(to_str, "", file=True, doc="text file with a label a line, for postprocessors: index to label")
+    k = Param(to_int, 5, low=1, doc="how many classes TopK gives")
+    threshold = Param(to_float, 0.5, low=0, high=1, doc="the least score of the classes that Sigmoid gives")
+
+    @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
+        for key in ("mean", "std"):
+            yield from _pixel_remarks(key, params[key])
+        for key in sorted({"labels", "k", "threshold"}.intersection(own)):
+            if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
+                names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
+                yield Remark(key, f"nothing uses it without a postprocessor that does: {names}")
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        return min(params["min_batch"].batches()), max(params["max_batch"].batches())
 
     def setup(self) -> None:
-        if self.min() > self.max():
-            raise ConfigError(f"min = {self.min()} is larger than max = {self.max()}")
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
-            self._postprocess = make_postprocessor(self.postprocessor, {"labels": self.labels})
+            config = {"labels": self.labels, "k": self.k, "threshold": self.threshold}
+            self._postprocess = make_postprocessor(self.postprocessor, config)
 
     def check_labels(self, shape: Sequence[Any]) -> None:
         """``ConfigError`` where the label file does not fit the first output, whose dimensions are ``shape``."""
@@ -48,10 +82,10 @@ class ModelBackend(Backend):
             raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {shape[1]} classes")
 
     def max(self) -> int:
-        return int(self.max_batch)
+        return int(max(self.max_batch.batches()))
 
     def min(self) -> int:
-        return int(self.min_batch)
+        return int(min(self.min_batch.batches()))
 
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
         """Spread a batch of outputs, each a tensor N×…, over N items."""
@@ -67,7 +101,26 @@ class ModelBackend(Backend):
         if len(results) != len(items):
             raise ValueError(f"{self.postprocessor.__name__} gave {len(results)} results for {len(items)} items")
         for item, result in zip(items, results, strict=True):
-            item[TASK_RESULT_KEY] = result
+            item.update(result if isinstance(result, Written) else {TASK_RESULT_KEY: result})
+
+
+def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Remark]:
+    if len(least.profiles) != len(most.profiles):
+        yield Remark("min", f"min has {len(least.profiles)} profiles, max has {len(most.profiles)}")
+    elif least.exceeds(most):
+        default = "" if says_max else ", its default"
+        yield Remark("min", f"min = {least} is larger than max = {most}{default}")
+
+
+def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
+    """A doubt where numbers look like those of pixels 0..1, which models are trained on in PyTorch."""
+    if values and 0 < max(map(abs, values)) < (2 if key == "mean" else 1):
+        written, meant = (", ".join(f"{scale * value:.6g}" for value in values) for scale in (1, 255))
+        text = (
+            f"{written} looks like the {key} of pixels 0..1, but pixels here are 0..255: probably {meant} is meant, "
+            "255 times as much; it is right only where something before divides by 255"
+        )
+        yield Remark(key, text, is_doubt=True)
 
 
 def request_values(item: Data) -> list[Any]:

@@ -38,6 +38,11 @@ class OnnxTensor(ModelBackend):
     The instances of a node share one session.
     """
 
+    ignored_keys = dict.fromkeys(
+        ("model::cache", "precision", "precision::fp32", "workspace", "max_workspace_size"),
+        "ONNX Runtime keeps no engine and computes in the model's own precision; TensorrtTensor has it",
+    )
+
     providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
 
     threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among the instances")

@@ -117,6 +117,4 @@ def _per_channel(
     numbers = tuple(values) or (default,)
     if channels is not None and len(numbers) not in (1, channels):
         raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {channels} channels")
-    if key == "std" and 0.0 in numbers:
-        raise ConfigError("std holds a zero")
     return np.array(numbers, dtype).reshape(1, -1, 1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,22 @@ class Postprocessor:
     """
 
     def init(self, config: Mapping[str, Any]) -> None:
-        """``config`` holds ``labels``, the path of the label file or an empty string."""
+        """``config`` holds ``labels``, the path of the label file or an empty string, ``k`` and ``threshold``."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
 
 
-class PostprocessorParam(Param):
-    """A parameter that names a registered postprocessor; typed, it is the class."""
+class Written(dict[str, Any]):
+    """A result of a postprocessor that writes more keys of its item than ``result``."""
 
-    def read(self, value: Any, registry: Postprocessors) -> type:
+
+class PostprocessorParam(Param):
+    """A parameter that names a registered postprocessor; typed, it is the class, or an empty string for none."""
+
+    def read(self, value: Any, registry: Postprocessors) -> Any:
+        if value == "":
+            return ""
         cls = registry.find_postprocessor(str(value))
         if cls is None:
             raise ValueError(f"no postprocessor {value!r}; {nearest(str(value), registry.postprocessor_names())}")
@@ -49,12 +55,18 @@ def make_postprocessor(cls: type, config: Mapping[str, Any]) -> Postprocessor:
     return made
 
 
+def on_host(tensor: Any) -> np.ndarray:
+    """A tensor as a float32 array on the host."""
+    values: np.ndarray = tensor.detach().float().cpu().numpy()
+    return values
+
+
 def softmax(logits: Any) -> np.ndarray:
     """Softmax over dimension 1 as a float32 array on the host.
 
     By NumPy on purpose: PyTorch's CPU operators wake a pool of threads that spin beside the ones that decode.
     """
-    values = logits.detach().float().cpu().numpy()
+    values = on_host(logits)
     shifted = np.exp(values - values.max(1, keepdims=True))
     result: np.ndarray = shifted / shifted.sum(1, keepdims=True)
     return result
@@ -62,6 +74,8 @@ def softmax(logits: Any) -> np.ndarray:
 
 class Cpu(Postprocessor):
     """Outputs as CPU tensors 1×…; several outputs as a list."""
+
+    uses: Collection[str] = ()
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         return _rows([output.cpu() for output in outputs])
@@ -76,6 +90,8 @@ class Cpu(Postprocessor):
 class SoftmaxCpu(Postprocessor):
     """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
 
+    uses: Collection[str] = ()
+
     def forward(self, outputs: list[Any]) -> list[Any]:
         import torch
 
@@ -88,41 +104,183 @@ class SoftmaxCpu(Postprocessor):
         return _rows([tensors[0].clone()])
 
 
-class SoftmaxMax(Postprocessor):
-    """``(label, score)``: the most probable class of the first output, N×C, and its softmax probability.
+class Labelling(Postprocessor):
+    """What gives classes of the first output, N×C, their labels: lines of the label file, or else class indices."""
 
-    The label is the line of the label file, or the class index where there is none.
-    """
+    uses: Collection[str] = ("labels",)
 
     def init(self, config: Mapping[str, Any]) -> None:
         path = config.get("labels")
         self._labels = Path(path).read_text(encoding="utf-8").splitlines() if path else None
 
+    def label(self, index: int) -> int | str:
+        """What the class is called."""
+        return index if self._labels is None else self._labels[index]
+
+    def check(self, shape: Sequence[int]) -> None:
+        """``ValueError`` for an output that is not N×C, or not of as many classes as there are labels."""
+        if len(shape) != 2:
+            raise ValueError(f"{type(self).__name__} takes an output NxC, got {'x'.join(map(str, shape))}")
+        if self._labels is not None and len(self._labels) != shape[1]:
+            raise ConfigError(f"{len(self._labels)} labels for {shape[1]} classes")
+
+
+class SoftmaxMax(Labelling):
+    """``(label, score)``: the most probable class of the first output, N×C, and its softmax probability."""
+
     def forward(self, outputs: list[Any]) -> list[Any]:
-        self._check(outputs[0].shape)
+        self.check(outputs[0].shape)
         probabilities = softmax(outputs[0])
         return self._labelled(probabilities.argmax(1).tolist(), probabilities.max(1).tolist())
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
-        import torch
-
-        self._check(outputs[0].shape)
-        scores, indices = outputs[0].float().softmax(1).max(1)
-        return [torch.stack([scores, indices.float()], 1)]  # one copy; indices are exact up to 2**24
+        self.check(outputs[0].shape)
+        return [_paired(outputs[0].float().softmax(1))]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         rows = tensors[0].tolist()
         return self._labelled([int(row[1]) for row in rows], [row[0] for row in rows])
 
-    def _check(self, shape: Sequence[int]) -> None:
-        if len(shape) != 2:
-            raise ValueError(f"SoftmaxMax takes an output NxC, got {'x'.join(map(str, shape))}")
-        if self._labels is not None and len(self._labels) != shape[1]:
-            raise ConfigError(f"{len(self._labels)} labels for {shape[1]} classes")
+    def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
+        return list(zip(map(self.label, indices), scores, strict=True))
+
+
+class ArgMax(SoftmaxMax):
+    """The label of the largest value; beside ``result``, ``score`` is that value and ``class`` the index.
+
+    Of an output N×C×…, a mask say, the class index at each place: a CPU tensor 1×…, ``uint8`` for up to 256 classes,
+    else ``int32``.
+    """
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        output = outputs[0]
+        if output.ndim > 2:
+            self._check_map()
+            classes = on_host(output).argmax(1)
+            return _rows([torch.from_numpy(classes.astype(_index_type(output.shape[1])))])
+        self.check(output.shape)
+        values = self._scores_on_host(output)
+        return self._labelled(values.argmax(1).tolist(), values.max(1).tolist())
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        output = outputs[0]
+        if output.ndim > 2:
+            self._check_map()
+            return [output.argmax(1).to(getattr(torch, _index_type(output.shape[1])))]
+        self.check(output.shape)
+        return [_paired(self._scores(output.float()))]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        if not tensors[0].is_floating_point():
+            return _rows([tensors[0].clone()])
+        return super().on_host(tensors)
+
+    def _scores(self, output: Any) -> Any:
+        return output
+
+    def _scores_on_host(self, output: Any) -> np.ndarray:
+        return on_host(output)
+
+    def _check_map(self) -> None:
+        if self._labels is not None:
+            raise ValueError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
 
     def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
-        labels = indices if self._labels is None else [self._labels[index] for index in indices]
-        return list(zip(labels, scores, strict=True))
+        pairs = zip(indices, scores, strict=True)
+        return [Written({"result": self.label(index), "score": score, "class": index}) for index, score in pairs]
+
+
+class SoftmaxArgMax(ArgMax):
+    """The label of the most probable class; beside ``result``, ``score`` is its probability and ``class`` the index."""
+
+    def _scores(self, output: Any) -> Any:
+        return output.softmax(1)
+
+    def _scores_on_host(self, output: Any) -> np.ndarray:
+        return softmax(output)
+
+
+class TopK(Labelling):
+    """The ``k`` most probable classes, or all where there are fewer: a list of ``(label, probability)``, best first."""
+
+    uses: Collection[str] = ("labels", "k")
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        super().init(config)
+        self._count = int(config.get("k", 5))
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        probabilities = softmax(outputs[0])
+        best = np.argsort(-probabilities, 1, kind="stable")[:, : self._count]
+        return self._labelled(best.tolist(), np.take_along_axis(probabilities, best, 1).tolist())
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        self.check(outputs[0].shape)
+        scores, indices = outputs[0].float().softmax(1).topk(min(self._count, outputs[0].shape[1]), 1)
+        return [torch.stack([scores, indices.float()], 1)]  # one copy; indices are exact up to 2**24
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        scores, indices = tensors[0].unbind(1)
+        return self._labelled(indices.int().tolist(), scores.tolist())
+
+    def _labelled(self, indices: list[list[int]], scores: list[list[float]]) -> list[Any]:
+        return [list(zip(map(self.label, row), found, strict=True)) for row, found in zip(indices, scores, strict=True)]
+
+
+class Sigmoid(Labelling):
+    """The classes whose sigmoid is ``threshold`` or more: a list of ``(label, score)``, best first, empty for none."""
+
+    uses: Collection[str] = ("labels", "threshold")
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        super().init(config)
+        self._threshold = float(config.get("threshold", 0.5))
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        return self._labelled(on_host(outputs[0]))
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        return [outputs[0].float()]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return self._labelled(tensors[0].numpy())
+
+    def _labelled(self, logits: np.ndarray) -> list[Any]:
+        scores = 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid; exp would overflow
+        results = []
+        for row in scores:
+            best = [index for index in np.argsort(-row, kind="stable").tolist() if row[index] >= self._threshold]
+            results.append([(self.label(index), float(row[index])) for index in best])
+        return results
+
+
+BUILT_IN = (Cpu, SoftmaxCpu, SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid)
+
+
+def uses(cls: type | str, key: str) -> bool:
+    """Whether the postprocessor, an empty string for none, does anything with ``key``; one's own may always."""
+    return bool(cls) and (cls not in BUILT_IN or key in getattr(cls, "uses", ()))
+
+
+def _paired(scores: Any) -> Any:
+    """The largest of each row and its index, N×2: one copy. Indices are exact up to 2**24."""
+    import torch
+
+    best, indices = scores.max(1)
+    return torch.stack([best, indices.float()], 1)
+
+
+def _index_type(classes: int) -> str:
+    return "uint8" if classes <= 256 else "int32"
 
 
 def _rows(outputs: list[Any]) -> list[Any]:

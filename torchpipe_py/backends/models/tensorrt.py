@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import BatchRange, Param
+from torchpipe_py.backends.base import Param
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes
 from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.backends.models.tensorrt_api import (
@@ -16,7 +16,7 @@ from torchpipe_py.backends.models.tensorrt_api import (
     new_context,
     profile_range,
 )
-from torchpipe_py.backends.models.tensorrt_engine import EngineSpec, cached_engine, load_engine, to_bounds
+from torchpipe_py.backends.models.tensorrt_engine import EngineSpec, cached_engine, load_engine
 from torchpipe_py.errors import ConfigError, InvalidRequest
 from torchpipe_py.values import to_int, to_str, to_strings
 
@@ -32,28 +32,16 @@ class TensorrtTensor(CudaModel):
 
     needs_cuda = True
 
-    min_batch = Param(to_bounds, to_bounds(1), key="min", doc="fewest items of a batch, or the smallest shapes")
-    max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
     cache = Param(to_str, "", key="model::cache", kept=True, doc="file that keeps the engine between starts")
     precision = Param(to_str, "fp16", choices=("fp32", "fp16", "int8", "best"), doc="arithmetic of the engine")
     fp32_layers = Param(to_strings, (), key="precision::fp32", doc="names of layers that stay in fp32")
-    workspace = Param(to_int, 1024, low=1, doc="most memory a layer may use besides weights and tensors, MiB")
-
-    @classmethod
-    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
-        return min(params["min_batch"].batches()), max(params["max_batch"].batches())
-
-    def min(self) -> int:
-        return int(min(self.min_batch.batches()))
-
-    def max(self) -> int:
-        return int(max(self.max_batch.batches()))
-
-    def setup(self) -> None:
-        least, most = self.min_batch.batches(), self.max_batch.batches()
-        if len(least) != len(most):
-            raise ConfigError(f"min has {len(least)} profiles, max has {len(most)}")
-        super().setup()
+    workspace = Param(
+        to_int,
+        1024,
+        low=1,
+        also=("max_workspace_size",),
+        doc="most memory a layer may use besides weights and tensors, MiB",
+    )
 
     def setup_guarded(self) -> None:
         super().setup_guarded()

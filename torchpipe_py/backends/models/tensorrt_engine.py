@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torchpipe_py.backends.models.bounds import Bounds, Shape
 from torchpipe_py.backends.models.engine_cache import EngineCache, read_kept, write_kept
 from torchpipe_py.backends.models.onnx_graph import half_model, node_name
 from torchpipe_py.backends.models.tensorrt_api import (
@@ -24,42 +25,11 @@ from torchpipe_py.backends.models.tensorrt_api import (
     set_precision,
 )
 from torchpipe_py.errors import ConfigError
-from torchpipe_py.values import Value, to_int, to_str
 
 logger = logging.getLogger("torchpipe_py")
 
 FORMAT = 1  # of the key file; raised when engines must be built anew for a reason no key shows
 PROGRESS_SECONDS = 5.0
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """One end of each profile's range: for each input a shape, of length 1 where only the batch is given."""
-
-    profiles: tuple[tuple[Shape, ...], ...]
-
-    def __str__(self) -> str:
-        return ";".join(",".join("x".join(map(str, shape)) for shape in profile) for profile in self.profiles)
-
-    def batches(self) -> list[int]:
-        """The batch size of each profile."""
-        return [profile[0][0] for profile in self.profiles]
-
-
-def to_bounds(value: Value) -> Bounds:
-    """``4``, ``"4x3x224x224"``, several inputs as ``"4x3x224x224,4x10"``, several profiles as ``"1;8"``."""
-    text = to_str(value) if not isinstance(value, (list, tuple)) else ",".join(to_str(part) for part in value)
-    bounds = []
-    for profile in text.split(";"):
-        shapes = [tuple(to_int(dim) for dim in shape.split("x")) for shape in profile.split(",") if shape.strip()]
-        if not shapes or any(dim < 1 for shape in shapes for dim in shape):
-            raise ValueError(f"expected a batch size or shapes like 4x3x224x224, at least 1 each, got {value!r}")
-        if len({shape[0] for shape in shapes}) > 1:
-            raise ValueError(f"the inputs of a profile have one batch size, got {profile!r}")
-        bounds.append(tuple(shapes))
-    return Bounds(tuple(bounds))
 
 
 @dataclass(frozen=True)

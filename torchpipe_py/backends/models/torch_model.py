@@ -33,6 +33,11 @@ class TorchTensor(CudaModel):
     which says that you trust whoever could write the file as much as your own code.
     """
 
+    ignored_keys = dict.fromkeys(
+        ("model::cache", "precision", "precision::fp32", "workspace", "max_workspace_size"),
+        "PyTorch keeps no engine and computes in the model's own precision; TensorrtTensor has it",
+    )
+
     input_type = Param(to_str, "float32", choices=_DTYPES, doc="dtype of the model's inputs")
     cuda_graph = Param(to_bool, True, doc="capture a CUDA graph for each batch size")
     trusted = Param(to_bool, False, doc="the model file may run code of its own, which loading it does")
@@ -43,8 +48,6 @@ class TorchTensor(CudaModel):
         self._dtype = getattr(self._torch, self.input_type)
         if (self.mean or self.std) and not self._dtype.is_floating_point:
             raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
-        if 0.0 in self.std:
-            raise ConfigError("std holds a zero")
         self._mean, self._std = (
             self._torch.tensor(values, device=self.device, dtype=self._dtype).reshape(1, -1, 1, 1) if values else None
             for values in (self.mean, self.std)

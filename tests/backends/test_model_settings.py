@@ -1,0 +1,181 @@
+"""What is wrong with a model's parameters is told when they are planned: by ``pipe`` and by ``torchpipe check``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import torch
+from conftest import Register
+
+from torchpipe_py import Backend, ConfigError, Param, Registry, pipe, registry
+from torchpipe_py.backends.base import REQUIRED
+from torchpipe_py.cli import _signature, main
+from torchpipe_py.plan.build import plan_pipeline
+
+
+@pytest.fixture
+def config(classifier: str) -> dict[str, Any]:
+    return {"backend": "OnnxTensor", "model": classifier}
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> str:
+    path = tmp_path / "labels.txt"
+    path.write_text("a\nb\nc\nd\ne\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"std": "1, 0, 3"}, "key 'std': expected numbers above 0, since channels are divided by them, got 0"),
+        ({"std": [1, -2.5, 3]}, "key 'std': expected numbers above 0, since channels are divided by them, got -2.5"),
+        ({"min": 8, "max": 4}, "key 'min': min = 8 is larger than max = 4"),
+        ({"min": 4}, "key 'min': min = 4 is larger than max = 1, its default"),
+        ({"min": "1x3x64x64", "max": "4x3x32x64"}, "key 'min': min = 1x3x64x64 is larger than max = 4x3x32x64"),
+        ({"max": "4;8"}, "key 'min': min has 1 profiles, max has 2"),
+        ({"instance_num": 100_000}, "key 'instance_num': expected at most 1024, got 100000: each instance is a thread"),
+        ({"k": 3}, "key 'k': nothing uses it without a postprocessor that does: TopK"),
+        ({"threshold": 0.1, "postprocessor": "TopK"}, r"key 'threshold': nothing uses it without a .* does: Sigmoid"),
+        ({"postprocessor": "TopK", "k": 0}, "key 'k': expected at least 1, got 0"),
+        ({"postprocessor": "cpu", "post_processor": ""}, "'post_processor': another name of 'postprocessor', which is"),
+        ({"postprocessor": "Softmax"}, "no postprocessor 'Softmax'; did you mean"),
+        ({"precison": "fp16"}, "key 'precison': unknown key"),
+    ],
+)
+def test_what_is_surely_wrong_is_refused(config: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        plan_pipeline({**config, **settings})
+
+
+@pytest.mark.parametrize("postprocessor", [None, "", "cpu", "SoftmaxCpu"])
+def test_labels_that_nothing_uses(config: dict[str, Any], labels: str, postprocessor: str | None) -> None:
+    given = {} if postprocessor is None else {"postprocessor": postprocessor}
+    with pytest.raises(
+        ConfigError, match=r"'labels': nothing uses it .* SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid"
+    ):
+        plan_pipeline({**config, "labels": labels, **given})
+    # A default of the whole file is for those nodes that use it.
+    plan_pipeline({"global": {"labels": labels}, "node": {**config, **given}})
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_postprocessor_of_ones_own_may_use_labels(config: dict[str, Any], labels: str) -> None:
+    class Mine:
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return [0] * len(outputs[0])
+
+    registry.register_postprocessor(Mine, "Mine")
+    plan_pipeline({**config, "labels": labels, "postprocessor": "Mine"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "meant"),
+    [
+        (
+            {"mean": "0.485, 0.456, 0.406", "std": "0.229, 0.224, 0.225"},
+            ["probably 123.675, 116.28, 103.53 is meant", "probably 58.395, 57.12, 57.375 is meant"],
+        ),
+        ({"mean": 0.5, "std": 0.5}, ["probably 127.5 is meant", "probably 127.5 is meant"]),
+        ({"mean": 127.5, "std": 0.5}, ["probably 127.5 is meant"]),
+        ({"mean": "0, 0, 0", "std": 1}, []),
+        ({"mean": "123.675, 116.28, 103.53", "std": "58.395, 57.120, 57.375"}, []),
+    ],
+)
+def test_numbers_of_other_pixels_are_doubted_with_what_was_meant(
+    config: dict[str, Any], settings: dict[str, Any], meant: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan_pipeline({"a": {**config, **settings}})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(meant)
+    for line, words in zip(lines, meant, strict=True):
+        assert line.startswith("config: node 'a': key ")
+        assert words in line
+
+
+def test_check_tells_it_too(
+    classifier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text(f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\nmean = 0.5\nprecision = "fp16"\n')
+    assert main(["check", str(path)]) == 0
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "key 'mean': 0.5 looks like the mean of pixels 0..1" in caplog.text
+    assert "key 'precision': ignored: ONNX Runtime keeps no engine" in caplog.text
+    path.write_text(f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\nstd = 0\n')
+    assert main(["check", str(path)]) == 1
+    assert "key 'std': expected numbers above 0" in capsys.readouterr().err
+
+
+# -- keys of other backends, and other names ------------------------------------------------------------------------
+
+
+def test_what_belongs_to_an_engine_is_ignored_with_a_line(
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"model::cache": "x.trt", "precision": "fp16", "precision::fp32": "a", "max_workspace_size": 512}
+    tables = [
+        {**config, **given},
+        {**config, **{f"OnnxTensor::{key}": value for key, value in given.items()}},
+        {"global": given, "a": config, "b": config},
+    ]
+    for table in tables:
+        caplog.clear()
+        plan_pipeline(table)
+        assert len(caplog.records) == len(given)
+        assert all("ignored: ONNX Runtime keeps no engine" in line for line in caplog.messages)
+    # Here they mean something to the first of the two.
+    caplog.clear()
+    plan_pipeline({**config, **given, "backend": "FirstAvailable[TensorrtTensor,OnnxTensor]"})
+    assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("restored")
+def test_other_names_of_keys(config: dict[str, Any], register: Register) -> None:
+    class Renamed(Backend):
+        size = Param(int, 1, also=("length", "len"), doc="a number")
+
+    name = register(Renamed)
+    for given in ({"length": 7}, {f"{name}::len": 7}, {"size": 7}):
+        assert plan_pipeline({"backend": name, **given}).plans["node"].backends[0].params["size"] == 7
+    both = plan_pipeline({"global": {"length": 3}, "node": {"backend": name, "size": 7}})
+    assert both.plans["node"].backends[0].params["size"] == 7
+    with pytest.raises(ConfigError, match="key 'length': another name of 'size', which is there too"):
+        plan_pipeline({"backend": name, "size": 7, "length": 7})
+    item = {"data": torch.zeros(1, 3, 8, 8)}
+    with pipe({**config, "post_processor": "cpu"}) as run:
+        run(item)
+    assert item["result"].shape == (1, 5)
+    plan = plan_pipeline({**config, "backend": "TensorrtTensor", "max_workspace_size": "512"}).plans["node"]
+    assert plan.backends[0].params["workspace"] == 512
+
+
+def documented_defaults() -> Iterator[tuple[str, str]]:
+    for name in sorted(registry.BUILT_IN_BACKENDS):
+        cls = registry.default.find_backend(name)
+        assert cls is not None
+        for attribute, param in cls.parameters().items():
+            if param.default is not REQUIRED:
+                yield name, attribute
+
+
+@pytest.mark.parametrize(("name", "attribute"), [*documented_defaults()])
+def test_a_documented_default_means_the_same_written_out(name: str, attribute: str) -> None:
+    cls = registry.default.find_backend(name)
+    assert cls is not None
+    param = cls.parameters()[attribute]
+    key, _, value = _signature(param).partition("=")
+    text = {"True": "true", "False": "false"}.get(value, value)
+    assert param.read(tomli.loads(f'"{key}" = {text}')[key], Registry()) == param.default
+
+
+def test_an_empty_postprocessor_is_none(config: dict[str, Any]) -> None:
+    item = {"data": torch.zeros(1, 3, 8, 8)}
+    with pipe({**config, "postprocessor": "", "labels": "", "mean": "", "std": "", "providers": "", "k": 5}) as run:
+        run(item)
+    assert item["result"].shape == (1, 5)
