@@ -1,4 +1,4 @@
-"""Parts, sizes and perspective of Mats, where the dict of the request says which."""
+"""Where pixels go: sizes, boxes and corners as numbers, checked where the dict of the request says them."""
 
 from __future__ import annotations
 
@@ -9,131 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Param, StatelessBackend
-from torchpipe_py.backends.images.opencv import (
-    INTERPOLATIONS,
-    MAX_SIDE,
-    as_mat,
-    cv2_resize,
-    interpolation,
-    max_pixels,
-    side,
-)
-from torchpipe_py.errors import ConfigError, InvalidRequest, shown
-from torchpipe_py.keys import TASK_BOX_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import to_int
+from torchpipe_py.backends.base import Data
+from torchpipe_py.errors import InvalidRequest, shown
+from torchpipe_py.images.header import MAX_PIXELS
+from torchpipe_py.keys import TASK_BOX_KEY
 
 HEIGHT_KEY = "resize_h"
 WIDTH_KEY = "resize_w"
+
+MAX_SIDE = 2**20
 
 MIN_SINE = 1e-3
 """Of the angle at a corner of a quadrilateral; below it three corners are taken to lie on one line."""
 
 
-class CropMat(StatelessBackend):
-    """The part of a Mat H×W×C that ``box`` in the dict names: [left, top, right, bottom] in pixels; a contiguous copy.
+def check_channels(height: int, width: int, channels: int) -> None:
+    """``InvalidRequest`` where the channels beyond four make more of this size than of the largest image decoded.
 
-    ``box`` is a list, tuple or array of four numbers; right and bottom are the first pixels outside. Fractions are
-    rounded, and what lies outside the image is cut off, as ``CropTensor`` does it. A box that is missing, is no four
-    finite numbers, or leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``. So it is for what is no Mat.
+    The size is the configuration's, but an array of the request's own may have any number of channels.
     """
-
-    keeps_color = True
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        left, top, right, bottom = crop_box(item, mat.shape[0], mat.shape[1])
-        item[TASK_RESULT_KEY] = mat[top:bottom, left:right].copy()
-
-
-class AlignMat(StatelessBackend):
-    """Says in the dict to what size a Mat is to be resized: int ``resize_h`` and ``resize_w``; the Mat is unchanged.
-
-    The height is the parameter's. The width keeps the aspect ratio, but is a multiple of ``align``, the nearest one
-    (of two that are equally near, the larger), from ``align`` to ``max_w``. ``DynamicResizeMat`` does the resizing.
-    ``ConfigError`` for a ``resize_h`` or ``max_w`` that is no multiple of ``align``; an ``InvalidRequest`` is the
-    ``error`` of what is no Mat.
-    """
-
-    keeps_color = True
-
-    resize_h = side("height to write, pixels; a multiple of align")
-    max_w = side("largest width to write, pixels; a multiple of align")
-    align = Param(to_int, 32, low=1, high=MAX_SIDE, doc="what both sides are multiples of, pixels")
-
-    def setup(self) -> None:
-        for key, value in (("resize_h", self.resize_h), ("max_w", self.max_w)):
-            if value % self.align:
-                raise ConfigError(f"{key} = {value} is no multiple of align = {self.align}")
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        item[HEIGHT_KEY] = self.resize_h
-        item[WIDTH_KEY] = aligned_width(mat.shape[0], mat.shape[1], self.resize_h, self.max_w, self.align)
-        item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
-
-
-class DynamicResizeMat(StatelessBackend):
-    """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept.
-
-    Both are integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One
-    that is missing, no integer, or out of these bounds: no ``result``, ``error`` is an ``InvalidRequest``.
-    So it is for what is no Mat.
-    """
-
-    keeps_color = True
-
-    interpolation = interpolation()
-    max_pixels = max_pixels()
-
-    def setup(self) -> None:
-        self._resize, self._flag = cv2_resize(self.interpolation)
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        height, width = _wanted_side(item, HEIGHT_KEY), _wanted_side(item, WIDTH_KEY)
-        if mat.shape[:2] != (height, width):
-            check_size(height, width, mat.shape[2], self.max_pixels)
-            mat = as_mat(self._resize(mat, (width, height), interpolation=self._flag))
-        item[TASK_RESULT_KEY] = mat
-
-
-class PerspectiveTransformMat(StatelessBackend):
-    """The quadrilateral ``box`` of a Mat made upright: [[x, y], …], top left, top right, bottom right, bottom left.
-
-    ``box`` is a list, tuple or array of 4×2 numbers, in pixels, fractions kept. As in ``CropMat`` a coordinate lies
-    between pixels: 0 is the left side of the first, and the width of the image the right side of the last. The result
-    is as wide as the longer of the top and bottom edge and as high as the longer of the left and right one, rounded, at
-    least one pixel. What lies outside the image repeats its border. By ``cv2.warpPerspective``, for which the
-    interpolation ``area`` is ``bilinear``.
-
-    A box that is missing, is no 4×2 finite numbers, has an edge longer than 2**20 or more than ``max_pixels``, has its
-    corners crosswise, three of them on a line or two equal, or lies outside the image: no ``result``, ``error`` is an
-    ``InvalidRequest``. So it is for what is no Mat.
-    """
-
-    keeps_color = True
-
-    interpolation = interpolation()
-    max_pixels = max_pixels()
-
-    def setup(self) -> None:
-        import cv2
-
-        self._transform: Callable[..., Any] = cv2.getPerspectiveTransform
-        self._warp: Callable[..., Any] = cv2.warpPerspective
-        self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
-        self._border = cv2.BORDER_REPLICATE
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        corners, width, height = upright_box(item, mat.shape[0], mat.shape[1])
-        check_size(height, width, mat.shape[2], self.max_pixels)
-        upright = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
-        # NOTE: OpenCV counts from the middle of the first pixel, a box from its corner.
-        matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))
-        warped = self._warp(mat, matrix, (width, height), flags=self._flag, borderMode=self._border)
-        item[TASK_RESULT_KEY] = as_mat(warped)
+    if channels > 4 and height * width * channels > 4 * MAX_PIXELS:
+        raise InvalidRequest(f"{channels} channels are too many to be resized to {width}x{height} pixels")
 
 
 def check_size(height: int, width: int, channels: int, max_pixels: int) -> None:
@@ -141,6 +37,27 @@ def check_size(height: int, width: int, channels: int, max_pixels: int) -> None:
     if height * width * max(channels, 4) > 4 * max_pixels:
         many = f" of {channels} channels" if channels > 4 else ""
         raise InvalidRequest(f"{width}x{height} pixels{many} were asked for, more than max_pixels = {max_pixels}")
+
+
+InverseTrans = Callable[[float, float], tuple[float, float]]
+
+
+def fit_inside(height: int, width: int, max_h: int, max_w: int) -> tuple[int, int, InverseTrans]:
+    """The largest size within ``max_h`` × ``max_w`` of the same aspect ratio, at least one pixel each way.
+
+    New height, new width, and ``inverse_trans(x, y)``, which maps a point of the new image to the old; in pixels.
+    """
+    scale = min(max_h / height, max_w / width)
+    new_h = min(max_h, max(1, round(height * scale)))
+    new_w = min(max_w, max(1, round(width * scale)))
+    return new_h, new_w, _inverse(width / new_w, height / new_h)
+
+
+def _inverse(scale_x: float, scale_y: float) -> InverseTrans:
+    def inverse_trans(x: float, y: float) -> tuple[float, float]:
+        return x * scale_x, y * scale_y
+
+    return inverse_trans
 
 
 def crop_box(item: Data, height: int, width: int) -> tuple[int, int, int, int]:
@@ -247,7 +164,7 @@ def _image(height: int, width: int) -> str:
     return f"an image of {width}x{height} pixels"
 
 
-def _wanted_side(item: Data, key: str) -> int:
+def wanted_side(item: Data, key: str) -> int:
     """The dict's ``key`` as an image side in pixels; ``InvalidRequest`` where it is none."""
     if key not in item:
         raise InvalidRequest(f"the dict has no {key!r}, the side to resize to, in pixels")

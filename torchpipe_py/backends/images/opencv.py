@@ -1,4 +1,7 @@
-"""Mats by OpenCV. A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8``; its ``color`` travels in the dict."""
+"""Mats decoded and recolored by OpenCV.
+
+A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8``; its ``color`` travels in the dict.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
+from torchpipe_py.backends.images.geometry import MAX_SIDE
 from torchpipe_py.errors import DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, declares_large, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
@@ -15,14 +19,6 @@ from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TAS
 from torchpipe_py.values import to_int, to_str
 
 COLORS = ("bgr", "rgb")
-INTERPOLATIONS = {
-    "nearest": "INTER_NEAREST",
-    "bilinear": "INTER_LINEAR",
-    "bicubic": "INTER_CUBIC",
-    "area": "INTER_AREA",
-    "lanczos": "INTER_LANCZOS4",
-}
-MAX_SIDE = 2**20
 
 
 def to_color(value: Any) -> str:
@@ -33,11 +29,6 @@ def to_color(value: Any) -> str:
 def side(doc: str) -> Param:
     """A required image side in pixels."""
     return Param(to_int, low=1, high=MAX_SIDE, doc=doc)
-
-
-def interpolation() -> Param:
-    """The parameter ``interpolation``."""
-    return Param(to_str, "bilinear", choices=tuple(INTERPOLATIONS), doc="as OpenCV's INTER_ flag of that name")
 
 
 def max_pixels() -> Param:
@@ -176,91 +167,3 @@ class cvtColorMat(StatelessBackend):
             mat = self._convert(mat, self._code)
             item[TASK_COLOR_KEY] = self.color
         item[TASK_RESULT_KEY] = mat
-
-
-def cv2_resize(interpolation: str) -> tuple[Callable[..., Any], int]:
-    """``cv2.resize``, and the flag for its interpolation."""
-    import cv2
-
-    return cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
-
-
-def check_channels(height: int, width: int, channels: int) -> None:
-    """``InvalidRequest`` where the channels beyond four make more of this size than of the largest image decoded.
-
-    The size is the configuration's, but an array of the request's own may have any number of channels.
-    """
-    if channels > 4 and height * width * channels > 4 * MAX_PIXELS:
-        raise InvalidRequest(f"{channels} channels are too many to be resized to {width}x{height} pixels")
-
-
-class ResizeMat(StatelessBackend):
-    """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
-
-    keeps_color = True
-    isolation = Isolation.FOLLOWS
-
-    interpolation = interpolation()
-    resize_h = side("output height, pixels")
-    resize_w = side("output width, pixels")
-
-    def setup(self) -> None:
-        self._resize, self._flag = cv2_resize(self.interpolation)
-        self._shape, self._size = (self.resize_h, self.resize_w), (self.resize_w, self.resize_h)
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        if mat.shape[:2] != self._shape:
-            check_channels(self.resize_h, self.resize_w, mat.shape[2])
-            mat = self._resize(mat, self._size, None, 0, 0, self._flag)
-            if mat.ndim == 2:
-                mat = mat[:, :, None]
-        item[TASK_RESULT_KEY] = mat
-
-
-class ResizePadMat(StatelessBackend):
-    """Mat to Mat of ``max_h`` × ``max_w``: the largest that fits with its aspect ratio, top left, the rest padded.
-
-    Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.
-    """
-
-    keeps_color = True
-
-    interpolation = interpolation()
-    max_h = side("output height, pixels")
-    max_w = side("output width, pixels")
-    pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
-
-    def setup(self) -> None:
-        self._resize, self._flag = cv2_resize(self.interpolation)
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        height, width, channels = mat.shape
-        check_channels(self.max_h, self.max_w, channels)
-        new_h, new_w, inverse_trans = fit_inside(height, width, self.max_h, self.max_w)
-        padded = np.full((self.max_h, self.max_w, channels), self.pad_value, np.uint8)
-        padded[:new_h, :new_w] = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
-        item[TASK_RESULT_KEY] = padded
-        item["inverse_trans"] = inverse_trans
-
-
-InverseTrans = Callable[[float, float], tuple[float, float]]
-
-
-def fit_inside(height: int, width: int, max_h: int, max_w: int) -> tuple[int, int, InverseTrans]:
-    """The largest size within ``max_h`` × ``max_w`` of the same aspect ratio, at least one pixel each way.
-
-    New height, new width, and ``inverse_trans(x, y)``, which maps a point of the new image to the old; in pixels.
-    """
-    scale = min(max_h / height, max_w / width)
-    new_h = min(max_h, max(1, round(height * scale)))
-    new_w = min(max_w, max(1, round(width * scale)))
-    return new_h, new_w, _inverse(width / new_w, height / new_h)
-
-
-def _inverse(scale_x: float, scale_y: float) -> InverseTrans:
-    def inverse_trans(x: float, y: float) -> tuple[float, float]:
-        return x * scale_x, y * scale_y
-
-    return inverse_trans

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.cuda import TensorBackend, as_tensor
-from torchpipe_py.backends.images.geometry import crop_box
-from torchpipe_py.backends.images.opencv import COLORS, check_channels, fit_inside, side, to_color
+from torchpipe_py.backends.images.geometry import check_channels, crop_box, fit_inside
+from torchpipe_py.backends.images.opencv import COLORS, side, to_color
 from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
     area_coefficients,
