@@ -710,7 +710,7 @@ def test_what_is_no_tensor_is_refused_alone() -> None:
 )
 def test_channels_of_a_request_are_bounded_where_they_grow(backend: str) -> None:
     channels = 200_000
-    data: Any = torch.zeros((1, channels, 1, 1), dtype=torch.uint8)
+    data: Any = torch.zeros((1, channels, 2, 2), dtype=torch.uint8)
     if backend.endswith("Mat"):
         data = np.zeros((1, 1, channels), np.uint8)
     sizes = {"max_h": 224, "max_w": 224} if "Pad" in backend else {"resize_h": 224, "resize_w": 224}

@@ -242,14 +242,13 @@ class GuardedBackend(Backend):
 
 
 class TensorBackend(GuardedBackend):
-    """Works on one Tensor at a time: implement ``forward_tensor(tensor, item)``; PyTorch is ``self._torch``.
+    """Works on one tensor of any shape at a time: implement ``forward_tensor(tensor, item)``; PyTorch is ``_torch``.
 
-    A tensor on the CPU is worked on there; one on another GPU is brought to this node's. ``takes_any_shape`` lets
-    tensors through that are not 1×C×H×W. ``InvalidRequest`` for what is no Tensor.
+    A tensor on the CPU is worked on there; one on another GPU is brought to this node's. ``InvalidRequest`` for what is
+    no Tensor.
     """
 
     any_batch = True
-    takes_any_shape = False
 
     def setup_guarded(self) -> None:
         import torch
@@ -257,29 +256,19 @@ class TensorBackend(GuardedBackend):
         self._torch: Any = torch
 
     def forward_item(self, item: Data) -> None:
+        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(self.tensor_of(item)), item)
+
+    def tensor_of(self, item: Data) -> Any:
+        """The tensor that is to be worked on; ``InvalidRequest`` where there is none."""
         value = item[TASK_DATA_KEY]
-        if not self.takes_any_shape:
-            value = as_tensor(value)
-        elif not isinstance(value, self._torch.Tensor):
+        if not isinstance(value, self._torch.Tensor):
             raise InvalidRequest(f"expected a Tensor (torch.Tensor), got {type(value).__name__}")
-        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(value), item)
+        return value
 
     def here(self, tensor: Any) -> Any:
         """``tensor`` where this node can work on it."""
         return tensor.to(self.device) if tensor.is_cuda and tensor.device != self.device else tensor
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
-        """The result for ``tensor``, 1×C×H×W."""
+        """The result for ``tensor``."""
         raise NotImplementedError(type(self).__name__)
-
-
-def as_tensor(value: Any) -> Any:
-    """``value`` as a Tensor 1×C×H×W; C×H×W becomes 1×C×H×W; ``InvalidRequest`` for anything else."""
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        raise InvalidRequest(f"expected a Tensor (torch.Tensor, 1xCxHxW), got {type(value).__name__}")
-    tensor = value[None] if value.ndim == 3 else value
-    if tensor.ndim != 4 or tensor.shape[0] != 1 or 0 in tensor.shape:
-        raise InvalidRequest(f"expected a Tensor 1xCxHxW, got shape {'x'.join(map(str, value.shape))}")
-    return tensor

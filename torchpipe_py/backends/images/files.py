@@ -26,8 +26,6 @@ class SaveTensor(TensorBackend):
     it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be written.
     """
 
-    takes_any_shape = True
-
     save_dir = Param(to_str, doc="folder for the files")
 
     def setup_guarded(self) -> None:

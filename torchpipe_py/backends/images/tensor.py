@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.cuda import TensorBackend, as_tensor
+from torchpipe_py.backends.cuda import TensorBackend
 from torchpipe_py.backends.images.geometry import check_channels, crop_box, fit_inside
+from torchpipe_py.backends.images.layout import ImageBackend
 from torchpipe_py.backends.images.opencv import COLORS, side, to_color
 from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
@@ -18,7 +19,7 @@ from torchpipe_py.backends.images.resampling import (
     shrinks_height_first,
 )
 from torchpipe_py.errors import InvalidRequest
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
 TOGETHER = 2**25  # values that one call resizes on a GPU: they are held at once, as they were and in float32
@@ -31,7 +32,7 @@ def tensor_interpolation() -> Param:
     return Param(to_str, "bilinear", choices=INTERPOLATIONS, doc="as OpenCV's INTER_ flag of that name")
 
 
-class cvtColorTensor(TensorBackend):
+class cvtColorTensor(ImageBackend):
     """Tensor 1×3×H×W of any dtype to channel order ``color``, only if it differs, on its own device.
 
     A dict without ``color`` holds an RGB Tensor, as ``DecodeTensor`` makes them; a Mat without ``color`` is BGR.
@@ -88,7 +89,7 @@ class FloatResize:
         return resample(tensor, 2, height, *self._area(old_h, height, tensor.device, shrinks))
 
 
-class ResizeTensor(TensorBackend):
+class ResizeTensor(ImageBackend):
     """Tensor 1×C×H×W of any real dtype to float32, 1×C×``resize_h``×``resize_w``; the aspect ratio is not kept.
 
     Geometry of ``cv2.resize``: half-pixel centres, borders repeated, no smoothing when it shrinks but by ``area``.
@@ -109,7 +110,7 @@ class ResizeTensor(TensorBackend):
         groups: dict[Any, list[tuple[Data, Any]]] = {}
         for item in items:
             try:
-                tensor = self.here(as_tensor(item[TASK_DATA_KEY]))
+                tensor = self.here(self.tensor_of(item))
                 check_channels(self.resize_h, self.resize_w, tensor.shape[1])
             except InvalidRequest as error:
                 item[TASK_ERROR_KEY] = error
@@ -134,7 +135,7 @@ def _is_quick_together(tensor: Any) -> bool:
     return bool(tensor.is_cuda)
 
 
-class ResizePadTensor(TensorBackend):
+class ResizePadTensor(ImageBackend):
     """Tensor to float32, 1×C×``max_h``×``max_w``: the largest that fits with its aspect ratio, top left, padded.
 
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels. Size and place are those
@@ -160,7 +161,7 @@ class ResizePadTensor(TensorBackend):
         return padded
 
 
-class PillowResizeTensor(TensorBackend):
+class PillowResizeTensor(ImageBackend):
     """Tensor 1×C×H×W to 1×C×``resize_h``×``resize_w``, uint8, bit-exact with Pillow's bilinear, which smooths.
 
     As in ``Resample.c`` of the Pillow that is installed: one pass over each row, one over each column, with
@@ -203,7 +204,7 @@ class PillowResizeTensor(TensorBackend):
         return sums.mul_(0.5**PRECISION_BITS).floor_().clamp_(0, 255).to(self._torch.uint8)
 
 
-class CropTensor(TensorBackend):
+class CropTensor(ImageBackend):
     """The part of a Tensor 1×C×H×W that ``box`` in the dict names: [left, top, right, bottom] in pixels; a copy.
 
     ``box`` is a list, tuple, array or tensor of four numbers; right and bottom are the first pixels outside. Fractions
@@ -216,7 +217,7 @@ class CropTensor(TensorBackend):
         return tensor[:, :, top:bottom, left:right].clone(memory_format=self._torch.contiguous_format)
 
 
-class Tensor2Mat(TensorBackend):
+class Tensor2Mat(ImageBackend):
     """Tensor 1×C×H×W to a Mat H×W×C on the host, ``uint8`` and contiguous; always a copy.
 
     Values other than ``uint8`` are rounded (half to even) and clamped to 0..255. Channels keep their order.
@@ -231,8 +232,6 @@ class Tensor2Mat(TensorBackend):
 
 class Tensor2Vector(TensorBackend):
     """Tensor of any shape and real dtype to a flat list of floats, in row-major order."""
-
-    takes_any_shape = True
 
     def forward_tensor(self, tensor: Any, item: Data) -> list[float]:
         values: list[float] = tensor.to(self._torch.float64).flatten().tolist()
