@@ -247,7 +247,7 @@ def test_pad_value() -> None:
 )
 @pytest.mark.parametrize(
     "data",
-    [b"bytes", np.zeros((4, 4, 3), np.float32), np.zeros(4, np.uint8), np.zeros((0, 4, 3), np.uint8), torch.zeros(3)],
+    [b"bytes", np.zeros((4, 4, 3), np.float64), np.zeros(4, np.uint8), np.zeros((0, 4, 3), np.uint8), torch.zeros(3)],
 )
 def test_things_that_are_no_mat(backend: str, data: Any) -> None:
     keys = {"cvtColorMat": {"color": "rgb"}, "ResizePadMat": {"max_h": 2, "max_w": 2}, "Mat2Tensor": {}}

@@ -465,22 +465,90 @@ def test_a_mat_there_and_back(channels: int) -> None:
     assert item["color"] == "rgb"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_floats_keep_their_values(dtype: torch.dtype) -> None:
+    values = [-300.0, -0.375, 0.0078125, 0.5, 254.5, 1000.0]
+    tensor = torch.tensor(values, dtype=dtype)
+    result = run("Tensor2Mat", tensor.reshape(1, 1, 2, 3))["result"]
+    assert (result.dtype, result.shape) == (np.float32, (2, 3, 1))
+    assert result.ravel().tolist() == tensor.tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_floats_are_rounded_and_clamped(dtype: torch.dtype) -> None:
+def test_floats_are_rounded_and_clamped_where_asked(dtype: torch.dtype) -> None:
     tensor = torch.tensor([-300.0, -0.4, 0.5, 1.5, 1.6, 254.4, 255.6, 1000.0, float("inf")], dtype=dtype)
-    result = run("Tensor2Mat", tensor.reshape(1, 1, 3, 3))["result"]
+    result = run("Tensor2Mat", tensor.reshape(1, 1, 3, 3), dtype="uint8")["result"]
+    assert result.dtype == np.uint8
     assert result.ravel().tolist() == [0, 0, 0, 2, 2, 254, 255, 255, 255]
 
 
-@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.int8, 0, 127), (torch.int64, 0, 255), (torch.bool, 1, 1)])
-def test_integers_are_clamped(dtype: torch.dtype, low: int, high: int) -> None:
-    tensor = torch.tensor([[[[-5, 127 if dtype == torch.int8 else 700]]]]).to(dtype)
-    assert run("Tensor2Mat", tensor)["result"].ravel().tolist() == [low, high]
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64])
+def test_integers_that_fit_are_eight_bits(dtype: torch.dtype) -> None:
+    values = [0, 1, 1] if dtype == torch.bool else [0, 17, 255]
+    result = run("Tensor2Mat", torch.tensor([[[values]]], dtype=dtype))["result"]
+    assert (result.dtype, result.ravel().tolist()) == (np.uint8, values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"), [(torch.int8, [-5, 127]), (torch.int64, [0, 256]), (torch.int32, [-1, 3])]
+)
+def test_integers_that_do_not_fit_are_refused_or_clamped(dtype: torch.dtype, values: list[int]) -> None:
+    tensor = torch.tensor([[[values]]], dtype=dtype)
+    low, high = values
+    message = refusal("Tensor2Mat", {"data": tensor})
+    assert message == f'a Mat holds 0..255 or floats, the Tensor of {dtype} {low}..{high}; dtype = "uint8" clamps them'
+    clamped = run("Tensor2Mat", tensor, dtype="uint8")["result"]
+    assert clamped.ravel().tolist() == [min(max(value, 0), 255) for value in values]
 
 
 def test_a_result_with_a_gradient_becomes_a_mat() -> None:
     tensor = torch.full((1, 3, 2, 2), 7.0, requires_grad=True)
     assert run("Tensor2Mat", tensor)["result"].tolist() == [[[7] * 3] * 2] * 2
+
+
+def scores(channels: int = 3) -> np.ndarray:
+    """A Mat of values that 8 bits would lose."""
+    return np.random.default_rng(1).random((8, 10, channels), np.float32) - np.float32(0.5)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_float_mat_there_and_back(channels: int) -> None:
+    mat = scores(channels)
+    item = run("S[Mat2Tensor,Tensor2Mat]", mat)
+    assert item["result"].dtype == np.float32
+    assert np.array_equal(item["result"], mat)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "wanted"),
+    [
+        ("ResizeMat", {"resize_h": 5, "resize_w": 7}, lambda mat: cv2.resize(mat, (7, 5))),
+        ("DynamicResizeMat", {}, lambda mat: cv2.resize(mat, (7, 5))),
+        ("CropMat", {}, lambda mat: mat[2:6, 1:9]),
+        ("ResizePadMat", {"max_h": 8, "max_w": 12}, lambda mat: np.pad(mat, ((0, 0), (0, 2), (0, 0)))),
+        ("AlignMat", {"resize_h": 32, "max_w": 64}, lambda mat: mat),
+        ("cvtColorMat", {"color": "rgb"}, lambda mat: mat[:, :, ::-1]),
+    ],
+)
+def test_backends_on_mats_keep_floats(backend: str, config: Data, wanted: Any) -> None:
+    mat = scores()
+    item = run(backend, {"data": mat, "box": [1, 2, 9, 6], "resize_h": 5, "resize_w": 7}, **config)
+    assert item["result"].dtype == np.float32
+    assert np.array_equal(item["result"], wanted(mat))
+
+
+def test_a_perspective_of_floats() -> None:
+    mat = scores()
+    result = run("PerspectiveTransformMat", {"data": mat, "box": [[1, 2], [9, 2], [9, 6], [1, 6]]})["result"]
+    assert result.dtype == np.float32
+    assert np.allclose(result, mat[2:6, 1:9], atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["SaveMat", "PillowResizeMat"])
+def test_what_needs_eight_bits_says_so(backend: str, tmp_path: Path) -> None:
+    config = {"save_dir": str(tmp_path)} if backend == "SaveMat" else {"resize_h": 5, "resize_w": 7}
+    message = refusal(backend, {"data": scores()}, **config)
+    assert message == "expected a Mat (uint8 array, HxWxC), got float32 array of shape (8, 10, 3)"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64])
@@ -669,7 +737,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatc
 def test_the_whole_way_of_a_picture(jpeg: bytes) -> None:
     config = {"resize_h": 60, "resize_w": 80, "color": "rgb"}
     tensors = "S[DecodeMat,Mat2Tensor,cvtColorTensor,ResizeTensor,Tensor2Mat,SyncTensor]"
-    item = run(tensors, jpeg, **config, **{"DecodeMat::color": "bgr"})
+    item = run(tensors, jpeg, **config, **{"DecodeMat::color": "bgr", "dtype": "uint8"})
     other = run("S[DecodeMat,ResizeMat,cvtColorMat]", jpeg, **config)
     assert np.abs(item["result"].astype(int) - other["result"]).max() <= 1
     assert item["color"] == other["color"] == "rgb"

@@ -161,7 +161,8 @@ def test_a_mat_there_and_back(channels: int) -> None:
 
 def test_floats_are_rounded_and_clamped() -> None:
     tensor = torch.tensor([-300.0, 0.5, 1.5, 254.4, 255.6, 1000.0], device="cuda").reshape(1, 1, 2, 3)
-    assert run("Tensor2Mat", tensor)["result"].ravel().tolist() == [0, 0, 2, 254, 255, 255]
+    assert run("Tensor2Mat", tensor, dtype="uint8")["result"].ravel().tolist() == [0, 0, 2, 254, 255, 255]
+    assert run("Tensor2Mat", tensor)["result"].ravel().tolist() == tensor.ravel().tolist()
 
 
 def test_vector() -> None:
@@ -198,7 +199,7 @@ def test_however_the_streams_are_nested(backend: str) -> None:
     config = {"resize_h": 60, "resize_w": 80, "color": "rgb"}
     mats = [noise(90 + number, 120, seed=number) for number in range(40)]
     items: list[Data] = [{"data": mat, "color": "bgr"} for mat in mats]
-    with pipe({"backend": backend, **config, "instance_num": 4}) as p:
+    with pipe({"backend": backend, **config, "dtype": "uint8", "instance_num": 4}) as p:
         p(items)
     for mat, item in zip(mats, items, strict=True):
         wanted = run("S[cvtColorMat,ResizeMat]", {"data": mat, "color": "bgr"}, **config)

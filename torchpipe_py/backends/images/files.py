@@ -12,7 +12,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend, Param
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
-from torchpipe_py.backends.images.opencv import as_mat
+from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat
 from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
@@ -46,7 +46,7 @@ class SaveMat(ItemBackend):
 
     ``color`` in the dict is honoured; a dict without holds a BGR Mat. The path is ``saved`` in the dict. The folder is
     made if it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be
-    written, ``ValueError`` for another number of channels.
+    written, ``ValueError`` for another number of channels, ``InvalidRequest`` for a Mat that is not ``uint8``.
     """
 
     save_dir = Param(to_str, doc="folder for the files")
@@ -58,7 +58,7 @@ class SaveMat(ItemBackend):
         make_folder(self.save_dir)
 
     def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
+        mat = as_mat(item[TASK_DATA_KEY], EIGHT_BITS)
         item["saved"] = write_new(self.save_dir, ".png", self._png(mat, item.get(TASK_COLOR_KEY, "bgr")))
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
 

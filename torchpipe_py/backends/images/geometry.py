@@ -32,10 +32,10 @@ def check_channels(height: int, width: int, channels: int) -> None:
         raise InvalidRequest(f"{channels} channels are too many to be resized to {width}x{height} pixels")
 
 
-def check_size(height: int, width: int, channels: int, max_pixels: int) -> None:
-    """``InvalidRequest`` for a size of more than ``max_pixels``, of four channels; with more channels they count."""
-    if height * width * max(channels, 4) > 4 * max_pixels:
-        many = f" of {channels} channels" if channels > 4 else ""
+def check_size(height: int, width: int, pixel_bytes: int, max_pixels: int) -> None:
+    """``InvalidRequest`` for a size of more than ``max_pixels`` of four bytes; where they have more, these count."""
+    if height * width * max(pixel_bytes, 4) > 4 * max_pixels:
+        many = f" of {pixel_bytes} bytes" if pixel_bytes > 4 else ""
         raise InvalidRequest(f"{width}x{height} pixels{many} were asked for, more than max_pixels = {max_pixels}")
 
 

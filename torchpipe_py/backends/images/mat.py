@@ -91,7 +91,7 @@ class ResizePadMat(StatelessBackend):
         height, width, channels = mat.shape
         check_channels(self.max_h, self.max_w, channels)
         new_h, new_w, inverse_trans = fit_inside(height, width, self.max_h, self.max_w)
-        padded = np.full((self.max_h, self.max_w, channels), self.pad_value, np.uint8)
+        padded = np.full((self.max_h, self.max_w, channels), self.pad_value, mat.dtype)
         padded[:new_h, :new_w] = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
         item[TASK_RESULT_KEY] = padded
         item["inverse_trans"] = inverse_trans
@@ -160,7 +160,7 @@ class DynamicResizeMat(StatelessBackend):
         mat = as_mat(item[TASK_DATA_KEY])
         height, width = wanted_side(item, HEIGHT_KEY), wanted_side(item, WIDTH_KEY)
         if mat.shape[:2] != (height, width):
-            check_size(height, width, mat.shape[2], self.max_pixels)
+            check_size(height, width, mat.shape[2] * mat.itemsize, self.max_pixels)
             mat = as_mat(self._resize(mat, (width, height), interpolation=self._flag))
         item[TASK_RESULT_KEY] = mat
 
@@ -195,7 +195,7 @@ class PerspectiveTransformMat(StatelessBackend):
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         corners, width, height = upright_box(item, mat.shape[0], mat.shape[1])
-        check_size(height, width, mat.shape[2], self.max_pixels)
+        check_size(height, width, mat.shape[2] * mat.itemsize, self.max_pixels)
         upright = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
         # NOTE: OpenCV counts from the middle of the first pixel, a box from its corner.
         matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))

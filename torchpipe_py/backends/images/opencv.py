@@ -1,6 +1,6 @@
 """Mats decoded and recolored by OpenCV.
 
-A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8``; its ``color`` travels in the dict.
+A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8`` or ``float32``; its ``color`` travels in the dict.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ def max_pixels() -> Param:
     return Param(to_int, MAX_PIXELS, low=1, high=2**30, doc="most pixels of an image; a larger one is refused")
 
 
-UINT8 = np.dtype(np.uint8)
+UINT8, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+EIGHT_BITS = (UINT8,)
 
 
-def as_mat(value: Any) -> np.ndarray:
-    """``value`` as an H×W×C ``uint8`` array; H×W becomes H×W×1; ``InvalidRequest`` for anything else."""
+def as_mat(value: Any, dtypes: tuple[np.dtype, ...] = (UINT8, FLOAT32)) -> np.ndarray:
+    """``value`` as an H×W×C array of one of ``dtypes``; H×W becomes H×W×1; ``InvalidRequest`` for anything else."""
     # NOTE: on the path of every request, under the GIL: a dtype is one object, and comparing it with a type is slow.
-    if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype == UINT8) and value.size:
+    if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype in dtypes) and value.size:
         if value.ndim == 3:
             return value
         if value.ndim == 2:
             return value[:, :, None]
     kind = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-    raise InvalidRequest(f"expected a Mat (uint8 array, HxWxC), got {kind}")
+    raise InvalidRequest(f"expected a Mat ({' or '.join(map(str, dtypes))} array, HxWxC), got {kind}")
 
 
 def encoded_bytes(value: Any) -> np.ndarray:

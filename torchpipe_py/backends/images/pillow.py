@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
-from torchpipe_py.backends.images.opencv import as_mat, side
+from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat, side
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
 
@@ -26,7 +26,7 @@ class PillowResizeMat(StatelessBackend):
         self._image: Any = Image
 
     def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
+        mat = as_mat(item[TASK_DATA_KEY], EIGHT_BITS)
         channels = [mat[:, :, 0]] if mat.shape[2] == 1 else [mat]
         image = self._image.fromarray(channels[0])
         resized = image.resize((self.resize_w, self.resize_h), self._image.Resampling.BILINEAR)

@@ -218,16 +218,30 @@ class CropTensor(ImageBackend):
 
 
 class Tensor2Mat(ImageBackend):
-    """Tensor 1×C×H×W to a Mat H×W×C on the host, ``uint8`` and contiguous; always a copy.
+    """Tensor 1×C×H×W to a Mat H×W×C on the host, of the same values and contiguous; always a copy.
 
-    Values other than ``uint8`` are rounded (half to even) and clamped to 0..255. Channels keep their order.
+    ``uint8`` and ``bool`` give a Mat of ``uint8``, floats one of ``float32``, integers one of ``uint8`` where each lies
+    in 0..255; other integers are an ``InvalidRequest``. With ``dtype = "uint8"`` all are rounded (half to even) and
+    clamped to 0..255. Channels keep their order.
     """
 
+    dtype = Param(to_str, "", choices=("", "uint8"), doc='"uint8" rounds and clamps; default: no value changes')
+
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
-        if tensor.dtype != self._torch.uint8:
-            tensor = tensor.to(self._torch.float32).round().clamp(0, 255).to(self._torch.uint8)
-        layout = self._torch.contiguous_format
-        return tensor[0].permute(1, 2, 0).clone(memory_format=layout).cpu().numpy()
+        torch = self._torch
+        if tensor.is_floating_point():
+            tensor = tensor.detach().to(torch.float32)
+            if self.dtype:
+                tensor = tensor.round().clamp(0, 255).to(torch.uint8)
+        elif tensor.dtype != torch.uint8:
+            lowest, highest = (int(value) for value in tensor.to(torch.int64).aminmax())
+            if not self.dtype and not 0 <= lowest <= highest <= 255:
+                raise InvalidRequest(
+                    f"a Mat holds 0..255 or floats, the Tensor of {tensor.dtype} {lowest}..{highest};"
+                    ' dtype = "uint8" clamps them'
+                )
+            tensor = tensor.to(torch.int64).clamp(0, 255).to(torch.uint8)
+        return tensor[0].permute(1, 2, 0).clone(memory_format=torch.contiguous_format).cpu().numpy()
 
 
 class Tensor2Vector(TensorBackend):

@@ -53,7 +53,7 @@ class Mat2Tensor(GuardedBackend):
 
     def _planes(self, mat: np.ndarray) -> np.ndarray:
         height, width, channels = mat.shape
-        planes = np.empty((1, channels, height, width), np.uint8)
+        planes = np.empty((1, channels, height, width), mat.dtype)
         if channels <= FAST_CHANNELS:
             # cv2.split writes each plane in place, several times as fast as NumPy's transposed copy.
             self._split(mat, list(planes[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py import errors
-from torchpipe_py.backends.images.opencv import as_mat
+from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat
 from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
@@ -71,7 +71,7 @@ def pack_answer(number: int, item: Mapping[str, Any], pixels: memoryview) -> byt
         error = item.get(TASK_ERROR_KEY)
         return pack_error(number, error, raised=False) if error is not None else _packed_text(number, _NO_RESULT, "")
     try:
-        mat = as_mat(mat)
+        mat = as_mat(mat, EIGHT_BITS)
     except InvalidRequest as error:
         return pack_error(number, TypeError(str(error)), raised=True)  # it is the decoder's Mat, no request's
     if mat.nbytes > len(pixels):
