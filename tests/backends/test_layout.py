@@ -11,6 +11,7 @@ import torch
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.images import tensor
+from torchpipe_py.backends.images import torch as conversions
 from torchpipe_py.backends.images.layout import ImageBackend, as_image
 
 Data = dict[str, Any]
@@ -41,7 +42,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_every_backend_on_images_is_among_these() -> None:
-    classes = {name for name, cls in inspect.getmembers(tensor, inspect.isclass) if issubclass(cls, ImageBackend)}
+    members = inspect.getmembers(tensor, inspect.isclass) + inspect.getmembers(conversions, inspect.isclass)
+    classes = {name for name, cls in members if issubclass(cls, ImageBackend)}
     assert classes - {"ImageBackend"} == CONFIGS.keys()
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 from torchpipe_py import Backend, BackendError, ConfigError, InvalidRequest, ItemBackend, pipe
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.images import files, resampling
-from torchpipe_py.backends.images.tensor import FloatResize
+from torchpipe_py.backends.images.resampling import FloatResize
 from torchpipe_py.registry import default
 
 Data = dict[str, Any]

@@ -98,3 +98,42 @@ def _columns(first: np.ndarray, count: int, size: int) -> np.ndarray:
     count = min(count, size)
     columns: np.ndarray = np.minimum(first, size - count)[:, None] + np.arange(count)
     return columns
+
+
+class FloatResize:
+    """``resize(tensor, height, width)`` to a new float32 Tensor, as OpenCV's INTER_ flag of the name ``mode`` does."""
+
+    def __init__(self, mode: str) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._mode = mode
+        self._area = keep_coefficients(area_coefficients)
+
+    def __call__(self, tensor: Any, height: int, width: int) -> Any:
+        float32 = self._torch.float32
+        if tensor.shape[2:] == (height, width):
+            return tensor.to(float32, copy=True)
+        if self._mode == "nearest":
+            return self._nearest(tensor, height, width).to(float32)
+        if self._mode == "area":
+            return self._by_area(tensor, height, width).to(float32)
+        interpolate = self._torch.nn.functional.interpolate
+        return interpolate(tensor.to(float32), (height, width), mode=self._mode, align_corners=False)
+
+    def _nearest(self, tensor: Any, height: int, width: int) -> Any:
+        # NOTE: PyTorch's "nearest" means the same, but computes in float32 and misses by one pixel for some sizes.
+        for dim, wanted in ((2, height), (3, width)):
+            size = tensor.shape[dim]
+            positions = self._torch.arange(wanted, device=tensor.device, dtype=self._torch.float64)
+            positions = (positions * (1 / (wanted / size))).long().clamp_(max=size - 1)
+            tensor = tensor.index_select(dim, positions)
+        return tensor
+
+    def _by_area(self, tensor: Any, height: int, width: int) -> Any:
+        # NOTE: PyTorch's "area" is an adaptive pooling over whole pixels, OpenCV's counts parts of them.
+        old_h, old_w = tensor.shape[2:]
+        shrinks = height <= old_h and width <= old_w
+        tensor = tensor.to(self._torch.float64)
+        tensor = resample(tensor, 3, width, *self._area(old_w, width, tensor.device, shrinks))
+        return resample(tensor, 2, height, *self._area(old_h, height, tensor.device, shrinks))

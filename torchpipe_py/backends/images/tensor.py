@@ -1,4 +1,4 @@
-"""Images as Tensors, 1×C×H×W on the CPU or a GPU, by PyTorch; their way to Mats and lists."""
+"""Sizes, parts and colors of Tensors, 1×C×H×W on the CPU or a GPU, by PyTorch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.cuda import TensorBackend
 from torchpipe_py.backends.images.geometry import check_channels, crop_box, fit_inside
 from torchpipe_py.backends.images.layout import ImageBackend
 from torchpipe_py.backends.images.opencv import COLORS, side, to_color
 from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
-    area_coefficients,
+    FloatResize,
     keep_coefficients,
     pillow_coefficients,
     resample,
@@ -48,45 +47,6 @@ class cvtColorTensor(ImageBackend):
             tensor = tensor.flip(1)
         item[TASK_COLOR_KEY] = self.color
         return tensor
-
-
-class FloatResize:
-    """``resize(tensor, height, width)`` to a new float32 Tensor, as OpenCV's INTER_ flag of the name ``mode`` does."""
-
-    def __init__(self, mode: str) -> None:
-        import torch
-
-        self._torch: Any = torch
-        self._mode = mode
-        self._area = keep_coefficients(area_coefficients)
-
-    def __call__(self, tensor: Any, height: int, width: int) -> Any:
-        float32 = self._torch.float32
-        if tensor.shape[2:] == (height, width):
-            return tensor.to(float32, copy=True)
-        if self._mode == "nearest":
-            return self._nearest(tensor, height, width).to(float32)
-        if self._mode == "area":
-            return self._by_area(tensor, height, width).to(float32)
-        interpolate = self._torch.nn.functional.interpolate
-        return interpolate(tensor.to(float32), (height, width), mode=self._mode, align_corners=False)
-
-    def _nearest(self, tensor: Any, height: int, width: int) -> Any:
-        # NOTE: PyTorch's "nearest" means the same, but computes in float32 and misses by one pixel for some sizes.
-        for dim, wanted in ((2, height), (3, width)):
-            size = tensor.shape[dim]
-            positions = self._torch.arange(wanted, device=tensor.device, dtype=self._torch.float64)
-            positions = (positions * (1 / (wanted / size))).long().clamp_(max=size - 1)
-            tensor = tensor.index_select(dim, positions)
-        return tensor
-
-    def _by_area(self, tensor: Any, height: int, width: int) -> Any:
-        # NOTE: PyTorch's "area" is an adaptive pooling over whole pixels, OpenCV's counts parts of them.
-        old_h, old_w = tensor.shape[2:]
-        shrinks = height <= old_h and width <= old_w
-        tensor = tensor.to(self._torch.float64)
-        tensor = resample(tensor, 3, width, *self._area(old_w, width, tensor.device, shrinks))
-        return resample(tensor, 2, height, *self._area(old_h, height, tensor.device, shrinks))
 
 
 class ResizeTensor(ImageBackend):
@@ -215,38 +175,3 @@ class CropTensor(ImageBackend):
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         left, top, right, bottom = crop_box(item, tensor.shape[2], tensor.shape[3])
         return tensor[:, :, top:bottom, left:right].clone(memory_format=self._torch.contiguous_format)
-
-
-class Tensor2Mat(ImageBackend):
-    """Tensor 1×C×H×W to a Mat H×W×C on the host, of the same values and contiguous; always a copy.
-
-    ``uint8`` and ``bool`` give a Mat of ``uint8``, floats one of ``float32``, integers one of ``uint8`` where each lies
-    in 0..255; other integers are an ``InvalidRequest``. With ``dtype = "uint8"`` all are rounded (half to even) and
-    clamped to 0..255. Channels keep their order.
-    """
-
-    dtype = Param(to_str, "", choices=("", "uint8"), doc='"uint8" rounds and clamps; default: no value changes')
-
-    def forward_tensor(self, tensor: Any, item: Data) -> Any:
-        torch = self._torch
-        if tensor.is_floating_point():
-            tensor = tensor.detach().to(torch.float32)
-            if self.dtype:
-                tensor = tensor.round().clamp(0, 255).to(torch.uint8)
-        elif tensor.dtype != torch.uint8:
-            lowest, highest = (int(value) for value in tensor.to(torch.int64).aminmax())
-            if not self.dtype and not 0 <= lowest <= highest <= 255:
-                raise InvalidRequest(
-                    f"a Mat holds 0..255 or floats, the Tensor of {tensor.dtype} {lowest}..{highest};"
-                    ' dtype = "uint8" clamps them'
-                )
-            tensor = tensor.to(torch.int64).clamp(0, 255).to(torch.uint8)
-        return tensor[0].permute(1, 2, 0).clone(memory_format=torch.contiguous_format).cpu().numpy()
-
-
-class Tensor2Vector(TensorBackend):
-    """Tensor of any shape and real dtype to a flat list of floats, in row-major order."""
-
-    def forward_tensor(self, tensor: Any, item: Data) -> list[float]:
-        values: list[float] = tensor.to(self._torch.float64).flatten().tolist()
-        return values

@@ -1,4 +1,4 @@
-"""Tensors by PyTorch. A Tensor is a ``torch.Tensor`` of shape 1×C×H×W."""
+"""From Mats to Tensors and back, and the stream they are worked on. A Tensor is a ``torch.Tensor`` 1×C×H×W."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param
 from torchpipe_py.backends.control.basic import Identity, Wrapper
-from torchpipe_py.backends.cuda import GuardedBackend
+from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
+from torchpipe_py.backends.images.layout import ImageBackend
 from torchpipe_py.backends.images.opencv import as_mat
-from torchpipe_py.errors import BackendUnavailable
+from torchpipe_py.errors import BackendUnavailable, InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
@@ -60,6 +61,41 @@ class Mat2Tensor(GuardedBackend):
         else:
             np.copyto(planes[0], mat.transpose(2, 0, 1))
         return planes
+
+
+class Tensor2Mat(ImageBackend):
+    """Tensor 1×C×H×W to a Mat H×W×C on the host, of the same values and contiguous; always a copy.
+
+    ``uint8`` and ``bool`` give a Mat of ``uint8``, floats one of ``float32``, integers one of ``uint8`` where each lies
+    in 0..255; other integers are an ``InvalidRequest``. With ``dtype = "uint8"`` all are rounded (half to even) and
+    clamped to 0..255. Channels keep their order.
+    """
+
+    dtype = Param(to_str, "", choices=("", "uint8"), doc='"uint8" rounds and clamps; default: no value changes')
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        torch = self._torch
+        if tensor.is_floating_point():
+            tensor = tensor.detach().to(torch.float32)
+            if self.dtype:
+                tensor = tensor.round().clamp(0, 255).to(torch.uint8)
+        elif tensor.dtype != torch.uint8:
+            lowest, highest = (int(value) for value in tensor.to(torch.int64).aminmax())
+            if not self.dtype and not 0 <= lowest <= highest <= 255:
+                raise InvalidRequest(
+                    f"a Mat holds 0..255 or floats, the Tensor of {tensor.dtype} {lowest}..{highest};"
+                    ' dtype = "uint8" clamps them'
+                )
+            tensor = tensor.to(torch.int64).clamp(0, 255).to(torch.uint8)
+        return tensor[0].permute(1, 2, 0).clone(memory_format=torch.contiguous_format).cpu().numpy()
+
+
+class Tensor2Vector(TensorBackend):
+    """Tensor of any shape and real dtype to a flat list of floats, in row-major order."""
+
+    def forward_tensor(self, tensor: Any, item: Data) -> list[float]:
+        values: list[float] = tensor.to(self._torch.float64).flatten().tolist()
+        return values
 
 
 class SyncTensor(GuardedBackend, Wrapper):
