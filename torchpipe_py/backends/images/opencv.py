@@ -19,6 +19,9 @@ from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TAS
 from torchpipe_py.values import to_int, to_str
 
 COLORS = ("bgr", "rgb")
+"""Channel orders."""
+
+MAT_COLORS = (*COLORS, "gray")
 
 
 def to_color(value: Any) -> str:
@@ -66,7 +69,7 @@ def encoded_bytes(value: Any) -> np.ndarray:
 
 
 class MatDecoder:
-    """Encoded image bytes to an H×W×3 Mat by ``cv2.imdecode``, which sees only what a ``HeaderCheck`` lets through.
+    """Encoded image bytes to a Mat, H×W×3 or gray H×W×1, by ``cv2.imdecode``, which sees what a ``HeaderCheck`` passes.
 
     Large images, of more than a quarter of ``max_pixels``, have up to eight bytes for each of ``max_pixels`` under way
     in a process, and the others half as much beside them; the next image waits.
@@ -78,7 +81,8 @@ class MatDecoder:
         self._check = HeaderCheck(formats, max_pixels)
         self._max_pixels, self._limit = max_pixels, 8 * max_pixels
         self._imdecode: Callable[..., Any] = cv2.imdecode
-        self._flags = cv2.IMREAD_COLOR_RGB if color == "rgb" else cv2.IMREAD_COLOR_BGR
+        flags = {"bgr": cv2.IMREAD_COLOR_BGR, "rgb": cv2.IMREAD_COLOR_RGB, "gray": cv2.IMREAD_GRAYSCALE}
+        self._flags = flags[color]
         self._cv2_error = cv2.error
 
     def __call__(self, data: Any) -> Any:
@@ -105,13 +109,13 @@ class MatDecoder:
                 f"{len(encoded)} bytes: OpenCV cannot decode this {header.format} of {size} pixels;"
                 " it is damaged, cut off or of a rare kind"
             )
-        return mat
+        return mat if mat.ndim == 3 else mat[:, :, None]
 
 
 class DecodeMat(StatelessBackend):
-    """Encoded image bytes (JPEG, PNG, WebP, BMP) to an H×W×3 Mat by ``cv2.imdecode``.
+    """Encoded image bytes (JPEG, PNG, WebP, BMP) to an H×W×3 Mat by ``cv2.imdecode``; H×W×1 with ``color = "gray"``.
 
-    Gray, CMYK and 16-bit images become three channels of 8 bits, EXIF orientation is applied, alpha is dropped.
+    Whatever an image holds becomes these channels of 8 bits, EXIF orientation is applied, alpha is dropped.
     No ``result``, but a ``DecodeError`` as ``error``: bytes that are no image, of a format that is not in ``formats``,
     of more pixels than ``max_pixels``, JPEGs of more than 32 scans or 16 × ``max_pixels`` in all of them, animated PNG
     and WebP. All that is read from the
@@ -122,12 +126,13 @@ class DecodeMat(StatelessBackend):
 
     isolation = Isolation.MOVES
 
-    color = Param(to_color, "bgr", choices=COLORS, doc="channel order of the Mat")
+    color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
     formats = Param(to_formats, FORMATS, doc="what is read, of jpeg, png, webp, bmp, gif, tiff, pnm")
     max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:
-        if color is not None:
+        # NOTE: gray is not the same pixels, whether it is decoded or converted.
+        if color is not None and self.color != "gray":
             self.color = color
         return None
 
@@ -147,24 +152,35 @@ class DecodeMat(StatelessBackend):
 
 
 class cvtColorMat(StatelessBackend):
-    """Mat to Mat in channel order ``color``, only if it differs; a dict without ``color`` holds a BGR Mat."""
+    """Mat to Mat in channel order ``color``, or gray, only if it differs; a dict without ``color`` holds a BGR Mat.
+
+    A Mat of one channel is gray. Three channels become one, and one three, as ``cv2.cvtColor`` does it. Sets ``color``.
+    ``InvalidRequest`` for a Mat of another number of channels than 1, 3 or 4; of four the last is dropped.
+    """
 
     isolation = Isolation.FOLLOWS
 
-    color = Param(to_color, choices=COLORS, doc="channel order wanted")
+    color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
 
     def prefer_color(self, color: str | None) -> str | None:
-        return str(self.color)
+        return None if self.color == "gray" else str(self.color)
 
     def setup(self) -> None:
         import cv2
 
         self._convert: Callable[..., Any] = cv2.cvtColor
-        self._code = cv2.COLOR_BGR2RGB
+        wanted = self.color.upper()
+        self._codes = {
+            color: getattr(cv2, f"COLOR_{color.upper()}2{wanted}") for color in MAT_COLORS if color != self.color
+        }
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
-        if item.get(TASK_COLOR_KEY, "bgr") != self.color:
-            mat = self._convert(mat, self._code)
+        channels = mat.shape[2]
+        color = "gray" if channels == 1 else item.get(TASK_COLOR_KEY, "bgr")
+        if color != self.color:
+            if channels not in (1, 3, 4) or color not in (COLORS if channels > 1 else MAT_COLORS):
+                raise InvalidRequest(f"a Mat of {channels} channels and color {color!r} cannot become {self.color}")
+            mat = as_mat(self._convert(mat, self._codes[color]))
             item[TASK_COLOR_KEY] = self.color
         item[TASK_RESULT_KEY] = mat

@@ -28,7 +28,7 @@ MAX_ANSWER = 1024
 
 _ANSWER = struct.Struct("<QBBIII")  # number, kind, color, height, width, channels; a text follows
 _IMAGE, _NO_RESULT, _RAISED = range(3)
-_COLORS = (None, "bgr", "rgb")
+_COLORS = (None, "bgr", "rgb", "gray")
 _MAX_SIDE, _MAX_CHANNELS = 2**20, 512
 _NO_RESULTS: Mapping[str, type[NoResult]] = {
     name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, NoResult)
