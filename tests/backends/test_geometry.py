@@ -26,6 +26,7 @@ FLAGS = {
 CONFIGS: dict[str, Data] = {
     "CropMat": {},
     "AlignMat": {"resize_h": 32, "max_w": 64},
+    "CenterCropMat": {"crop_h": 8, "crop_w": 10},
     "DynamicResizeMat": {},
     "PerspectiveTransformMat": {},
 }
@@ -168,24 +169,28 @@ def test_a_box_that_cannot_be_cropped_to_is_refused_as_crop_tensor_does(others: 
 @pytest.mark.parametrize(
     ("given", "config", "width"),
     [
-        ((32, 100), {}, 96),
-        ((32, 112), {}, 128),  # 112 is as far from 96 as from 128
-        ((32, 111), {}, 96),
-        ((64, 200), {}, 96),
-        ((16, 50), {}, 96),
+        ((32, 100), {}, 128),
+        ((32, 96), {}, 96),
+        ((32, 97), {}, 128),
+        ((64, 200), {}, 128),
+        ((64, 193), {}, 96),  # 96.5 pixels: the fraction is cut off
         ((32, 10_000), {}, 320),
         ((32, 321), {}, 320),
         ((1000, 1), {}, 32),
         ((32, 32), {}, 32),
-        ((1, 1), {"resize_h": 64}, 64),
-        ((2**16, 1), {"resize_h": 2**20, "max_w": 2**20, "align": 2}, 16),
+        ((31, 47), {"resize_h": 31}, 64),  # the height is no multiple of anything
         ((30, 47), {"resize_h": 30, "align": 1, "max_w": 1000}, 47),
         ((30, 47), {"resize_h": 30, "align": 10, "max_w": 40}, 40),
         ((3, 1), {"resize_h": 7, "align": 1}, 2),
+        ((48, 30), {"resize_h": 48, "widths": [40, 100, 250]}, 40),
+        ((48, 40), {"resize_h": 48, "widths": "40, 100, 250"}, 40),
+        ((48, 41), {"resize_h": 48, "widths": [40, 100, 250]}, 100),
+        ((24, 90), {"resize_h": 48, "widths": [40, 100, 250]}, 250),
+        ((48, 999), {"resize_h": 48, "widths": [40, 100, 250]}, 250),
     ],
 )
 def test_align(given: tuple[int, int], config: Data, width: int) -> None:
-    config = {"resize_h": 32, "max_w": 320, **config}
+    config = {"resize_h": 32, **({} if "widths" in config else {"max_w": 320}), **config}
     mat = np.zeros((*given, 3), np.uint8)
     item = run("AlignMat", {"data": mat}, **config)
     assert item["result"] is mat
@@ -193,34 +198,35 @@ def test_align(given: tuple[int, int], config: Data, width: int) -> None:
     assert type(item["resize_h"]) is type(item["resize_w"]) is int
 
 
-def test_aligned_widths_are_the_nearest_ones() -> None:
-    with pipe({"backend": "AlignMat", "resize_h": 48, "max_w": 160, "align": 16}) as p:
-        for height in (1, 7, 48, 99):
-            for width in range(1, 400, 7):
-                item = {"data": np.zeros((height, width, 1), np.uint8)}
-                p(item)
-                exact = width * 48 / height
-                best = min(abs(exact - width) for width in range(16, 161, 16))
-                assert item["resize_w"] in range(16, 161, 16)
-                assert abs(exact - item["resize_w"]) == best
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"resize_h": 33, "max_w": 64}, "resize_h = 33 is no multiple of align = 32"),
         ({"resize_h": 32, "max_w": 65}, "max_w = 65 is no multiple of align = 32"),
-        ({"resize_h": 32, "max_w": 64, "align": 48}, "resize_h = 32 is no multiple of align = 48"),
-        ({"resize_h": 16, "max_w": 16}, "resize_h = 16 is no multiple of align = 32"),
+        ({"resize_h": 32}, "needs either max_w, the largest width, or widths"),
+        ({"resize_h": 32, "max_w": 64, "widths": "32, 64"}, "needs either max_w, the largest width, or widths"),
+        ({"resize_h": 32, "widths": "64, 32"}, r"widths must ascend from 1 to 1048576 \(pixels\), got \[64, 32\]"),
+        ({"resize_h": 32, "widths": [32, 32]}, "widths must ascend"),
+        ({"resize_h": 32, "widths": [0, 32]}, "widths must ascend"),
+        ({"resize_h": 32, "widths": "32, wide"}, "expected an integer, got 'wide'"),
         ({"resize_h": 32, "max_w": 64, "align": 0}, "align.*at least 1"),
         ({"resize_h": 0, "max_w": 64}, "resize_h.*at least 1"),
         ({"resize_h": 32, "max_w": 2**21}, "max_w.*at most"),
-        ({"resize_h": 32}, "max_w"),
     ],
 )
-def test_sizes_that_are_not_aligned(config: Data, message: str) -> None:
+def test_widths_that_are_none(config: Data, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipe({"backend": "AlignMat", **config})
+
+
+def test_lines_of_a_few_widths_share_batches() -> None:
+    lines = [picture(24, width) for width in (30, 45, 60, 61, 118, 119)]
+    config = {"resize_h": 24, "widths": "60, 120", "keep_aspect": True, "pad_value": 9}
+    with pipe({"backend": "S[AlignMat,DynamicResizeMat]", **config}) as p:
+        p(items := [{"data": line} for line in lines])
+    assert [item["result"].shape for item in items] == [(24, 60, 3)] * 3 + [(24, 120, 3)] * 3
+    for item, line in zip(items, lines, strict=True):
+        assert np.array_equal(item["result"][:, : line.shape[1]], line)  # not stretched
+        assert set(item["result"][:, line.shape[1] :].ravel()) <= {9}
 
 
 @pytest.mark.parametrize("interpolation", FLAGS)
@@ -292,7 +298,7 @@ def test_the_largest_side() -> None:
 def test_align_and_resize_in_one_node() -> None:
     mat = picture(50, 170)
     item = run("S[AlignMat,DynamicResizeMat]", {"data": mat}, resize_h=32, max_w=320, interpolation="bicubic")
-    assert np.array_equal(item["result"], cv2.resize(mat, (96, 32), interpolation=cv2.INTER_CUBIC))
+    assert np.array_equal(item["result"], cv2.resize(mat, (128, 32), interpolation=cv2.INTER_CUBIC))
 
 
 # -- PerspectiveTransformMat --------------------------------------------------------------------------------------

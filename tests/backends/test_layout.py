@@ -25,13 +25,18 @@ CONFIGS: dict[str, Data] = {
     "ResizeTensor": {"resize_h": 5, "resize_w": 7},
     "PillowResizeTensor": {"resize_h": 5, "resize_w": 7},
     "ResizePadTensor": {"max_h": 5, "max_w": 7},
+    "LetterBoxTensor": {"max_h": 5, "max_w": 7},
+    "DynamicResizeTensor": {},
+    "ResizeShorterTensor": {"size": 9},
+    "CenterCropTensor": {"crop_h": 30, "crop_w": 9},
+    "CopyMakeBorderTensor": {"top": 1, "right": 2},
     "CropTensor": {},
     "Tensor2Mat": {},
 }
 
 
 def run(backend: str, data: Any, **config: Any) -> Data:
-    item = {"data": data, "box": [2, 3, 20, 16]}
+    item = {"data": data, "box": [2, 3, 20, 16], "resize_h": 5, "resize_w": 7}
     with pipe({"backend": backend, **config}) as p:
         p(item)
     return item

@@ -182,6 +182,47 @@ def test_the_preferred_color_gives_what_the_steps_say(backend: str, colors: str)
     assert np.array_equal(item["result"], bgr if last == "bgr" else bgr[:, :, ::-1])
 
 
+@pytest.mark.parametrize("name", IMAGES)
+def test_decode_gray(name: str) -> None:
+    wanted = cv2.imdecode(np.frombuffer(IMAGES[name], np.uint8), cv2.IMREAD_GRAYSCALE)[:, :, None]
+    for backend in ("DecodeMat", "S[DecodeMat,cvtColorMat]"):
+        item = run(backend, IMAGES[name], color="gray")
+        assert np.array_equal(item["result"], wanted)
+        assert item["color"] == "gray"
+
+
+def test_a_mat_becomes_gray_and_three_channels_again() -> None:
+    mat = picture(4, 6)
+    for color, flag in (("bgr", cv2.COLOR_BGR2GRAY), ("rgb", cv2.COLOR_RGB2GRAY)):
+        item = run("cvtColorMat", {"data": mat, "color": color}, color="gray")
+        assert np.array_equal(item["result"], cv2.cvtColor(mat, flag)[:, :, None])
+        assert item["color"] == "gray"
+        back = run("cvtColorMat", {"data": item["result"]}, color="rgb")
+        assert np.array_equal(back["result"], np.repeat(item["result"], 3, axis=2))
+        assert back["color"] == "rgb"
+    gray = np.zeros((4, 6, 1), np.uint8)
+    assert run("cvtColorMat", gray, color="gray")["result"] is gray
+
+
+def test_gray_is_converted_where_the_steps_say_it(jpeg: bytes) -> None:
+    """A decoder's gray is not a converter's: neither takes the other's place."""
+    decoded = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+    config = {"DecodeMat::color": "bgr", "cvtColorMat::color": "gray"}
+    item = run("S[DecodeMat,cvtColorMat]", jpeg, **config)
+    assert np.array_equal(item["result"][:, :, 0], cv2.cvtColor(decoded, cv2.COLOR_BGR2GRAY))
+    item = run("S[DecodeMat,cvtColorMat]", jpeg, **{"DecodeMat::color": "gray", "cvtColorMat::color": "rgb"})
+    gray = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_GRAYSCALE)
+    assert np.array_equal(item["result"], np.dstack([gray] * 3))
+
+
+@pytest.mark.parametrize(("channels", "color"), [(2, "bgr"), (5, "rgb"), (3, "gray"), (3, "hsv")])
+def test_a_mat_that_has_no_color(channels: int, color: str) -> None:
+    wanted = "rgb" if color != "rgb" else "bgr"
+    item = run("cvtColorMat", {"data": np.zeros((4, 6, channels), np.uint8), "color": color}, color=wanted)
+    message = f"a Mat of {channels} channels and color '{color}' cannot become {wanted}"
+    assert (str(item["error"]), isinstance(item["error"], InvalidRequest)) == (message, True)
+
+
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +281,31 @@ def test_pad_value() -> None:
     result = run("ResizePadMat", np.zeros((4, 2, 3), np.uint8), max_h=4, max_w=4, pad_value=114)["result"]
     assert result[:, 2:].min() == 114
     assert result[:, :2].max() == 0
+
+
+def letter_box(mat: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """By the formulas of Ultralytics' LetterBox."""
+    height, width = mat.shape[:2]
+    scale = min(size[0] / height, size[1] / width)
+    new_w, new_h = round(width * scale), round(height * scale)
+    dw, dh = (size[1] - new_w) / 2, (size[0] - new_h) / 2
+    top, bottom, left, right = round(dh - 0.1), round(dh + 0.1), round(dw - 0.1), round(dw + 0.1)
+    resized = cv2.resize(mat, (new_w, new_h), interpolation=cv2.INTER_LINEAR)
+    return cv2.copyMakeBorder(resized, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(114, 114, 114))
+
+
+@pytest.mark.parametrize("given", [(48, 64), (64, 48), (31, 64), (10, 7), (100, 33), (64, 64)])
+def test_letter_box(given: tuple[int, int]) -> None:
+    mat = picture(*given)
+    item = run("LetterBoxMat", mat, max_h=64, max_w=64)
+    assert np.array_equal(item["result"], letter_box(mat, (64, 64)))
+    scale = min(64 / given[0], 64 / given[1])
+    for x, y in ((0.0, 0.0), (given[1] / 2, given[0] / 3), (given[1], given[0])):
+        place = x * scale + (64 - given[1] * scale) // 2, y * scale + (64 - given[0] * scale) // 2
+        assert item["inverse_trans"](*place) == pytest.approx((x, y), abs=1.5)
+    left, top = (64 - round(given[1] * scale)) // 2, (64 - round(given[0] * scale)) // 2
+    assert item["inverse_trans"](left, top) == (0, 0)
+    assert set(run("LetterBoxMat", mat, max_h=4, max_w=99, pad_value=3)["result"][:, 0].ravel()) == {3}
 
 
 @pytest.mark.parametrize(

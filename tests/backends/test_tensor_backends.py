@@ -118,11 +118,24 @@ def test_color_is_converted_only_if_it_differs(name: str, dtype: torch.dtype) ->
     assert torch.equal(run(name, {"data": tensor, "color": "bgr"}, color="bgr")["result"], tensor)
 
 
-@pytest.mark.parametrize("channels", [1, 4])
-def test_only_three_channels_have_a_color(channels: int) -> None:
-    with pytest.raises(BackendError, match=f"needs a Tensor of 3 channels, got {channels}") as caught:
+@pytest.mark.parametrize("channels", [2, 4])
+def test_only_one_channel_and_three_have_a_color(channels: int) -> None:
+    with pytest.raises(BackendError, match=f"needs a Tensor of 1 or 3 channels, got {channels}") as caught:
         run("cvtColorTensor", to_tensor(noise(4, 6, channels)), color="rgb")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("color", ["bgr", "rgb"])
+def test_gray_is_opencvs_to_the_bit(color: str) -> None:
+    mat = noise(40, 50)
+    item = run("cvtColorTensor", {"data": to_tensor(mat), "color": color}, color="gray")
+    flag = cv2.COLOR_BGR2GRAY if color == "bgr" else cv2.COLOR_RGB2GRAY
+    assert (item["result"].dtype, item["color"]) == (torch.uint8, "gray")
+    assert np.array_equal(to_mat(item["result"])[:, :, 0], cv2.cvtColor(mat, flag))
+    floats = run("cvtColorTensor", {"data": to_tensor(mat).float() / 255, "color": color}, color="gray")["result"]
+    assert np.allclose(to_mat(floats)[:, :, 0], cv2.cvtColor(mat.astype(np.float32) / 255, flag), atol=1e-6)
+    back = run("cvtColorTensor", {"data": item["result"]}, color="rgb")["result"]
+    assert torch.equal(back, item["result"].expand(1, 3, 40, 50))
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -220,6 +233,9 @@ def test_resize_keeps_what_is_between_the_levels() -> None:
 @pytest.mark.parametrize(
     ("backend", "config"),
     [
+        ("ResizeShorterTensor", {"size": 4}),
+        ("CenterCropTensor", {"crop_h": 4, "crop_w": 6}),
+        ("CopyMakeBorderTensor", {}),
         ("ResizeTensor", {"resize_h": 4, "resize_w": 6}),
         ("PillowResizeTensor", {"resize_h": 4, "resize_w": 6}),
         ("ResizePadTensor", {"max_h": 4, "max_w": 6}),
@@ -350,6 +366,62 @@ def test_resize_pad_is_that_of_mats(interpolation: str, size: tuple[int, int, in
         assert item["inverse_trans"](*point) == other["inverse_trans"](*point)
 
 
+@pytest.mark.parametrize("size", [*sizes(8, seed=4), (10, 10, 10, 13), (7, 5, 7, 5)])
+def test_letter_box_is_that_of_mats(size: tuple[int, int, int, int]) -> None:
+    mat = noise(*size[:2])
+    config = {"max_h": size[2], "max_w": size[3]}
+    item, other = run("LetterBoxTensor", to_tensor(mat), **config), run("LetterBoxMat", mat, **config)
+    assert (item["result"].dtype, tuple(item["result"].shape)) == (torch.float32, (1, 3, *size[2:]))
+    assert np.abs(to_mat(item["result"].clamp(0, 255)) - other["result"]).max() <= 1
+    assert item["inverse_trans"](3, 5) == other["inverse_trans"](3, 5)
+
+
+@pytest.mark.parametrize("keep_aspect", [False, True])
+@pytest.mark.parametrize("size", [(12, 40), (40, 12), (20, 30)])
+def test_dynamic_resize_is_that_of_mats(size: tuple[int, int], keep_aspect: bool) -> None:
+    mat = noise(20, 30)
+    config = {"keep_aspect": keep_aspect, "pad_value": 7}
+    sides = {"resize_h": size[0], "resize_w": size[1]}
+    result = run("DynamicResizeTensor", {"data": to_tensor(mat), **sides}, **config)["result"]
+    assert (result.dtype, tuple(result.shape)) == (torch.float32, (1, 3, *size))
+    wanted = run("DynamicResizeMat", {"data": mat, **sides}, **config)["result"]
+    assert np.abs(to_mat(result) - wanted).max() <= 1
+
+
+def test_a_dynamic_resize_is_bounded() -> None:
+    item: Data = {"data": to_tensor(noise(4, 4, 1)), "resize_h": 10, "resize_w": 10}
+    assert run("DynamicResizeTensor", dict(item), max_pixels=100)["result"].shape == (1, 1, 10, 10)
+    assert "more than max_pixels = 99" in refusal("DynamicResizeTensor", dict(item), max_pixels=99)
+    assert "the dict has no 'resize_h'" in refusal("DynamicResizeTensor", {"data": item["data"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_border_by_parameters_and_by_the_dict(dtype: torch.dtype) -> None:
+    mat = noise(8, 10)
+    sides: Data = {"top": 5, "bottom": 15, "left": 25, "right": 35}
+    wanted = cv2.copyMakeBorder(mat, 5, 15, 25, 35, cv2.BORDER_CONSTANT, value=[0, 0, 0])
+    tensor = to_tensor(mat).to(dtype)
+    for item, config in (({}, sides), (sides, {}), (sides, {"top": 1, "right": 2})):
+        result = run("CopyMakeBorderTensor", {"data": tensor, **item}, **config)["result"]
+        assert result.dtype == dtype
+        assert np.array_equal(to_mat(result), wanted)
+    filled = run("CopyMakeBorderTensor", tensor, left=1, pad_value=114)["result"]
+    assert set(filled[:, :, :, 0].flatten().tolist()) == {114}
+    assert torch.equal(filled[:, :, :, 1:], tensor)
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        ({"top": -1}, "top in the dict must be an integer from 0 to 1048576"),
+        ({"left": 1.5}, "left in the dict must be an integer"),
+        ({"right": 2**20, "bottom": 2**20}, "more than max_pixels"),
+    ],
+)
+def test_a_border_that_is_none(sides: Data, message: str) -> None:
+    assert message in refusal("CopyMakeBorderTensor", {"data": to_tensor(noise(8, 10)), **sides})
+
+
 @pytest.mark.parametrize(
     ("backend", "config", "message"),
     [
@@ -358,7 +430,7 @@ def test_resize_pad_is_that_of_mats(interpolation: str, size: tuple[int, int, in
         ("ResizeTensor", {"resize_h": 3, "resize_w": 3, "interpolation": "lanczos"}, "expected one of nearest"),
         ("PillowResizeTensor", {"resize_h": 3, "resize_w": "wide"}, "expected an integer"),
         ("ResizePadTensor", {"max_h": 3, "max_w": 3, "pad_value": 256}, "pad_value.*at most 255"),
-        ("cvtColorTensor", {"color": "gray"}, "expected one of bgr, rgb"),
+        ("cvtColorTensor", {"color": "hsv"}, "expected one of bgr, rgb, gray"),
         ("SaveTensor", {}, "save_dir.*needs it"),
         ("SaveMat", {}, "save_dir.*needs it"),
         ("LoadTensor", {"tensor_name": "nowhere.pt"}, "no such file: nowhere.pt"),

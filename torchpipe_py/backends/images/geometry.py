@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,22 +42,48 @@ def check_size(height: int, width: int, pixel_bytes: int, max_pixels: int) -> No
 InverseTrans = Callable[[float, float], tuple[float, float]]
 
 
-def fit_inside(height: int, width: int, max_h: int, max_w: int) -> tuple[int, int, InverseTrans]:
+class Placed(NamedTuple):
+    """The size of a resized image, its place in a larger one, and the way of a point of that back to the original."""
+
+    height: int
+    width: int
+    top: int
+    left: int
+    inverse_trans: InverseTrans
+
+
+def fit_inside(height: int, width: int, max_h: int, max_w: int, centred: bool = False) -> Placed:
     """The largest size within ``max_h`` × ``max_w`` of the same aspect ratio, at least one pixel each way.
 
-    New height, new width, and ``inverse_trans(x, y)``, which maps a point of the new image to the old; in pixels.
+    It lies top left, or ``centred``: then of an odd rest the larger half is below and on the right.
     """
     scale = min(max_h / height, max_w / width)
     new_h = min(max_h, max(1, round(height * scale)))
     new_w = min(max_w, max(1, round(width * scale)))
-    return new_h, new_w, _inverse(width / new_w, height / new_h)
+    top, left = ((max_h - new_h) // 2, (max_w - new_w) // 2) if centred else (0, 0)
+    return Placed(new_h, new_w, top, left, _inverse(width / new_w, height / new_h, left, top))
 
 
-def _inverse(scale_x: float, scale_y: float) -> InverseTrans:
+def _inverse(scale_x: float, scale_y: float, left: int, top: int) -> InverseTrans:
     def inverse_trans(x: float, y: float) -> tuple[float, float]:
-        return x * scale_x, y * scale_y
+        return (x - left) * scale_x, (y - top) * scale_y
 
     return inverse_trans
+
+
+def shorter_size(height: int, width: int, size: int) -> tuple[int, int]:
+    """Height and width with ``size`` as the shorter side; a fraction of the longer is cut off, as torchvision does."""
+    if height <= width:
+        return size, size * width // height
+    return size * height // width, size
+
+
+def central(size: int, wanted: int) -> tuple[int, int]:
+    """Of a side of ``size`` pixels, where the middle ``wanted`` begin, and how many are missing before them.
+
+    As torchvision's ``center_crop``: halves go to the even number, and of an odd rest the larger half is missing after.
+    """
+    return (round((size - wanted) / 2), 0) if size >= wanted else (0, (wanted - size) // 2)
 
 
 def crop_box(item: Data, height: int, width: int) -> tuple[int, int, int, int]:
@@ -79,15 +105,9 @@ def crop_box(item: Data, height: int, width: int) -> tuple[int, int, int, int]:
     return left, top, right, bottom
 
 
-def aligned_width(height: int, width: int, resize_h: int, max_w: int, align: int) -> int:
-    """The multiple of ``align`` from ``align`` to ``max_w``, itself one, nearest to the width that keeps the aspect.
-
-    ``height`` × ``width`` is the image's size, ``resize_h`` its new height; all in pixels. Of two equally near, the
-    larger.
-    """
-    # round(width * resize_h / height / align), in integers: exact, and halves go up
-    count = (2 * width * resize_h + height * align) // (2 * height * align)
-    return min(max(count, 1) * align, max_w)
+def aligned_width(width: int, align: int, max_w: int) -> int:
+    """``width`` rounded up to a multiple of ``align``, from ``align`` to ``max_w``, itself one."""
+    return min(max(-(-width // align), 1) * align, max_w)
 
 
 def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, int]:
@@ -168,9 +188,14 @@ def wanted_side(item: Data, key: str) -> int:
     """The dict's ``key`` as an image side in pixels; ``InvalidRequest`` where it is none."""
     if key not in item:
         raise InvalidRequest(f"the dict has no {key!r}, the side to resize to, in pixels")
+    return wanted_pixels(item, key, 1)
+
+
+def wanted_pixels(item: Data, key: str, low: int) -> int:
+    """The dict's ``key``, a number of pixels from ``low`` to 2**20; ``InvalidRequest`` where it is none."""
     value = item[key]
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= MAX_SIDE:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= MAX_SIDE:
         raise InvalidRequest(
-            f"{key} in the dict must be an integer from 1 to {MAX_SIDE} (pixels), got {shown(_plain(value))}"
+            f"{key} in the dict must be an integer from {low} to {MAX_SIDE} (pixels), got {shown(_plain(value))}"
         )
     return int(value)

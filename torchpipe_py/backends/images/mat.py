@@ -13,6 +13,7 @@ from torchpipe_py.backends.images.geometry import (
     MAX_SIDE,
     WIDTH_KEY,
     aligned_width,
+    central,
     check_channels,
     check_size,
     crop_box,
@@ -23,7 +24,7 @@ from torchpipe_py.backends.images.geometry import (
 from torchpipe_py.backends.images.opencv import as_mat, max_pixels, side
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import to_int, to_str
+from torchpipe_py.values import to_bool, to_int, to_ints, to_str
 
 INTERPOLATIONS = {
     "nearest": "INTER_NEAREST",
@@ -37,6 +38,16 @@ INTERPOLATIONS = {
 def interpolation() -> Param:
     """The parameter ``interpolation``."""
     return Param(to_str, "bilinear", choices=tuple(INTERPOLATIONS), doc="as OpenCV's INTER_ flag of that name")
+
+
+def pad_value(default: int) -> Param:
+    """The parameter ``pad_value``."""
+    return Param(to_int, default, low=0, high=255, doc="value of the padding in every channel")
+
+
+def keep_aspect() -> Param:
+    """The parameter ``keep_aspect``."""
+    return Param(to_bool, False, doc="whether to pad instead of stretching")
 
 
 def cv2_resize(interpolation: str) -> tuple[Callable[..., Any], int]:
@@ -77,11 +88,12 @@ class ResizePadMat(StatelessBackend):
     """
 
     keeps_color = True
+    centred = False
 
     interpolation = interpolation()
     max_h = side("output height, pixels")
     max_w = side("output width, pixels")
-    pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
+    pad_value = pad_value(0)
 
     def setup(self) -> None:
         self._resize, self._flag = cv2_resize(self.interpolation)
@@ -90,11 +102,23 @@ class ResizePadMat(StatelessBackend):
         mat = as_mat(item[TASK_DATA_KEY])
         height, width, channels = mat.shape
         check_channels(self.max_h, self.max_w, channels)
-        new_h, new_w, inverse_trans = fit_inside(height, width, self.max_h, self.max_w)
+        new_h, new_w, top, left, inverse_trans = fit_inside(height, width, self.max_h, self.max_w, self.centred)
         padded = np.full((self.max_h, self.max_w, channels), self.pad_value, mat.dtype)
-        padded[:new_h, :new_w] = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
+        resized = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
+        padded[top : top + new_h, left : left + new_w] = resized
         item[TASK_RESULT_KEY] = padded
         item["inverse_trans"] = inverse_trans
+
+
+class LetterBoxMat(ResizePadMat):
+    """As ``ResizePadMat``, but in the middle, as YOLO models take it, by default on gray.
+
+    Of an odd number of rows or columns to pad, the larger half is below or on the right, as in Ultralytics' LetterBox.
+    """
+
+    centred = True
+
+    pad_value = pad_value(114)
 
 
 class CropMat(StatelessBackend):
@@ -113,44 +137,84 @@ class CropMat(StatelessBackend):
         item[TASK_RESULT_KEY] = mat[top:bottom, left:right].copy()
 
 
+class CenterCropMat(StatelessBackend):
+    """The middle ``crop_h`` × ``crop_w`` of a Mat, as torchvision's ``CenterCrop``; a smaller Mat is padded with 0.
+
+    A contiguous copy.
+    """
+
+    keeps_color = True
+    isolation = Isolation.FOLLOWS
+
+    crop_h = side("output height, pixels")
+    crop_w = side("output width, pixels")
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY])
+        height, width, channels = mat.shape
+        (top, above), (left, before) = central(height, self.crop_h), central(width, self.crop_w)
+        part = mat[top : top + self.crop_h, left : left + self.crop_w]
+        if part.shape[:2] == (self.crop_h, self.crop_w):
+            item[TASK_RESULT_KEY] = part.copy()
+            return
+        check_channels(self.crop_h, self.crop_w, channels)
+        padded = np.zeros((self.crop_h, self.crop_w, channels), mat.dtype)
+        padded[above : above + part.shape[0], before : before + part.shape[1]] = part
+        item[TASK_RESULT_KEY] = padded
+
+
 class AlignMat(StatelessBackend):
     """Says in the dict to what size a Mat is to be resized: int ``resize_h`` and ``resize_w``; the Mat is unchanged.
 
-    The height is the parameter's. The width keeps the aspect ratio, but is a multiple of ``align``, the nearest one
-    (of two that are equally near, the larger), from ``align`` to ``max_w``. ``DynamicResizeMat`` does the resizing.
-    ``ConfigError`` for a ``resize_h`` or ``max_w`` that is no multiple of ``align``; an ``InvalidRequest`` is the
-    ``error`` of what is no Mat.
+    The height is the parameter's. The width is what keeps the aspect ratio (a fraction of a pixel is cut off), rounded
+    up to a multiple of ``align``, at most ``max_w``; or rounded up to the next of ``widths``, at most the last.
+    ``DynamicResizeMat`` does the resizing. ``ConfigError`` for a ``max_w`` that is no multiple of ``align``, for
+    ``widths`` that do not ascend, and for both or neither of them; an ``InvalidRequest`` is the ``error`` of what is no
+    Mat.
     """
 
     keeps_color = True
 
-    resize_h = side("height to write, pixels; a multiple of align")
-    max_w = side("largest width to write, pixels; a multiple of align")
-    align = Param(to_int, 32, low=1, high=MAX_SIDE, doc="what both sides are multiples of, pixels")
+    resize_h = side("height to write, pixels")
+    max_w = Param(to_int, 0, low=0, high=MAX_SIDE, doc="largest width to write, pixels; a multiple of align")
+    align = Param(to_int, 32, low=1, high=MAX_SIDE, doc="what widths are multiples of, pixels")
+    widths = Param(to_ints, (), doc="the widths to write instead, ascending, pixels: few, so that images share batches")
 
     def setup(self) -> None:
-        for key, value in (("resize_h", self.resize_h), ("max_w", self.max_w)):
-            if value % self.align:
-                raise ConfigError(f"{key} = {value} is no multiple of align = {self.align}")
+        if bool(self.max_w) == bool(self.widths):
+            raise ConfigError("AlignMat needs either max_w, the largest width, or widths, all that there are")
+        if self.max_w % self.align:
+            raise ConfigError(f"max_w = {self.max_w} is no multiple of align = {self.align}")
+        if list(self.widths) != sorted({width for width in self.widths if 0 < width <= MAX_SIDE}):
+            raise ConfigError(f"widths must ascend from 1 to {MAX_SIDE} (pixels), got {list(self.widths)}")
 
     def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
+        height, width, _ = as_mat(item[TASK_DATA_KEY]).shape
         item[HEIGHT_KEY] = self.resize_h
-        item[WIDTH_KEY] = aligned_width(mat.shape[0], mat.shape[1], self.resize_h, self.max_w, self.align)
+        item[WIDTH_KEY] = self._round_up(self.resize_h * width // height)
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
+
+    def _round_up(self, width: int) -> int:
+        if not self.widths:
+            return aligned_width(width, self.align, self.max_w)
+        chosen: int = next((wide for wide in self.widths if wide >= width), self.widths[-1])
+        return chosen
 
 
 class DynamicResizeMat(StatelessBackend):
-    """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept.
+    """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is kept only if asked.
 
-    Both are integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One
-    that is missing, no integer, or out of these bounds: no ``result``, ``error`` is an ``InvalidRequest``.
-    So it is for what is no Mat.
+    With ``keep_aspect`` it becomes as large as fits, top left, and the rest is padded with ``pad_value``. The sides are
+    integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One that is
+    missing, no integer, or out of these bounds: no ``result``, ``error`` is an ``InvalidRequest``. So it is for what is
+    no Mat.
     """
 
     keeps_color = True
 
     interpolation = interpolation()
+    keep_aspect = keep_aspect()
+    pad_value = pad_value(0)
     max_pixels = max_pixels()
 
     def setup(self) -> None:
@@ -161,8 +225,18 @@ class DynamicResizeMat(StatelessBackend):
         height, width = wanted_side(item, HEIGHT_KEY), wanted_side(item, WIDTH_KEY)
         if mat.shape[:2] != (height, width):
             check_size(height, width, mat.shape[2] * mat.itemsize, self.max_pixels)
-            mat = as_mat(self._resize(mat, (width, height), interpolation=self._flag))
+            if self.keep_aspect:
+                mat = self._fitted(mat, height, width)
+            else:
+                mat = as_mat(self._resize(mat, (width, height), interpolation=self._flag))
         item[TASK_RESULT_KEY] = mat
+
+    def _fitted(self, mat: np.ndarray, height: int, width: int) -> np.ndarray:
+        fitted = fit_inside(mat.shape[0], mat.shape[1], height, width)
+        padded = np.full((height, width, mat.shape[2]), self.pad_value, mat.dtype)
+        resized = self._resize(mat, (fitted.width, fitted.height), interpolation=self._flag)
+        padded[: fitted.height, : fitted.width] = as_mat(resized)
+        return padded
 
 
 class PerspectiveTransformMat(StatelessBackend):

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.images.geometry import Placed
+
 PRECISION_BITS = 22  # of Pillow's coefficients: src/libImaging/Resample.c
 KEPT = 64
 
@@ -121,6 +123,14 @@ class FloatResize:
         interpolate = self._torch.nn.functional.interpolate
         return interpolate(tensor.to(float32), (height, width), mode=self._mode, align_corners=False)
 
+    def padded(self, tensor: Any, placed: Placed, size: tuple[int, int], value: int) -> Any:
+        """``tensor`` resized and ``placed`` in an image of ``size``, height and width, of ``value``."""
+        shape = (1, tensor.shape[1], *size)
+        padded = self._torch.full(shape, value, dtype=self._torch.float32, device=tensor.device)
+        rows, columns = slice(placed.top, placed.top + placed.height), slice(placed.left, placed.left + placed.width)
+        padded[:, :, rows, columns] = self(tensor, placed.height, placed.width)
+        return padded
+
     def _nearest(self, tensor: Any, height: int, width: int) -> Any:
         # NOTE: PyTorch's "nearest" means the same, but computes in float32 and misses by one pixel for some sizes.
         for dim, wanted in ((2, height), (3, width)):
@@ -137,3 +147,19 @@ class FloatResize:
         tensor = tensor.to(self._torch.float64)
         tensor = resample(tensor, 3, width, *self._area(old_w, width, tensor.device, shrinks))
         return resample(tensor, 2, height, *self._area(old_h, height, tensor.device, shrinks))
+
+
+def resize_smoothly(tensor: Any, size: tuple[int, int], mode: str) -> Any:
+    """A Tensor of ``size``, height and width, and of the same dtype, as torchvision resizes it with ``antialias``."""
+    import torch
+
+    dtype = tensor.dtype
+    # NOTE: PyTorch resizes 8 bits as they are only on the CPU; there torchvision does so too.
+    is_taken = dtype in (torch.float32, torch.float64) or (dtype == torch.uint8 and not tensor.is_cuda)
+    given = tensor if is_taken else tensor.to(torch.float32)
+    resized = torch.nn.functional.interpolate(given, size, mode=mode, align_corners=False, antialias=True)
+    if is_taken:
+        return resized
+    if dtype == torch.uint8:
+        resized = resized.clamp(0, 255)  # bicubic can leave it
+    return (resized if dtype.is_floating_point else resized.round()).to(dtype)

@@ -6,15 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.images.geometry import check_channels, crop_box, fit_inside
+from torchpipe_py.backends.images.geometry import (
+    HEIGHT_KEY,
+    MAX_SIDE,
+    WIDTH_KEY,
+    central,
+    check_channels,
+    check_size,
+    crop_box,
+    fit_inside,
+    shorter_size,
+    wanted_pixels,
+    wanted_side,
+)
 from torchpipe_py.backends.images.layout import ImageBackend
-from torchpipe_py.backends.images.opencv import COLORS, side, to_color
+from torchpipe_py.backends.images.mat import keep_aspect, pad_value
+from torchpipe_py.backends.images.opencv import MAT_COLORS, max_pixels, side, to_color
+from torchpipe_py.backends.images.pillow import smooth_interpolation
 from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
     FloatResize,
     keep_coefficients,
     pillow_coefficients,
     resample,
+    resize_smoothly,
     shrinks_height_first,
 )
 from torchpipe_py.errors import InvalidRequest
@@ -22,6 +37,8 @@ from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
 TOGETHER = 2**25  # values that one call resizes on a GPU: they are held at once, as they were and in float32
+
+FLOAT_BYTES = 4
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "area")
 
@@ -31,22 +48,42 @@ def tensor_interpolation() -> Param:
     return Param(to_str, "bilinear", choices=INTERPOLATIONS, doc="as OpenCV's INTER_ flag of that name")
 
 
-class cvtColorTensor(ImageBackend):
-    """Tensor 1×3×H×W of any dtype to channel order ``color``, only if it differs, on its own device.
+def border(where: str) -> Param:
+    """A number of pixels to add."""
+    return Param(to_int, 0, low=0, high=MAX_SIDE, doc=f"pixels to add {where}, unless the dict says it")
 
-    A dict without ``color`` holds an RGB Tensor, as ``DecodeTensor`` makes them; a Mat without ``color`` is BGR.
-    Sets ``color``. ``ValueError`` for a Tensor that has not three channels.
+
+class cvtColorTensor(ImageBackend):
+    """Tensor 1×3×H×W of any dtype to channel order ``color``, only if it differs, on its own device; or to 1×1×H×W.
+
+    A dict without ``color`` holds an RGB Tensor, as ``DecodeTensor`` makes them; a Mat without ``color`` is BGR. A
+    Tensor of one channel is gray. Gray is computed as ``cv2.cvtColor`` does it, of ``uint8`` to the bit. Sets
+    ``color``. ``ValueError`` for a Tensor that has neither one channel nor three.
     """
 
-    color = Param(to_color, choices=COLORS, doc="channel order wanted")
+    color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
-        if tensor.shape[1] != 3:
-            raise ValueError(f"color {self.color} needs a Tensor of 3 channels, got {tensor.shape[1]}")
-        if item.get(TASK_COLOR_KEY, "rgb") != self.color:
-            tensor = tensor.flip(1)
+        channels = tensor.shape[1]
+        if channels not in (1, 3):
+            raise ValueError(f"color {self.color} needs a Tensor of 1 or 3 channels, got {channels}")
+        color = "gray" if channels == 1 else item.get(TASK_COLOR_KEY, "rgb")
+        if color != self.color:
+            tensor = self._converted(tensor, color)
         item[TASK_COLOR_KEY] = self.color
         return tensor
+
+    def _converted(self, tensor: Any, color: str) -> Any:
+        if color == "gray":
+            return tensor.repeat(1, 3, 1, 1)
+        if self.color != "gray":
+            return tensor.flip(1)
+        red, green, blue = tensor.split(1, dim=1) if color == "rgb" else tensor.flip(1).split(1, dim=1)
+        if tensor.is_floating_point():
+            return (0.299 * red + 0.587 * green + 0.114 * blue).to(tensor.dtype)
+        # OpenCV's weights, of 15 bits.
+        red, green, blue = (plane.to(self._torch.int64) for plane in (red, green, blue))
+        return ((9798 * red + 19235 * green + 3735 * blue + 2**14) >> 15).to(tensor.dtype)
 
 
 class ResizeTensor(ImageBackend):
@@ -102,10 +139,12 @@ class ResizePadTensor(ImageBackend):
     of ``ResizePadMat``, values those of ``ResizeTensor``.
     """
 
+    centred = False
+
     interpolation = tensor_interpolation()
     max_h = side("output height, pixels")
     max_w = side("output width, pixels")
-    pad_value = Param(to_int, 0, low=0, high=255, doc="value of the padding in every channel")
+    pad_value = pad_value(0)
 
     def setup_guarded(self) -> None:
         super().setup_guarded()
@@ -114,11 +153,61 @@ class ResizePadTensor(ImageBackend):
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         channels, height, width = tensor.shape[1:]
         check_channels(self.max_h, self.max_w, channels)
-        new_h, new_w, item["inverse_trans"] = fit_inside(height, width, self.max_h, self.max_w)
-        shape = (1, channels, self.max_h, self.max_w)
-        padded = self._torch.full(shape, self.pad_value, dtype=self._torch.float32, device=tensor.device)
-        padded[:, :, :new_h, :new_w] = self._resize(tensor, new_h, new_w)
-        return padded
+        placed = fit_inside(height, width, self.max_h, self.max_w, self.centred)
+        item["inverse_trans"] = placed.inverse_trans
+        return self._resize.padded(tensor, placed, (self.max_h, self.max_w), self.pad_value)
+
+
+class LetterBoxTensor(ResizePadTensor):
+    """As ``ResizePadTensor``, but in the middle, as YOLO models take it, by default on gray; see ``LetterBoxMat``."""
+
+    centred = True
+
+    pad_value = pad_value(114)
+
+
+class DynamicResizeTensor(ImageBackend):
+    """Tensor to float32 of the dict's ``resize_h`` × ``resize_w``; the aspect ratio is kept only if asked.
+
+    As ``DynamicResizeMat``, with the values of ``ResizeTensor``.
+    """
+
+    interpolation = tensor_interpolation()
+    keep_aspect = keep_aspect()
+    pad_value = pad_value(0)
+    max_pixels = max_pixels()
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        self._resize = FloatResize(self.interpolation)
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        size = wanted_side(item, HEIGHT_KEY), wanted_side(item, WIDTH_KEY)
+        check_size(*size, tensor.shape[1] * FLOAT_BYTES, self.max_pixels)
+        if not self.keep_aspect:
+            return self._resize(tensor, *size)
+        height, width = tensor.shape[2:]
+        return self._resize.padded(tensor, fit_inside(height, width, *size), size, self.pad_value)
+
+
+class ResizeShorterTensor(ImageBackend):
+    """Tensor to one with ``size`` as its shorter side, of its dtype, as torchvision's ``Resize(size)`` on a tensor.
+
+    It smooths when it shrinks (``antialias``). ``uint8`` is rounded, and one level away from
+    ``ResizeShorterMat`` at most, two with ``bicubic``. ``InvalidRequest`` for an image so long that more than ``max_pixels`` would come out.
+    """
+
+    size = side("the shorter side, pixels")
+    interpolation = smooth_interpolation()
+    max_pixels = max_pixels()
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        height, width = tensor.shape[2:]
+        size = shorter_size(height, width, self.size)
+        if (height, width) == size:
+            return tensor.clone()
+        check_size(*size, tensor.shape[1] * tensor.element_size(), self.max_pixels)
+        return resize_smoothly(tensor, size, self.interpolation)
 
 
 class PillowResizeTensor(ImageBackend):
@@ -162,6 +251,50 @@ class PillowResizeTensor(ImageBackend):
         sums = resample(tensor.to(self._torch.float64), dim, wanted, *self._coefficients(size, wanted, tensor.device))
         sums += 1 << (PRECISION_BITS - 1)
         return sums.mul_(0.5**PRECISION_BITS).floor_().clamp_(0, 255).to(self._torch.uint8)
+
+
+class CenterCropTensor(ImageBackend):
+    """The middle ``crop_h`` × ``crop_w`` of a Tensor, as torchvision's ``CenterCrop``; a smaller one is padded with 0.
+
+    Of the dtype of the Tensor; a contiguous copy.
+    """
+
+    crop_h = side("output height, pixels")
+    crop_w = side("output width, pixels")
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        channels, height, width = tensor.shape[1:]
+        check_channels(self.crop_h, self.crop_w, channels)
+        (top, above), (left, before) = central(height, self.crop_h), central(width, self.crop_w)
+        part = tensor[:, :, top : top + self.crop_h, left : left + self.crop_w]
+        cropped = tensor.new_zeros((1, channels, self.crop_h, self.crop_w))
+        cropped[:, :, above : above + part.shape[2], before : before + part.shape[3]] = part
+        return cropped
+
+
+class CopyMakeBorderTensor(ImageBackend):
+    """Tensor to one with ``top``, ``bottom``, ``left`` and ``right`` more pixels, of ``pad_value``; always a copy.
+
+    A number in the dict of the request comes before the parameter of that name. ``InvalidRequest`` for one that is no
+    integer from 0 to 2**20, and for more than ``max_pixels`` altogether.
+    """
+
+    top = border("above")
+    bottom = border("below")
+    left = border("on the left")
+    right = border("on the right")
+    pad_value = pad_value(0)
+    max_pixels = max_pixels()
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        sides = {"left": self.left, "right": self.right, "top": self.top, "bottom": self.bottom}
+        sides |= {side: wanted_pixels(item, side, 0) for side in sides if side in item}
+        left, right, top, bottom = sides.values()
+        height, width = tensor.shape[2] + top + bottom, tensor.shape[3] + left + right
+        check_size(height, width, tensor.shape[1] * tensor.element_size(), self.max_pixels)
+        if not any(sides.values()):
+            return tensor.clone()
+        return self._torch.nn.functional.pad(tensor, tuple(sides.values()), value=self.pad_value)
 
 
 class CropTensor(ImageBackend):
