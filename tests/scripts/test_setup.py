@@ -16,6 +16,7 @@ Collecting torch==2.13.0 (from -r requirements.txt (line 50))
 Installing collected packages: mpmath, torch, torchpipe_py
 Successfully installed mpmath-1.3.0 torch-2.13.0
 """
+TOLD = "echo WARNING: a folder is ignored >&2; echo ERROR: no space left >&2"
 
 
 def write_program(path: Path, script: str) -> None:
@@ -27,7 +28,8 @@ def set_up(folder: Path, status: int) -> subprocess.CompletedProcess[str]:
     python = folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     (folder / "printed").write_text(PRINTED, encoding="utf-8")
-    write_program(python, f'case "$*" in *install*) cat "{folder}/printed"; exit {status};; esac; echo Python 3.12.1')
+    installs = f'cat "{folder}/printed"; {TOLD}; exit {status}'
+    write_program(python, f'case "$*" in *requirements*) {installs};; esac; echo Python 3.12')
     return run(folder / "venv", Path(sys.executable))
 
 
@@ -41,10 +43,11 @@ def test_downloads_and_the_installation_are_told(tmp_path: Path) -> None:
     done = set_up(tmp_path, 0)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == f"setup: {tmp_path}/venv with Python 3.12.1, a minute or two"
+    assert lines[0] == f"setup: {tmp_path}/venv with Python 3.12, a minute or two"
     assert lines[1:3] == ["setup: downloading torch, 915.6 MB", "setup: installing 3 packages"]
     assert lines[-1] == f"setup: ready; source {tmp_path}/venv/bin/activate"
     assert (tmp_path / "venv" / "installed").exists()
+    assert set(done.stderr.splitlines()) == {"ERROR: no space left"}
 
 
 def test_a_pip_that_fails_ends_it(tmp_path: Path) -> None:
