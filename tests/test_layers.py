@@ -22,7 +22,7 @@ PACKAGE = [
     "plan",
     "backends",
     "runtime",
-    "drawing loadtest parity training",
+    "drawing export loadtest parity training",
     "cli",
 ]
 CLIENT = ["address errors", "contract", "values", "calls attempts", "connection", "aio client"]

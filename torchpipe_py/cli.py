@@ -1,4 +1,4 @@
-"""``torchpipe``: look at backends, check, draw, compare and load configurations from the command line."""
+"""``torchpipe``: look at backends, check, draw, compare and load configurations, and export models to serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Iterator, Sequence
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
+<<<<<<< HEAD
 from torchpipe_py.idl import idl_path
+=======
+from torchpipe_py.export import options as export_options
+>>>>>>> df0bb71 (torchpipe export: a PyTorch model as ONNX, with the TOML that serves it)
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
@@ -34,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_imports(backends)
     backends.add_argument("--markdown", action="store_true", help="as the table in docs/backends.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
+    export = commands.add_parser("export", help="a PyTorch model as ONNX, with the TOML that serves it")
+    export_options.add_options(export)
+    _add_imports(export)
+    export.set_defaults(run=_export)
     parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
     parity_options.add_options(parity)
     parity.set_defaults(run=lambda args: _parity(parity, args))
@@ -114,6 +122,13 @@ def _parity(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from torchpipe_py.parity.command import run_parity
 
     return run_parity(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    # Here, so that the other commands stay light.
+    from torchpipe_py.export.command import run_export
+
+    return run_export(args)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""What the demo and the examples are made of: pictures, networks and their export, and a client."""
+"""What the demo and the examples are made of: pictures, networks, and a client."""

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from examples.export import export_checked, open_session
 from examples.networks import fit, normalise
+from torchpipe_py.export.onnx_file import export_checked, open_session
 
 Polygons = list[np.ndarray]  # each float32 K×2, (x, y) within the unit disc
 

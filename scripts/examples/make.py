@@ -29,10 +29,11 @@ from examples.drawing import (
     draw_set,
     load_digits,
 )
-from examples.export import BATCH_AXES, Axes, ExportError, Size, export_checked, max_difference
 from examples.measure import SceneResult, read_line, recall_and_precision, runner, scene_result
 from examples.networks import CROP, DIGITS, MEAN, STD, train_classifier, train_detector, train_reader
 from examples.shared import postprocess
+from torchpipe_py.export.errors import ExportError
+from torchpipe_py.export.onnx_file import BATCH_AXES, Axes, Size, export_checked, max_difference
 
 LINE_AXES: Axes = {"input": {0: "batch", 3: "width"}, "logits": {0: "batch", 1: "steps"}}
 TOLERANCE = 1e-4

@@ -10,9 +10,9 @@ import cv2
 import numpy as np
 
 from examples.drawing import Scene
-from examples.export import open_session
 from examples.networks import CROP
 from examples.shared import postprocess
+from torchpipe_py.export.onnx_file import open_session
 
 Run = Callable[[np.ndarray], np.ndarray]
 

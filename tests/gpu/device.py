@@ -101,7 +101,8 @@ def work_dir() -> Path:
 def resnet(arch: str) -> tuple[torch.nn.Module, str]:
     """A torchvision ResNet with random weights and settled batch statistics, and the ONNX file of it."""
     import torchvision
-    from examples.export import save_onnx
+
+    from torchpipe_py.export.onnx_file import save_onnx
 
     torch.manual_seed(0)
     model = torchvision.models.get_model(arch, weights=None).train()
@@ -112,7 +113,7 @@ def resnet(arch: str) -> tuple[torch.nn.Module, str]:
     path = work_dir() / f"{arch}.onnx"
     model.eval()
     if not path.exists():
-        save_onnx(model, path, 224, 17)
+        save_onnx(model, path, 224)
     return model, str(path)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import test_gpu
 import torch
-from examples.files import to_toml
 from recipes.data import Normalise
 from recipes.evaluation import Agreement, Predictions, Scores
 from recipes.options import make_parser
@@ -20,6 +19,7 @@ from recipes.session import run as train
 from training_data import write_classes
 
 from torchpipe_py import pipe
+from torchpipe_py.export.errors import ExportError
 from torchpipe_py.training import TrainingError
 
 SIZE = 24
@@ -113,8 +113,8 @@ def test_the_configuration_as_a_file_is_the_same(
 ) -> None:
     """With no engine named, ONNX Runtime runs where there is no TensorRT."""
     config = config_in(tmp_path, trained, precision, engine)
-    file = tmp_path / "served.toml"
-    file.write_text(to_toml(config), encoding="utf-8")
+    file = tmp_path / "served" / "served.toml"
+    assert str(tmp_path) not in file.read_text(encoding="utf-8")
     data = images(trained)[0].read_bytes()
     with pipe(config) as built, pipe(str(file)) as loaded:
         built(first := {"data": data})
@@ -123,14 +123,15 @@ def test_the_configuration_as_a_file_is_the_same(
     assert first["result"][0] in CLASSES
 
 
-def test_the_pipe_that_was_tested_can_be_served(
+def test_the_pipe_that_was_tested_can_be_moved_and_served(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert test_gpu.main([*options(trained), "--folder", "kept \x7f 😀", "--solution", "pipe"]) == 0
     assert "torchpipe-serve 'kept \x7f 😀/served.toml' serves that pipe" in capsys.readouterr().out
     monkeypatch.chdir(trained)  # from anywhere
-    with pipe(str(tmp_path / "kept \x7f 😀" / "served.toml")) as served, pipe(config_in(tmp_path, trained)) as tested:
+    (tmp_path / "kept \x7f 😀").rename(tmp_path / "moved")
+    with pipe(str(tmp_path / "moved" / "served.toml")) as served, pipe(config_in(tmp_path, trained)) as tested:
         data = images(trained)[0].read_bytes()
         served(first := {"data": data})
         tested(second := {"data": data})
@@ -231,5 +232,5 @@ def test_other_classes_or_another_network(trained: Path, tmp_path: Path) -> None
 def test_a_toml_with_several_ends(trained: Path, tmp_path: Path) -> None:
     decode = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": SIZE, "resize_w": SIZE}
     toml = {"one": {"backend": "Identity", "next": "two,three"}, "two": decode, "three": decode}
-    with pytest.raises(TrainingError, match=r"ends in 2 nodes \(two, three\)"):
+    with pytest.raises(ExportError, match=r"ends in 2 nodes \(two, three\)"):
         serving_config(trained / "last.pt", toml, "small", SIZE, "fp32", "onnx", tmp_path, CLASSES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.registry import ALIASES, Registry, canonical
 from torchpipe_py.values import Value, to_str
+
+logger = logging.getLogger("torchpipe_py")
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,12 @@ class Binder:
         if not os.path.isfile(path) and os.path.isfile(beside):
             self._reads_beside = True
             return beside
+        if beside != path and os.path.isfile(path) and os.path.isfile(beside) and not os.path.samefile(path, beside):
+            logger.warning(
+                "%s: %s is in the working directory and beside the TOML file; the former is taken",
+                self.node.place,
+                path,
+            )
         if param.file and not os.path.isfile(path):
             folders = f"working directory: {os.getcwd()}"
             if beside != path:

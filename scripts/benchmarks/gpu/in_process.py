@@ -42,10 +42,11 @@ class Engines:
         if not path.exists():
             import torch
             import torchvision
-            from examples.export import save_onnx
+
+            from torchpipe_py.export.onnx_file import save_onnx
 
             torch.manual_seed(0)
-            save_onnx(torchvision.models.resnet50(weights=None), path, SIDE, 17)
+            save_onnx(torchvision.models.resnet50(weights=None), path, SIDE)
         return str(path)
 
     def node(self, most: int, **more: Any) -> dict[str, Any]:

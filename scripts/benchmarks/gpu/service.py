@@ -16,11 +16,10 @@ from time import monotonic
 from typing import Any
 from urllib.request import urlopen
 
-from examples.files import to_toml
-
 from benchmarks.common import REPOSITORY, Load, Report, interleave, median_load, test_jpeg
 from benchmarks.gpu.in_process import SIDE, WARM_UP, Engines, cores, cpu_pipe, gpu_pipe
 from benchmarks.service.servers import client_report, free_port, load_in, run_clients, serving, started
+from torchpipe_py.export.toml import to_toml
 from torchpipe_py.loadtest.measure.nodes import node_figures
 
 WORKERS = (4, 8, 2, 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, test_jpeg
 from benchmarks.service.peer import CLIENTS, SAME_BATCH, mosec_subjects
-from benchmarks.service.servers import SCRIPTS, run_clients, serving
+from benchmarks.service.servers import run_clients, serving
 
 SATURATING = 20  # the load tester's usual number of clients; fewer leave the cores idle now and then
 
@@ -46,9 +46,9 @@ def _works(folder: Path) -> Iterator[Work]:
     yield Work("demo model", str(demo / "model.onnx"), 64, "configs/demo.toml", 0.75)
     resnet = folder / "resnet18.onnx"
     if importlib.util.find_spec("torchvision") is not None:
-        export = [str(SCRIPTS / "export_onnx.py"), "--arch", "resnet18", "--weights", "random", "--out", str(resnet)]
-        subprocess.run([sys.executable, *export], check=True, capture_output=True)
-        config = folder / "resnet18.toml"
+        command = [sys.executable, "-c", "import sys; from torchpipe_py.cli import main; sys.exit(main())"]
+        subprocess.run([*command, "export", "resnet18", "--weights", "random", "--out", str(resnet)], check=True)
+        config = folder / "resized.toml"
         config.write_text(_RESNET_TOML.format(model=resnet), encoding="utf-8")
         yield Work("ResNet-18", str(resnet), 224, str(config), 0.95)
     else:

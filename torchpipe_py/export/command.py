@@ -1,0 +1,123 @@
+"""``torchpipe export``: from a model to files that ``torchpipe-serve`` serves."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.export.config import followed_by, model_node, read_preprocessing
+from torchpipe_py.export.errors import ExportError
+from torchpipe_py.export.files import Files
+from torchpipe_py.export.function import find_module
+from torchpipe_py.export.onnx_file import BATCHES, Axes, check_batch, export_checked
+from torchpipe_py.export.source import Source
+from torchpipe_py.export.toml import to_toml
+from torchpipe_py.export.transforms import Transform
+from torchpipe_py.export.zoo import find_classifier, transform_of
+from torchpipe_py.plan.build import plan_pipeline
+
+PIXELS = ("transforms", "resize", "crop", "interpolation")
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """0 when all is written and the ONNX file is the PyTorch model; raises ``ExportError`` and ``ConfigError``."""
+    files = Files(args.out)
+    files.check(args.force)
+    if args.preprocess:
+        _check_alone(args)
+    source = _source(args)
+    transform = _changed(source.transform, args)
+    if args.preprocess:
+        tables, size = read_preprocessing(args.preprocess)
+        pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()}"
+    else:
+        tables, size = {"decode": {**transform.node(args.color), "instance_num": 2}}, transform.size
+        pixels = f"{transform}, as of {source.origin}{'' if transform == source.transform else ', changed'}"
+    outputs = check_batch(source.model, size)
+    classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
+    labels = _labels(args.labels, source, classes)
+    title = f"{source.name}, {'no classifier' if classes is None else f'{classes} classes'}, {source.weights}"
+    with tempfile.TemporaryDirectory() as folder:
+        made = Files(Path(folder, files.name.name))
+        difference = export_checked(source.model, made.model, size=size, opset=args.opset, axes=_axes(len(outputs)))
+        if labels:
+            made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
+        node = model_node(made, transform, has_labels=bool(labels), is_classifier=classes is not None)
+        text = to_toml(followed_by(tables, node), _comments(transform))
+        made.toml.write_text(f"# {title}\n\n{text}", encoding="utf-8")
+        plan_pipeline(made.toml)
+        files.take(made)
+    megabytes = files.model.stat().st_size / 1e6
+    print(f"{files.model}: {title}, input Nx3x{size[0]}x{size[1]}, {megabytes:.1f} MB")
+    print(f"  outputs within {difference:.1g} of PyTorch's, in batches of {', '.join(map(str, BATCHES))}")
+    print(f"{files.toml}: {pixels}")
+    if classes is not None:
+        print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are numbers of classes")
+    print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
+    return 0
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    for name in PIXELS:
+        if getattr(args, name) is not None:
+            raise ExportError(f"--{name}: --preprocess {args.preprocess} decodes and resizes")
+
+
+def _source(args: argparse.Namespace) -> Source:
+    if ":" not in args.source:
+        return find_classifier(args.source, args.weights, args.transforms)
+    transform, origin = Transform(), "torchvision's classifiers"
+    if args.transforms is not None:
+        transform, origin = transform_of(args.transforms)
+    return find_module(args.source, args.weights, transform, origin)
+
+
+def _changed(transform: Transform, args: argparse.Namespace) -> Transform:
+    """With what the options say. Of a new size the crop is that size too, or there is none."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("resize", "interpolation", "mean", "std")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    crop = args.crop if args.crop is not None else args.resize if isinstance(args.resize, int) else None
+    if crop is not None:
+        changes["crop"] = (crop, crop) if isinstance(crop, int) else crop
+    elif args.resize is not None:
+        changes["crop"] = None
+    return replace(transform, **changes)
+
+
+def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[str]:
+    """Of the file, or of the weights; ``ExportError`` where there are not as many as classes."""
+    if path is None:
+        return source.labels if len(source.labels) == classes else ()
+    try:
+        labels = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExportError(f"--labels {path}: {getattr(error, 'strerror', None) or 'no text in UTF-8'}") from error
+    if classes is None:
+        raise ExportError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
+    if len(labels) != classes:
+        raise ExportError(f"--labels {path}: {len(labels)} lines, {source.name} has {classes} classes")
+    return labels
+
+
+def _axes(outputs: int) -> Axes:
+    names = ["logits"] if outputs == 1 else [f"output_{index}" for index in range(outputs)]
+    return {name: {0: "batch"} for name in ["input", *names]}
+
+
+def _comments(transform: Transform) -> dict[str, str]:
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (transform.mean, transform.std))
+    return {
+        "size": "the shorter side, smoothed as torchvision's Resize does",
+        "color": "that the model takes",
+        "model::cache": "with TensorRT: the engine, kept between starts",
+        "max": "requests in one run of the model",
+        "batching_timeout": "ms; the most a request waits for others on their way",
+        "mean": f"255 * ({mean})",
+        "std": f"255 * ({std})",
+        "postprocessor": "(label, score)",
+    }

@@ -1,0 +1,59 @@
+"""The options of ``torchpipe export``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.values import to_floats
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("source", metavar="MODEL", help="a torchvision classifier, or module:function or file.py:function of yours")
+    option(
+        "--weights",
+        metavar="FILE",
+        help="a state dict, or a checkpoint that has one; of torchvision's models also 'pretrained' (the default), the "
+        "name of weights, or 'random' to measure speed",
+    )
+    option("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
+    option("--force", action="store_true", help="replace files that are there")
+    option("--labels", type=Path, metavar="FILE", help="a class a line; default: the weights' own, if they have any")
+    pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
+    option = pixels.add_argument
+    option(
+        "--transforms", metavar="WEIGHTS", help="torchvision's for these weights: ResNet50_Weights.IMAGENET1K_V1, say"
+    )
+    option("--resize", type=_sides, metavar="N|HxW", help="the shorter side, or height and width, pixels")
+    option("--crop", type=_sides, metavar="N|HxW", help="of the middle, pixels")
+    option("--interpolation", choices=("nearest", "bilinear", "bicubic"))
+    option("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as transforms.Normalize takes it")
+    option("--std", type=_floats, metavar="R,G,B")
+    option("--color", choices=("rgb", "bgr"), default="rgb", help="that the model takes (default: %(default)s)")
+    option("--preprocess", type=Path, metavar="TOML", help="decode and resize by this file instead, as in training")
+    parser.add_argument("--opset", type=int, default=17, help="of ONNX (default: %(default)s)")
+
+
+def _stem(text: str) -> Path:
+    path = Path(text)
+    return path.with_suffix("") if path.suffix in (".onnx", ".toml") else path
+
+
+def _sides(text: str) -> int | tuple[int, int]:
+    height, by, width = text.partition("x")
+    sizes = (int(height), int(width or height))
+    if min(sizes) < 1:
+        raise ValueError(text)
+    return sizes if by else sizes[0]
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        numbers = to_floats(text)
+    except (ConfigError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if len(numbers) != 3:
+        raise argparse.ArgumentTypeError(f"expected three numbers, got {len(numbers)}")
+    return tuple(numbers)
