@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from torchpipe_py.errors import nearest
+from torchpipe_py.export.errors import ExportError
+from torchpipe_py.export.source import PRETRAINED
+from torchpipe_py.export.weights import load_into, named_as, read_weights
+from torchpipe_py.export.zoo import pretrained_weights, torchvision_models
 from torchpipe_py.training import TrainingError
-from torchpipe_py.training.errors import library
+
+SMALL = "small"
 
 
 def make_model(arch: str, classes: int, seed: int) -> nn.Module:
@@ -17,15 +26,47 @@ def make_model(arch: str, classes: int, seed: int) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        if arch == "small":
+        if arch == SMALL:
             return _small(classes)
-        models = library("torchvision.models", "torchvision", f"--arch {arch}")
+        try:
+            models = torchvision_models()
+        except ExportError as error:
+            raise TrainingError(f"--arch {arch}: {error}") from error
         if arch not in models.list_models(module=models):
             raise TrainingError(
-                f"--arch {arch}: no such classifier; {nearest(arch, ['small', *models.list_models(module=models)])}"
+                f"--arch {arch}: no such classifier; {nearest(arch, [SMALL, *models.list_models(module=models)])}"
             )
         model: nn.Module = models.get_model(arch, num_classes=classes)
         return model
+
+
+def start_from(model: nn.Module, weights: str, arch: str, classes: Sequence[str]) -> str:
+    """Give ``model`` the weights of a file, or torchvision's where it is "pretrained"; a line that says which it has.
+
+    The classifier's are left as they are where the weights are of other classes. ``TorchpipeError`` for what does not
+    fit otherwise.
+    """
+    if weights == PRETRAINED and arch == SMALL:
+        raise TrainingError(f"--weights {weights}: of torchvision's classifiers, chosen by --arch")
+    given = pretrained_weights(arch) if weights == PRETRAINED else read_weights(Path(weights))
+    wanted = model.state_dict()
+    tensors = named_as(given.tensors, wanted)
+    head = _classifier(model, len(classes))
+    same = list(given.classes or classes) == list(classes)
+    if same and all(name in tensors and tensors[name].shape == wanted[name].shape for name in head):
+        head = []
+    load_into(model, replace(given, tensors={**tensors, **{name: wanted[name] for name in head}}), f"--arch {arch}")
+    return f"weights of {given}{', but for ' if head else ''}{', '.join(head)}"
+
+
+def _classifier(model: nn.Module, classes: int) -> list[str]:
+    """Names of the weights of the last layer that has so many outputs."""
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and len(layer.weight) == classes
+    ]
+    return [name for name in model.state_dict() if layers and name.startswith(f"{layers[-1]}.")]
 
 
 def _small(classes: int) -> nn.Module:

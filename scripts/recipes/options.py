@@ -31,6 +31,11 @@ def make_parser(description: str | None, toml: bool = True) -> argparse.Argument
             help="the workers, one at least, make whole batches, on the GPU too",
         )
     parser.add_argument("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
+    parser.add_argument(
+        "--weights",
+        metavar="FILE|pretrained",
+        help="to start from, but for a classifier of other classes (default: random)",
+    )
     parser.add_argument("--epochs", type=whole(1), default=10, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=whole(1), default=32, help="of each process (default: %(default)s)")
     parser.add_argument("--workers", type=whole(0), default=2, help="processes that read files (default: %(default)s)")

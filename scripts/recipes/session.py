@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from recipes import checkpoints
 from recipes.data import Loaders
-from recipes.models import make_model
+from recipes.models import make_model, start_from
 from recipes.place import Place
 from torchpipe_py.training import Batch, TrainingError
 from torchpipe_py.training.errors import library
@@ -46,7 +46,10 @@ class Session:
     def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders, precision: str) -> None:
         self._args, self._place, self._loaders = args, place, loaders
         self.device = loaders.train.devices[0]
-        self.bare = make_model(args.arch, len(loaders.classes), args.seed).to(self.device)
+        self.bare = make_model(args.arch, len(loaders.classes), args.seed)
+        if args.weights is not None and not (args.checkpoint is not None and args.checkpoint.exists()):
+            self._say(start_from(self.bare, args.weights, args.arch, loaders.classes))
+        self.bare = self.bare.to(self.device)
         if self.device.type == "cuda":
             self.bare = self.bare.to(memory_format=torch.channels_last)  # what tensor cores want
         self.model = place.wrap(self.bare)

@@ -157,7 +157,7 @@ def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None
         run(data := {"data": encode(picture(20, 20))})
     assert data["result"][0] in range(1000)
 
-    more = ("tiny", "--weights", "random", "--out", "other", "--preprocess", "other.toml")
+    more = ("tiny", "--weights", "random", "--out", "served", "--preprocess", "other.toml")
     (folder / "other.toml").write_text('[a]\nbackend = "DecodeMat"\n', encoding="utf-8")
     assert "makes images of several sizes, 240x320 and 375x250 for two" in refused(*more)
     (folder / "other.toml").write_text('[a]\nbackend = "Identity"\n', encoding="utf-8")

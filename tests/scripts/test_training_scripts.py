@@ -135,6 +135,44 @@ def test_a_checkpoint_of_something_else(folder: Path, tmp_path: Path, capsys: py
     assert "(only trained: blue; only in the folder: zebra)" in told(capsys, folder, toml, *more)
 
 
+def test_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml, first = write_toml(tmp_path), tmp_path / "first.pt"
+    one = ["--epochs", 1, "--max-steps", 1, "--lr", 0]
+    arguments = list(map(str, options(folder, toml, *one, "--seed", 1, "--checkpoint", first)))
+    assert train.main(arguments) == 0
+    before = torch.load(first, weights_only=True)["model"]
+
+    def tuned(name: str, *more: object) -> tuple[str, dict[str, torch.Tensor]]:
+        """What it prints first, and the weights after a step that changes none."""
+        capsys.readouterr()
+        saved = tmp_path / name
+        assert train.main(list(map(str, options(folder, toml, *one, "--checkpoint", saved, *more)))) == 0
+        return capsys.readouterr().out.splitlines()[0], torch.load(saved, weights_only=True)["model"]
+
+    line, after = tuned("same.pt", "--weights", first)
+    assert line == f"weights of {first}['model']"
+    assert all(
+        torch.equal(after[name], tensor)
+        for name, tensor in before.items()
+        if "running" not in name and "num" not in name
+    )
+    for part in ("train", "val"):
+        (folder / part / "blue").rename(folder / part / "green")
+    line, after = tuned("other.pt", "--weights", first)
+    assert line == f"weights of {first}['model'], but for 14.weight, 14.bias"
+    assert torch.equal(after["0.weight"], before["0.weight"])
+    assert not torch.equal(after["14.weight"], before["14.weight"])
+    line, _ = tuned("other.pt", "--weights", "no longer there")  # for its checkpoint is
+    assert "goes on after step 1" in line
+
+    assert "of torchvision's classifiers, chosen by --arch" in told(capsys, folder, toml, "--weights", "pretrained")
+    assert "none.pt: no such file" in told(capsys, folder, toml, "--weights", "none.pt")
+    torch.save({"0.weight": torch.zeros(16, 1, 3, 3)}, tmp_path / "odd.pt")
+    line = told(capsys, folder, toml, "--weights", tmp_path / "odd.pt")
+    assert "does not fit --arch small: missing in the file: 1.weight, 1.bias, 1.running_mean and" in line
+    assert "0.weight is 16x1x3x3 in the file and 16x3x3x3 in the model" in line
+
+
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [

@@ -58,7 +58,7 @@ def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes
 
     It is the one size that stands in the file wherever a first dimension is ``classes`` and does not fit.
     """
-    tensors = _without_prefix(weights.tensors, shapes)
+    tensors = named_as(weights.tensors, shapes)
     sizes = {
         tensors[name].shape[0]
         for name, shape in shapes.items()
@@ -71,10 +71,10 @@ def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes
     return int(sizes.pop()) if len(sizes) == 1 else classes
 
 
-def load_into(model: Any, weights: Weights, name: str, hint: str) -> None:
+def load_into(model: Any, weights: Weights, name: str, hint: str = "") -> None:
     """Give ``model``, which messages call ``name``, the weights; ``ExportError`` that says what does not fit."""
     wanted = model.state_dict()
-    tensors = _without_prefix(weights.tensors, wanted)
+    tensors = named_as(weights.tensors, wanted)
     problems = []
     missing, odd = [key for key in wanted if key not in tensors], [key for key in tensors if key not in wanted]
     if missing:
@@ -89,8 +89,18 @@ def load_into(model: Any, weights: Weights, name: str, hint: str) -> None:
     if shapes:
         problems.append(_some(shapes))
     if problems:
-        raise ExportError("\n".join([f"{weights}: does not fit {name}: {'; '.join(problems)}", hint]))
+        raise ExportError("\n".join(filter(None, [f"{weights}: does not fit {name}: {'; '.join(problems)}", hint])))
     model.load_state_dict(tensors)
+
+
+def named_as(tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors under the names that a module knows them by."""
+    named = dict(tensors)
+    while True:
+        prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in named)), "")
+        if not prefix or all(name.startswith(prefix) for name in wanted):
+            return named
+        named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
 
 
 def _load(path: Path) -> Any:
@@ -125,16 +135,6 @@ def _is_state(value: Any) -> bool:
         and bool(value)
         and all(isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in value.items())
     )
-
-
-def _without_prefix(tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the names that a module knows them by."""
-    named = dict(tensors)
-    while True:
-        prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in named)), "")
-        if not prefix or all(name.startswith(prefix) for name in wanted):
-            return named
-        named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
 
 
 def _some(names: Sequence[str]) -> str:

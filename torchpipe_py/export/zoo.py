@@ -57,6 +57,13 @@ def find_classifier(name: str, weights: str | None, transforms: str | None) -> S
     return Source(name, model, words, *transform_of(transforms, name), labels)
 
 
+def pretrained_weights(name: str) -> Weights:
+    """The best that torchvision has for a classifier."""
+    models = torchvision_models()
+    entry = models.get_model_weights(name).DEFAULT
+    return Weights(Path(str(entry)), _pretrained(models, name, entry).state_dict())
+
+
 def transform_of(weights: str, name: str | None = None) -> tuple[Transform, str]:
     """The preprocessing of torchvision's weights, ``ResNet18_Weights.DEFAULT`` say, and their full name.
 
