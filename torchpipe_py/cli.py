@@ -10,11 +10,8 @@ from collections.abc import Iterator, Sequence
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
-<<<<<<< HEAD
-from torchpipe_py.idl import idl_path
-=======
 from torchpipe_py.export import options as export_options
->>>>>>> df0bb71 (torchpipe export: a PyTorch model as ONNX, with the TOML that serves it)
+from torchpipe_py.idl import idl_path
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
