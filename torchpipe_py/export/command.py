@@ -37,7 +37,7 @@ def run_export(args: argparse.Namespace) -> int:
         pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()}"
     else:
         tables, size = {"decode": {**transform.node(args.color), "instance_num": 2}}, transform.size
-        pixels = f"{transform}, as of {source.origin}{'' if transform == source.transform else ', changed'}"
+        pixels = f"{transform} ({source.origin if transform == source.transform else 'as the options say'})"
     outputs = check_batch(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     labels = _labels(args.labels, source, classes)
@@ -71,7 +71,7 @@ def _check_alone(args: argparse.Namespace) -> None:
 def _source(args: argparse.Namespace) -> Source:
     if ":" not in args.source:
         return find_classifier(args.source, args.weights, args.transforms)
-    transform, origin = Transform(), "torchvision's classifiers"
+    transform, origin = Transform(), "torchvision's usual one; is it yours?"
     if args.transforms is not None:
         transform, origin = transform_of(args.transforms)
     return find_module(args.source, args.weights, transform, origin)

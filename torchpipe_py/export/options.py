@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     option("--resize", type=_sides, metavar="N|HxW", help="the shorter side, or height and width, pixels")
     option("--crop", type=_sides, metavar="N|HxW", help="of the middle, pixels")
-    option("--interpolation", choices=("nearest", "bilinear", "bicubic"))
+    option("--interpolation", choices=("bilinear", "bicubic"))
     option("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as transforms.Normalize takes it")
     option("--std", type=_floats, metavar="R,G,B")
     option("--color", choices=("rgb", "bgr"), default="rgb", help="that the model takes (default: %(default)s)")

@@ -17,6 +17,9 @@ STATE_KEYS = ("state_dict", "model", "model_state", "model_state_dict", "weights
 PREFIXES = ("module.", "_orig_mod.", "model.")
 """What DDP, ``torch.compile`` and Lightning put before every name."""
 
+SAVED = (b"PK\x03\x04", b"\x80")
+"""How files of ``torch.save`` begin: today's, and those from before PyTorch 1.6."""
+
 SHOWN = 3
 
 
@@ -108,6 +111,9 @@ def _load(path: Path) -> Any:
 
     if not path.is_file():
         raise ExportError(f"{path}: no such file")
+    with path.open("rb") as file:
+        if not file.read(4).startswith(SAVED):
+            raise ExportError(f"{path}: no file of torch.save")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
