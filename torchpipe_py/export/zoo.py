@@ -13,7 +13,7 @@ from typing import Any
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.export.errors import ExportError, one_line
-from torchpipe_py.export.onnx_file import quiet
+from torchpipe_py.export.onnx_file import noise, quiet
 from torchpipe_py.export.source import PRETRAINED, UNTRAINED, Source
 from torchpipe_py.export.transforms import Transform
 from torchpipe_py.export.weights import Weights, count_classes, load_into, read_weights
@@ -166,7 +166,7 @@ def _untrained(models: Any, name: str) -> Any:
         for norm in norms:
             norm.train().momentum = 1.0
         with torch.no_grad():
-            model(torch.randn(4, 3, 224, 224))
+            model(torch.cat(noise(224, (4,))))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.eval().momentum = momentum
     return model
