@@ -884,7 +884,11 @@ class Reader(ItemBackend):
 
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_a_relative_path_is_looked_for_in_the_working_directory_then_beside_the_file(
-    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_dict: bool
+    register: Register,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    as_dict: bool,
 ) -> None:
     folder = tmp_path / "configs"
     folder.mkdir()
@@ -903,8 +907,11 @@ def test_a_relative_path_is_looked_for_in_the_working_directory_then_beside_the_
     (tmp_path / "b.txt").write_text("made earlier", "utf-8")
     assert result() == ("beside", "b.txt")
     (tmp_path / "b.txt").unlink()
+    assert caplog.messages == []
     (tmp_path / "a.txt").write_text("here", "utf-8")
     assert result() == ("here", "b.txt")
+    taken = "a.txt is in the working directory and beside the TOML file; the former is taken"
+    assert caplog.messages == [f"configs/good.toml: node 'a': {taken}"]
     (folder / "b.txt").write_text("made earlier", "utf-8")
     assert result() == ("here", "configs/b.txt")
 

@@ -81,7 +81,7 @@ def compare(folder: Path) -> int:
         agree = float((served.argmax(1) == expected.argmax(1)).double().mean())
         print(
             f"{len(files)} images, for PyTorch decoded by {name}: logits of up to {largest:.3g} differ by {apart:.2g} "
-            f"at most, top-1 agreement {agree:.2%}"
+            f"at most, top-1 agreement {agree:.2%} ({len(expected.argmax(1).unique())} classes named)"
         )
         if name == "OpenCV" and not (apart <= TOLERANCE * largest and agree == 1.0):
             status = 1

@@ -47,7 +47,11 @@ def _works(folder: Path) -> Iterator[Work]:
     resnet = folder / "resnet18.onnx"
     if importlib.util.find_spec("torchvision") is not None:
         command = [sys.executable, "-c", "import sys; from torchpipe_py.cli import main; sys.exit(main())"]
-        subprocess.run([*command, "export", "resnet18", "--weights", "random", "--out", str(resnet)], check=True)
+        subprocess.run(
+            [*command, "export", "resnet18", "--weights", "random", "--out", str(resnet)],
+            check=True,
+            capture_output=True,
+        )
         config = folder / "resized.toml"
         config.write_text(_RESNET_TOML.format(model=resnet), encoding="utf-8")
         yield Work("ResNet-18", str(resnet), 224, str(config), 0.95)
