@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import select
@@ -34,7 +35,7 @@ from torchpipe_py import (
 )
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
-from torchpipe_py.backends.process import process
+from torchpipe_py.backends.process import process, transport
 from torchpipe_py.backends.process.process import Process
 from torchpipe_py.errors import WorkerTraceback
 
@@ -487,6 +488,43 @@ def test_a_worker_that_cannot_be_started_again(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match=r"cannot be started again: .* died: exit status 6"):
         forward(unfit, 1)
     unfit.close()
+
+
+def test_a_process_without_memory_for_a_message_fails_that_one_alone(
+    obedient: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def map_no_memory(*args: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    before = pid_of(obedient)
+    with monkeypatch.context() as patched:
+        patched.setattr(transport.mmap, "mmap", map_no_memory)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            forward(obedient, bytes(2**20))
+    for size in (10_000, 2**21):
+        assert forward(obedient, bytes(size))["result"] == (before, 1, bytes(size))
+
+
+@pytest.mark.parametrize("missing", ["memory", "processes"])
+def test_a_worker_for_which_there_is_nothing_left_is_started_later(
+    obedient: Process, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """``/dev/shm`` would say the first, RLIMIT_NPROC the second."""
+
+    def fail(*args: Any, **options: Any) -> Any:
+        number = errno.ENOSPC if missing == "memory" else errno.EAGAIN
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(WorkerDied):
+        forward(obedient, "die")
+    with monkeypatch.context() as patched:
+        if missing == "memory":
+            patched.setattr(os, "ftruncate", fail)
+        else:
+            patched.setattr(process.subprocess, "Popen", fail)
+        with pytest.raises(WorkerDied, match=r"started again: \[Errno \d+\] (No space left|Resource temp)"):
+            forward(obedient, "x")
+    assert forward(obedient, "x")["result"][2] == "x"
 
 
 # -- the end ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Hashable
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import connection, spawn
 from time import perf_counter
@@ -193,11 +194,14 @@ class WorkerProcess:
     def __init__(self, label: str) -> None:
         self._label = label
         self.is_open = True
-        ours, theirs = connection.Pipe()
-        outgoing, incoming = Block.create(), Block.create()
-        self._channel = SharedMemoryChannel(ours, outgoing, incoming)
         self.has_taken = False
-        try:
+        ours, theirs = connection.Pipe()
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            outgoing = Block.create()
+            undo.callback(outgoing.close)
+            incoming = Block.create()
+            undo.callback(incoming.close)
             paths = "\n".join(path for path in sys.path if isinstance(path, str))
             # NOTE: what the worker writes into is what is read here, and the other way round.
             fds = (theirs.fileno(), incoming.fd, outgoing.fd)
@@ -207,11 +211,8 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
             )
-        except BaseException:
-            self._channel.close()
-            raise
-        finally:
-            theirs.close()
+            undo.pop_all()
+        self._channel = SharedMemoryChannel(ours, outgoing, incoming)
         self._sentinel = _open_sentinel(self._process.pid)
         self._poller = select.poll()
         self._poller.register(ours, select.POLLIN)

@@ -42,8 +42,12 @@ class Block:
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        os.ftruncate(fd, mmap.PAGESIZE)
-        return cls(fd)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def write(self, parts: Iterable[Any], total: int) -> None:
         """Lay the buffers out one after the other; ``total`` is what ``space`` says of their sizes."""
@@ -85,8 +89,10 @@ class Block:
         return np.frombuffer(self._map, np.uint8, size, offset)
 
     def _remap(self) -> None:
+        # NOTE: where there is no memory for it, the old map stays, and messages that fit in it still go through.
+        larger = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
         self._map.close()
-        self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        self._map = larger
 
 
 def space(sizes: Iterable[int]) -> int:
