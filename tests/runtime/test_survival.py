@@ -275,7 +275,7 @@ def test_an_exception_in_any_line_of_the_loop_loses_nothing(register: Register, 
         threading.settrace(planter.trace)
         with pipe(nodes) as p:
             futures = [p.submit({"data": index}) for index in range(3)]
-            wait(futures, 1)  # a wake-up that the exception took with it comes with the next request
+            assert not wait(futures, WAIT).not_done, planter.where  # without the help of a later request
             futures += [p.submit({"data": 3}) for _ in range(2)]
             assert not wait(futures, WAIT).not_done, planter.where
             errors = [error_of(future) for future in futures]

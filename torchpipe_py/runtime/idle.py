@@ -166,6 +166,9 @@ class Leadership:
                 return
             self.to_wake.append(successor := self._followers.pop())
             self._leader = successor
+        self._wake_for_work()
+
+    def _wake_for_work(self) -> None:
         if self._queue or self._kept or self._closed:
             self.wake_one()
 
@@ -210,6 +213,8 @@ class Leadership:
         sleeper.sleep(False)
         if leads:
             self.hand_over()
+        else:
+            self._wake_for_work()  # perhaps it had handed over, and not woken its successor
 
     def close(self) -> None:
         """Wake everybody; nobody is idle any more."""
