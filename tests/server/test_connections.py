@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import psutil
 import pytest
+from fakes import WAIT
 from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, pack_batch, pack_call, read_all
 from torchpipe_server import cli
 from torchpipe_server.options import Options
@@ -162,10 +166,27 @@ def test_the_start_line_says_where_it_listens_and_how_it_is_opened(host, shown, 
             connect(port).close()  # over IPv4
 
 
-@pytest.mark.parametrize("host", ["", "x" * 70, "no.such.host.invalid", "256.256.256.256"])
-def test_an_address_that_is_none(host):
-    with pytest.raises(OSError, match=r"."):
+NO_HOSTS = {
+    **dict.fromkeys(["", "x" * 70, "no.such.host.invalid"], "no address, nor a name that has one; valid: 0.0.0.0, 127"),
+    **dict.fromkeys(["127.0.0.l", "127.0.0.1 ", "127.0.0.1:80"], "one; did you mean '127.0.0.1'?"),
+    **{"256.0.0.1": "did you mean", "[::1]": "did you mean '::1'?", "locahost": "did you mean 'localhost'?"},
+    **{"0": "no full address; did you mean '0.0.0.0'?", "0x0": "'0.0.0.0'?", "127.1": "'127.0.0.1'?"},
+    "010.0.0.1": "no full address; did you mean '8.0.0.1'?",
+}
+
+
+@pytest.mark.parametrize("host", NO_HOSTS, ids=repr)
+def test_what_is_no_address_is_refused_and_the_nearest_is_named(host):
+    with pytest.raises(OSError, match=re.escape(NO_HOSTS[host])):
         listen(host, 0)
+
+
+@pytest.mark.parametrize("flag", ["--host", "--http-host"])
+def test_a_short_address_does_not_open_every_interface(flag):
+    command = [sys.executable, "-m", "torchpipe_server", DEMO, "--port", "0", "--http-port", "0", flag, "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "torchpipe-serve: cannot listen on 0:0: no full address; did you mean '0.0.0.0'?\n"
 
 
 def test_this_machine_alone_can_connect_by_default():

@@ -7,8 +7,11 @@ import socket
 import sys
 from collections.abc import Callable
 from errno import EAGAIN, EMFILE, ENFILE, ENOBUFS, ENOMEM
+from ipaddress import ip_address
 from time import monotonic
+from typing import Any
 
+from torchpipe_py.errors import nearest
 from torchpipe_server.serving.loop import READ, Loop
 
 logger = logging.getLogger("torchpipe_server")
@@ -17,6 +20,7 @@ EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM, EAGAIN))  # no descripto
 LISTEN_BACKLOG = 1024
 ACCEPTS_AT_ONCE = 64
 RETRY_SECONDS = 0.5
+_USUAL = ("127.0.0.1", "0.0.0.0", "localhost", "::1", "::")
 
 # A peer that is gone without a word is noticed, while nothing is sent and while it does not take what is.
 PROBE_AFTER_SECONDS, PROBE_EVERY_SECONDS, PROBES = 60, 10, 6
@@ -28,15 +32,36 @@ Take = Callable[[socket.socket, str], object]
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; of a name's addresses an IPv4 one is preferred, ``::`` is IPv4 too. ``OSError``."""
-    if not host:
-        raise OSError("an address is expected")
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError:
-        raise OSError("no host is called so") from None
-    family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
+    family, address = _resolve(host, port)
     is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
+
+
+def _resolve(host: str, port: int) -> tuple[int, Any]:
+    """Family and address of a full IP address, or of a name. ``OSError`` says what would be one."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else []
+    except (UnicodeError, socket.gaierror):
+        addresses = []
+    if not addresses:
+        raise OSError(f"no address, nor a name that has one; {nearest(host, _USUAL)}")
+    family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
+    if _is_short(host):
+        raise OSError(f"no full address; did you mean {address[0]!r}?")
+    return family, address
+
+
+def _is_short(host: str) -> bool:
+    """Whether the system makes an address of what is none: of 0 it makes 0.0.0.0, which is every interface."""
+    try:
+        ip_address(host)
+        return False
+    except ValueError:
+        pass
+    try:
+        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
+    except socket.gaierror:
+        return False
 
 
 class Acceptor:
