@@ -38,12 +38,12 @@ class Options:
         0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
     )
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
-    max_text_bytes: int = _option(MEBIBYTE, "bytes of a string in a message that is no binary", 64)
+    max_text_bytes: int = _option(MEBIBYTE, "bytes of all strings of one message that are no binary", 64)
     max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply; beyond them 'too_large'", 4096)
     max_held_bytes: int = _option(
         1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; then the largest end", 64
     )
-    max_items: int = _option(2**14, "fields, list elements and map entries of one message, all together", 16)
+    max_items: int = _option(2**12, "fields, list elements and map entries of one message, all together", 16)
     max_batch: int = _option(256, "images of one infer_many", 1)
     max_depth: int = _option(64, "nested structs and containers of one message", 2)
     message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be taken", 0.01)

@@ -326,6 +326,8 @@ class Judge:
         try:
             for piece in pieces:
                 messages += reader.feed(piece)
+                while reader.is_paused:
+                    messages += reader.feed(b"")
         except ProtocolError as error:
             return messages, error.kind
         return messages, "unfinished" if reader.pending_bytes else ""

@@ -117,13 +117,6 @@ class Connection:
         waiting = len(self.backlog)
         return self.uncut is not None or waiting >= BACKLOG or (waiting > 1 and self._backlog_bytes() > most_bytes)
 
-    def is_costly(self, most_bytes: int) -> bool:
-        """Whether a message waits that is large, or took longer than a turn to be cut out of what was just read."""
-        if not self.backlog:
-            return False
-        message = self.backlog[0]
-        return message.size > most_bytes or monotonic() - self.last_active > TURN_SECONDS
-
     def is_working_on(self, serial: int) -> bool:
         """Whether the request of that number still waits for its answer."""
         return self.state is not CLOSED and self.serial == serial and self.work is RUNNING
@@ -146,7 +139,10 @@ class Connection:
         self._cut()
 
     def _cut(self) -> None:
-        """Cut messages out of what was read: one, and more for as long as a turn and as the backlog has room."""
+        """Cut messages out of what was read: one, and more for as long as a turn and as the backlog has room.
+
+        Of one with many items it is only a part.
+        """
         assert self.uncut is not None
         until = monotonic() + TURN_SECONDS
         for message in self.uncut:
@@ -154,13 +150,13 @@ class Connection:
             self.message_since = 0.0
             if len(self.backlog) >= BACKLOG or monotonic() > until:
                 return
-        self.uncut = None
+        self.uncut = self.reader.feed(b"") if self.reader.is_paused else None
         if not self.reader.pending_bytes:
             self.message_since = 0.0
         elif not self.message_since:
             self.message_since = monotonic()
 
-    def next_message(self) -> Request | None:
+    def next_message(self, takes_costly: bool) -> Request | None:
         """What may begin now: the next message, once the one before it is answered and its reply written.
 
         Raises ``ProtocolError`` as ``receive`` does.
@@ -169,7 +165,7 @@ class Connection:
             return None
         if self.can_cut:
             self._cut()
-        if not self.backlog:
+        if not self.backlog or (self.backlog[0].is_costly and not takes_costly):
             return None
         if self.work is RUNNING:
             with self.lock:
@@ -192,7 +188,9 @@ class Connection:
         """Whether the I/O thread has to go on, after a turn in which a reply may have been made."""
         with self.lock:
             self.has_turn = False
-            return self.can_cut or (has_replies and self.work is not RUNNING and self.waits_for_loop)
+            if self.can_cut or (self.work is NONE and self.backlog):
+                return True
+            return has_replies and self.work is not RUNNING and self.waits_for_loop
 
     def begin(self, message: Request) -> int:
         """A request's work begins; returns its serial number."""

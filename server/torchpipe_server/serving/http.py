@@ -21,6 +21,7 @@ from torchpipe_server.serving.service import (
     ReplyTooLargeError,
     describe_error,
 )
+from torchpipe_server.wire.codec import TEXT_BYTES
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
 from torchpipe_server.wire.protocol import ProtocolError
 
@@ -121,6 +122,7 @@ class HttpService:
 
     def __init__(self, routes: Routes, body_bytes: int, reply_bytes: int) -> None:
         self._routes, self._body_bytes, self._reply_bytes = routes, body_bytes, reply_bytes
+        self.decoded_bytes = 0  # that what is made of the request decoded last takes beyond it, about
 
     def reader(self) -> HttpReader:
         """What cuts the bytes of a new connection into requests."""
@@ -134,6 +136,7 @@ class HttpService:
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
         """What the request calls, and the request. Raises what is wrong with it."""
+        self.decoded_bytes = TEXT_BYTES * request.size if request.is_json else 0
         return self.method(request), request
 
     def reply(self, request: HttpRequest, result: Any) -> Reply:

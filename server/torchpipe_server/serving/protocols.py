@@ -37,6 +37,8 @@ class Request(Protocol):
     def error(self) -> ProtocolError | None: ...
     @property
     def is_last(self) -> bool: ...
+    @property
+    def is_costly(self) -> bool: ...
 
     def without_body(self) -> Request: ...
 
@@ -52,6 +54,8 @@ class Reader(Protocol):
     def request(self) -> Request | None: ...
     @property
     def awaits_invitation(self) -> bool: ...
+    @property
+    def is_paused(self) -> bool: ...
 
     def feed(self, data: Buffer) -> Iterator[Request]: ...
 
@@ -62,6 +66,9 @@ class Reader(Protocol):
 
 class Service(Protocol):
     """One protocol: readers, what a request calls, and replies. ``reply`` is for any thread, the rest for one."""
+
+    @property
+    def decoded_bytes(self) -> int: ...
 
     def reader(self) -> Reader: ...
 
@@ -124,6 +131,10 @@ class Stream:
         if self._reader is None:
             self._reader, self._start = self._protocols.thrift.reader(), b""
         self._reader.abandon(error)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._reader is not None and self._reader.is_paused
 
     @property
     def awaits_invitation(self) -> bool:

@@ -45,10 +45,9 @@ LINGER_SECONDS = 2.0
 ENDED_SECONDS = 1.0  # after a client's last byte; what is still queued then is not computed
 TICK_SECONDS = 0.5
 
-# Messages that may cost the I/O thread tens of milliseconds wait until the others of their round have begun. Those are
-# the ones of so many bytes, and the ones that it took a turn's time to find the end of.
-COSTLY_BYTES = 2**20
-ROUND_SECONDS = 0.01  # for those that wait, in each round
+# Of each connection that has something to read, a round does a turn. What is left of it, and costly messages, wait in
+# line until all have had theirs; then as many as fit have one more, and go to the end of the line.
+ROUND_SECONDS = 0.01  # for the line, in each round
 
 
 class Server:
@@ -77,7 +76,7 @@ class Server:
         self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial
         self._counter = itertools.count()
         self._held_bytes = 0  # at least what the connections hold
-        self._turns: dict[Connection, None] = {}  # those whose turn ended before their messages did
+        self._turns: dict[Connection, None] = {}  # the line
         self._ending_until: float | None = None
         self._is_draining = False
         self._next_tick = 0.0
@@ -191,11 +190,11 @@ class Server:
         return TICK_SECONDS if not self._deadlines else self._deadlines[0][0] - perf_counter()
 
     def _take_turns(self) -> None:
-        """Go on with connections that wait for a turn, for a while; the rest is the first in the next round."""
+        """Go on with connections that wait in line, for a while; the rest is the first in the next round."""
         until = monotonic() + ROUND_SECONDS
         for connection in list(self._turns):
             del self._turns[connection]
-            self._guard(connection, self._advance)
+            self._guard(connection, partial(self._advance, takes_costly=True))
             if monotonic() > until:
                 break
 
@@ -263,10 +262,7 @@ class Server:
         except ProtocolError as error:
             self._refuse(connection, error)
             return
-        if connection.is_costly(COSTLY_BYTES):
-            self._turns[connection] = None
-        else:
-            self._start_next(connection)
+        self._start_next(connection)
         if connection.is_full(self._options.max_message_bytes):
             self._watch(connection, connection.events & ~READ)
         self._held_bytes += len(data)
@@ -301,7 +297,7 @@ class Server:
                 self._guard(connection, partial(self._refuse, error=error))
             self._held_bytes -= held[connection] - (0 if connection.state is CLOSED else connection.held_bytes())
 
-    def _advance(self, connection: Connection) -> None:
+    def _advance(self, connection: Connection, takes_costly: bool = False) -> None:
         """Go on with a connection after a reply, a write or an error."""
         if connection.state in (LINGERING, CLOSED):
             return
@@ -310,7 +306,7 @@ class Server:
             return
         is_written = connection.send_rest()
         if is_written:
-            self._start_next(connection)
+            self._start_next(connection, takes_costly)
         unsent = connection.unsent
         if unsent is not None:
             self._held_bytes += len(unsent)
@@ -352,12 +348,14 @@ class Server:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def _start_next(self, connection: Connection) -> None:
-        """Begin the messages that wait, for a turn at most; the rest has another one after the other connections."""
+    def _start_next(self, connection: Connection, takes_costly: bool = False) -> None:
+        """Begin the messages that wait, for a turn at most; the rest waits in line for another one."""
+        if connection in self._turns:
+            return
         until = monotonic() + TURN_SECONDS
         has_replies = connection.begin_turn()
         try:
-            while message := connection.next_message():
+            while message := connection.next_message(takes_costly):
                 has_replies = True
                 self._start(connection, message)
                 if monotonic() > until:
@@ -383,6 +381,8 @@ class Server:
                 service.method(message)  # what is wrong with the message itself comes first
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
             method, args = service.decode(message)
+            connection.working_bytes += service.decoded_bytes
+            self._held_bytes += service.decoded_bytes
             if self.counters.is_logging:
                 request_id = method.request_id(args)
             ticket = method.start(args, partial(self._finish, connection, head, began, request_id))

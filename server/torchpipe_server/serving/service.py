@@ -73,6 +73,11 @@ class ThriftService:
         """What cuts the bytes of a new connection into messages."""
         return MessageReader(self._limits)
 
+    @property
+    def decoded_bytes(self) -> int:
+        """What the arguments decoded last take beyond the bytes of their message."""
+        return self._codec.decoded_bytes
+
     def method(self, message: Message) -> Method:
         """What the message calls. Raises what is wrong with it."""
         if message.error is not None:

@@ -37,13 +37,16 @@ _i32_at = Struct(">i").unpack_from
 _little_double_at = Struct("<d").unpack_from
 _LISTS = (TType.LIST, TType.SET)
 
+TEXT_BYTES = 4  # that a byte of a text takes as Python keeps it, at most
+ITEM_BYTES = 256  # that an item takes besides its contents: its part of an object, of a tensor or of a request
+
 
 class BadArgumentsError(Exception):
     """A whole message whose body does not fit the method's arguments. The stream is intact."""
 
 
 class TextTooLargeError(InvalidRequest):
-    """A text beyond ``Limits.text_bytes``: decoded it would take up to four times its bytes, and time to search."""
+    """Texts beyond ``Limits.text_bytes``: decoded they would take up to four times their bytes, and time to search."""
 
     code = "too_large"
 
@@ -57,17 +60,20 @@ class Codec:
     def __init__(self, limits: Limits) -> None:
         self._binary = BinaryDecoder(limits)
         self._compact = CompactDecoder(limits)
+        self.decoded_bytes = 0  # that the arguments decoded last take beyond those of their message, about
 
     def decode_args(self, message: Message, args_cls: type) -> Any:
         """An `args_cls` object; fields that were not sent are None. Raises `BadArgumentsError`, `TextTooLargeError`."""
         decoder = self._compact if message.framing.protocol == "compact" else self._binary
         view = memoryview(message.buffer)
+        decoder.text_bytes = 0
         try:
             args, end = decoder.struct(args_cls)(view, message.start)
         except RecursionError:
             raise BadArgumentsError(f"{args_cls.__name__}: nested too deeply") from None
         if end != message.end:
             raise BadArgumentsError(f"{args_cls.__name__}: {message.end - end} bytes after its end")
+        self.decoded_bytes = TEXT_BYTES * decoder.text_bytes + ITEM_BYTES * message.items
         return args
 
     def encode_reply(self, message: Message, result: Any) -> bytes:
@@ -105,7 +111,8 @@ class Decoder:
 
     def __init__(self, limits: Limits) -> None:
         self._scanner = Scanner(limits, self.is_compact)
-        self._text_bytes = limits.text_bytes
+        self._limits = limits
+        self.text_bytes = 0  # of the texts read since that was set to 0
         self._structs: dict[type, Read] = {}
 
     def struct(self, cls: type) -> Read:
@@ -140,13 +147,14 @@ class Decoder:
         if size > 0:
             return at + size
         self._scanner.start_value(at, len(view) + 1, wire)
-        self._scanner.advance(view, len(view))
+        self._scanner.advance(view, len(view), 2 * len(view))
         return self._scanner.pos
 
     def _read_text(self, view: memoryview, at: int) -> tuple[str, int]:
         size, at = self._string(view, at)
-        if size > self._text_bytes:
-            raise TextTooLargeError(f"a text of {size} bytes; the limit is {self._text_bytes}")
+        self.text_bytes += size
+        if self.text_bytes > self._limits.text_bytes:
+            raise TextTooLargeError(f"texts of {self.text_bytes} bytes or more; the limit is {self._limits.text_bytes}")
         return str(view[at : at + size], "utf-8"), at + size
 
     def _read_bytes(self, view: memoryview, at: int) -> tuple[bytes, int]:

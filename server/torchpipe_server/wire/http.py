@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import h11
 
-from torchpipe_server.wire.protocol import CALL, HTTP, ProtocolError
+from torchpipe_server.wire.protocol import CALL, COSTLY_BYTES, HTTP, ProtocolError
 from torchpipe_server.wire.scanner import Buffer
 
 MAX_HEAD_BYTES = 8192
@@ -18,6 +18,7 @@ NAME_CHARACTERS = 48
 SMALL_CHUNKS = 64
 CHUNK_BYTES = 1024
 """A body has so many chunks that are shorter, no more: each costs the same."""
+COSTLY_JSON_BYTES = 2**13
 
 _TARGET = re.compile(rb"(?:http://[^/?#]*)?([/*][^?#]*)(?:\?([^#]*))?")
 _HEAD_END = re.compile(rb"\n\r?\n")
@@ -92,6 +93,16 @@ class HttpRequest:
         """Bytes of the body."""
         return len(self.body)
 
+    @property
+    def is_json(self) -> bool:
+        """Whether the body is, as its kind says."""
+        return self.fields.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether it may take milliseconds to decode it."""
+        return self.size > (COSTLY_JSON_BYTES if self.is_json else COSTLY_BYTES)
+
     def without_body(self) -> HttpRequest:
         """What an answer needs."""
         head = HttpRequest(self._http)
@@ -161,6 +172,11 @@ class HttpReader:
     def pending_bytes(self) -> int:
         """Bytes held here that belong to no whole request yet."""
         return self._held
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last ``feed`` ended within a request of which all is there: none takes so long."""
+        return False
 
     @property
     def request(self) -> HttpRequest | None:

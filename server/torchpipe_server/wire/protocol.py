@@ -36,6 +36,8 @@ __all__ = [
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
 HEADER_BYTES = NAME_BYTES + 16  # no header is longer
+COSTLY_BYTES = 2**18
+COSTLY_ITEMS = 64
 
 _u32_at = Struct(">I").unpack_from
 _i32_at = Struct(">i").unpack_from
@@ -58,6 +60,7 @@ class Message(NamedTuple):
     name: of the method. type: `CALL` or `ONEWAY`. seqid: signed, 32 bits.
     buffer: belongs to whoever fed the bytes if they were fed in one piece; decode it before reusing that memory.
     error: why there is no body, of a message that was not read to its end.
+    items: fields, elements and entries in it.
     """
 
     name: str
@@ -68,6 +71,12 @@ class Message(NamedTuple):
     start: int = 0
     end: int = 0
     error: ProtocolError | None = None
+    items: int = 0
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether it may take milliseconds to decode it and to begin its work."""
+        return self.items > COSTLY_ITEMS or self.size > COSTLY_BYTES
 
     @property
     def size(self) -> int:
@@ -126,6 +135,11 @@ class MessageReader:
         if self._header is None or self._framing is None:
             return None
         return Message(*self._header[:3], self._framing)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last `feed` ended within a message of many items: `feed(b"")` goes on."""
+        return self._scanner.is_paused
 
     def feed(self, data: Buffer) -> Iterator[Message]:
         """The messages completed by `data`, in order, each cut when it is asked for. Exhaust it before the next `feed`.
@@ -191,8 +205,9 @@ class MessageReader:
         if framing.framed and scanner.pos != scanner.limit:  # type: ignore[union-attr]
             raise ProtocolError("bad_frame", "the frame goes on after its message")
         self._header = None
+        assert framing is not None
         name, type_, seqid, body = header
-        return Message(name, type_, seqid, framing, buffer, body, scanner.pos)  # type: ignore[arg-type]
+        return Message(name, type_, seqid, framing, buffer, body, scanner.pos, items=scanner.items)
 
     def _begin(self, buffer: Buffer, start: int, end: int) -> Header | None:
         """Read what precedes the arguments, None if it is not all there yet, and prepare the scanner."""

@@ -19,9 +19,9 @@ def test_a_stream_that_is_broken_off_twice_has_one_last_answer() -> None:
         connection.receive(UNFINISHED)
         for _ in range(2):
             assert connection.break_off(ProtocolError("overloaded", "too much is held"))
-        message = connection.next_message()
+        message = connection.next_message(False)
         assert message is not None
         assert message.error is not None
         assert (message.seqid, message.error.kind) == (7, "overloaded")
-        assert connection.next_message() is None
+        assert connection.next_message(False) is None
     journal.close()

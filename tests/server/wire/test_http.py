@@ -87,6 +87,18 @@ def test_many_small_chunks_are_refused():
     assert time.thread_time() - began < 0.2
 
 
+def test_a_large_body_is_costly_and_one_of_json_sooner():
+    def is_costly(size: int, kind: str) -> bool:
+        head = f"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\n\r\n"
+        (request,) = read(head.encode() + bytes(size), HttpReader(frozenset({"POST"}), 2**20))
+        return request.is_costly
+
+    assert not is_costly(60_000, "image/jpeg")
+    assert is_costly(2**18 + 1, "image/jpeg")
+    assert not is_costly(1000, "application/json")
+    assert is_costly(60_000, "Application/JSON; charset=utf-8")
+
+
 def test_a_client_that_waits_is_asked_for_its_body():
     reader = HttpReader(frozenset({"POST"}), 10)
     assert read(POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n", reader) == []

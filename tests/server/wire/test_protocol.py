@@ -613,7 +613,7 @@ class TestLinear:
 
     @every_framing
     def test_fixed_sizes_and_strings_are_passed_by_arithmetic(self, framing):
-        value = (TType.LIST, (TType.DOUBLE, [1.0] * 5000))
+        value = (TType.LIST, (TType.DOUBLE, [1.0] * 4000))
         data = apache_message(framing, batch_fields(data=bytes(60_000)) | {9: value})
         assert self.lines(data, len(data)) < 300
 
