@@ -237,7 +237,7 @@ PACKED = struct.Struct("<QBBIII")
         PACKED.pack(1, 0, 1, 2, 2, 3) + bytes(wire.MAX_ANSWER),
         PACKED.pack(2, 0, 1, 2, 2, 3),
         PACKED.pack(1, 3, 1, 2, 2, 3),
-        PACKED.pack(1, 0, 3, 2, 2, 3),
+        PACKED.pack(1, 0, 4, 2, 2, 3),
         PACKED.pack(1, 0, 1, 0, 2, 3),
         PACKED.pack(1, 0, 1, 2, 2, 0),
         PACKED.pack(1, 0, 1, 2**32 - 1, 1, 1),

@@ -244,7 +244,11 @@ REFUSED = [
     ('[a]\nbackend = "S[(brake)Identity]"', "node 'a': key 'backend'", "no filter 'brake'; did you mean 'break'?"),
     ('[one]\nnext = "tow"\n[two]', "node 'one': key 'next'", "no node 'tow'; did you mean 'two'?"),
     ('[a]\nnext = "b"\n[b]\nnext = "a"', "node 'b': key 'next'", "a cycle: a -> b -> a"),
-    ('[a]\nbackend = "DecodeMat"\ncolor = "green"', "node 'a': key 'color'", "expected one of bgr, rgb, got 'green'"),
+    (
+        '[a]\nbackend = "DecodeMat"\ncolor = "green"',
+        "node 'a': key 'color'",
+        "expected one of bgr, rgb, gray, got 'green'",
+    ),
     # the top level
     ("resize_h = 1\n[a]", "global: key 'resize_h'", "no node takes it"),
     (f"resize_ww = 1\n[a]\n{RESIZE}", "global: key 'resize_ww'", "no node takes it; did you mean 'resize_w'?"),
