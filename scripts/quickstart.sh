@@ -29,3 +29,11 @@ echo; echo "load test, 10,000 images from 10 client processes:"
 echo; echo "stopping the service"
 kill -TERM "$service"
 wait "$service"
+
+cat <<END
+
+What next, after: source $bin/activate
+  your own picture   torchpipe-serve configs/demo.toml, and in another terminal: curl --data-binary @PICTURE.jpg 127.0.0.1:8888/infer
+  your own model     torchpipe export net.py:build --weights best.pt --labels labels.txt (docs/first-model.md)
+  serving it         torchpipe-serve model.toml --workers 2 --http-port 8080 (docs/service.md, docs/deployment.md)
+END
