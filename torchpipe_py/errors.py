@@ -18,12 +18,16 @@ logger = logging.getLogger("torchpipe_py")
 
 
 class TorchpipeError(Exception):
-    """Root of all exceptions of this package."""
+    """Root of all exceptions of this package; ``code`` names the kind, for programs."""
 
     code = "internal"
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: ``code`` and ``message``, and ``retry_after_ms`` where that is known."""
+        return {"code": self.code, "message": message_of(self)}
 
-class ConfigError(TorchpipeError, ValueError):
+
+class ConfigError(TorchpipeError, ValueError, RuntimeError):
     """A configuration that cannot be built; the message names file, node, key and the nearest valid name."""
 
     code = "config"
@@ -66,7 +70,7 @@ class Problems:
             raise ConfigError("\n".join(map(str, self._errors)))
 
 
-class BackendUnavailable(TorchpipeError, RuntimeError):
+class BackendUnavailable(TorchpipeError, ValueError, RuntimeError):
     """A backend that cannot be set up on this machine: a missing library or device.
 
     ``FirstAvailable`` goes on to its next choice when it meets this one; any other error of a ``setup`` is a defect.
@@ -93,6 +97,10 @@ class BackendError(TorchpipeError, RuntimeError):
     code = "backend_error"
 
 
+class SetupError(BackendError, ValueError):
+    """An exception in a backend's ``setup``, kept as ``__cause__``: the pipe is not built."""
+
+
 class NoResult(TorchpipeError):
     """Why a request has no ``result``; found under ``"error"`` in its dict, never raised by a pipe."""
 
@@ -113,6 +121,10 @@ class Overloaded(TorchpipeError, RuntimeError):
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        wait = {} if self.retry_after_ms is None else {"retry_after_ms": self.retry_after_ms}
+        return {**super().as_dict(), **wait}
 
 
 class DeadlineExceeded(TorchpipeError, TimeoutError):
@@ -247,14 +259,22 @@ def shown(value: object, depth: int = 2) -> str:
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
 
 
+_LISTED = 12
+"""The most names that a message lists."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A clause for an error message: the valid name nearest to ``name``, or the list of all of them."""
+    """A clause for an error message: the valid name that ``name`` may stand for, or all; of many, the nearest three."""
     names = sorted(set(valid))
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
     # Cut: the time grows with the product of the lengths, and the name may be a client's.
-    close = difflib.get_close_matches(name[:_SHOWN].lower(), list(lowered), n=1, cutoff=0.5)
+    word = name[:_SHOWN].lower()
+    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.5)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
     if not names:
         return "none is valid here"
-    return "valid: " + ", ".join(names)
+    if len(names) <= _LISTED:
+        return "valid: " + ", ".join(names)
+    three = difflib.get_close_matches(word, lowered, n=3, cutoff=0)
+    return f"the nearest of {len(names)}: " + ", ".join(lowered[each] for each in three)

@@ -20,6 +20,7 @@ ENTRY_POINT_GROUP = "torchpipe_py.backends"
 
 _BACKENDS = "torchpipe_py.backends"
 _PLAIN_CLASS = f"{_BACKENDS}.control.python:PythonClass"
+_PLAIN_FILTER = f"{_BACKENDS}.control.python:PythonFilter"
 
 BUILT_IN_BACKENDS = {
     "Identity": f"{_BACKENDS}.control.basic:Identity",
@@ -127,8 +128,9 @@ class Registry:
     def register_filter(self, filter_: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
         """Make a filter usable as ``filter = "name"``, ``(name)Backend`` and ``Python[name]``; usable as a decorator.
 
-        It is a function from a request's dict to a ``Status``, or a class with such a ``forward(data)``, of which each
-        place that names it gets an instance. It is called by many threads at once, and may change the dict.
+        It is a function from a request's dict to a ``Status``, or a class with such a ``forward(data)``, perhaps with
+        ``init(config)``. Each node that names a class has an instance of it, and each instance of a backend one for
+        each place that names it. A node's filter is called by many threads at once. It may change the dict.
         """
         if not callable(filter_) or (isinstance(filter_, type) and not callable(getattr(filter_, "forward", None))):
             raise ConfigError(f"{name or filter_!r}: expected a function, or a class with a method 'forward'")
@@ -171,18 +173,18 @@ class Registry:
         wrapped: type[Backend] = wrapper.of(cls)
         return wrapped
 
-    def find_filter(self, name: str) -> filters.Filter | None:
-        """The filter called ``name``, of a class a new instance, or ``None``. Built-in ones in any case."""
+    def find_filter(self, name: str) -> Any:
+        """The filter called ``name``, or ``None``; a class is wrapped in a ``PythonFilter``. Built-in ones in any case.
+
+        ``ConfigError`` for a class that makes no filter.
+        """
         lower = filters.ALIASES.get(name.lower(), name.lower())
         if lower in filters.BUILT_IN:
             return filters.BUILT_IN[lower]
         if name.startswith("Python[") and name.endswith("]"):
             name = name[len("Python[") : -1].strip()
         filter_ = self._filters.get(name)
-        if isinstance(filter_, type):
-            forward: filters.Filter = filter_().forward
-            return forward
-        return filter_
+        return _load(_PLAIN_FILTER)(filter_) if isinstance(filter_, type) else filter_
 
     def find_postprocessor(self, name: str) -> type | None:
         """The class called ``name``, or ``None``."""

@@ -38,6 +38,7 @@ from torchpipe_py.backends.control.basic import Identity, Sequential
 from torchpipe_py.backends.process import process, transport
 from torchpipe_py.backends.process.process import Process
 from torchpipe_py.errors import WorkerTraceback
+from torchpipe_py.plan.binding import FilterPlan
 
 Data = dict[str, Any]
 
@@ -400,7 +401,8 @@ def test_a_class_that_no_other_process_can_import(register: Register) -> None:
 def test_a_filter_or_parameter_that_cannot_be_sent(register: Register) -> None:
     with pytest.raises(ConfigError, match="'how' cannot go to a worker process"):
         backend(process_backends.Unfit, how=threading.Lock()).setup()
-    sequence = Sequential(BackendConfig(children=(Identity(BackendConfig()),), filters=(lambda data: data,)))
+    filters = (FilterPlan(lambda data: data),)
+    sequence = Sequential(BackendConfig(children=(Identity(BackendConfig()),), filters=filters))
     with pytest.raises(ConfigError, match=r"filter .* cannot go to a worker process"):
         Process(BackendConfig(children=(sequence,))).setup()
 

@@ -53,14 +53,15 @@ def test_many_threads(register: Register) -> None:
 def test_a_list_is_several_requests(register: Register, kind: type) -> None:
     items = [{"data": number} for number in range(20)]
     with pipe({"backend": register(Double), "instance_num": 2}) as p:
-        assert p(kind(items)) is None
+        given = kind(items)
+        assert p(given) is given
     assert [item["result"] for item in items] == [2 * number for number in range(20)]
 
 
 def test_an_empty_list_is_finished_at_once() -> None:
     called: list[Data] = []
     with pipe({"backend": "Identity"}) as p:
-        p(called)
+        assert p(called) is called
         assert outcome(p.submit(called)) is called
         assert asyncio.run(p.acall(called)) is called
 
@@ -70,6 +71,42 @@ def test_a_list_raises_when_all_are_finished(register: Register) -> None:
     with pipe({"backend": register(Double)}) as p, pytest.raises(BackendError, match="no number: 'x'"):
         p(items)
     assert [item.get("result") for item in items] == [2, None, None, 4]
+    assert ["no number: 'x'" in str(items[1]["error"]), "no number: 'y'" in str(items[2]["error"])] == [True, True]
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p, items, timeout: p(items, timeout),
+        lambda p, items, timeout: p.submit(items, timeout).result(WAIT),
+        lambda p, items, timeout: asyncio.run(p.acall(items, timeout)),
+    ],
+)
+def test_every_item_of_a_list_has_its_own_outcome(register: Register, call: Any, timeout: float | None) -> None:
+    """Whichever way the pipe is called: a fork, so that some fail after a node has given them a result."""
+    double = register(Double)
+    nodes = {"a": {"backend": "Identity", "next": "b,c"}, "b": {"backend": double}, "c": {"backend": "Identity"}}
+    items: list[Data] = [{"data": "x"}, {"data": 1}, {"data": "y"}, {"data": "z"}]
+    with pipe(nodes) as p, pytest.raises(BackendError, match="no number: 'x'"):
+        call(p, items, timeout)
+    assert [(str(item.get("error"))[-3:], item.get("result")) for item in items] == [
+        ("'x'", None),
+        ("one", 1),
+        ("'y'", None),
+        ("'z'", None),
+    ]
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_call_returns_what_it_was_given(timeout: float | None) -> None:
+    data, bad = {"data": 1}, {"data": b"no image"}
+    with pipe({"a": {"backend": "Identity", "next": "b,c"}, "b": {}, "c": {}}) as p:
+        assert p(data, timeout) is data
+        assert outcome(p.submit(data, timeout)) is data
+        assert asyncio.run(p.acall(data, timeout)) is data
+    with pipe({"backend": "DecodeMat"}) as p:
+        assert p(bad, timeout)["error"].as_dict()["code"] == "decode_error"
 
 
 @pytest.mark.parametrize(

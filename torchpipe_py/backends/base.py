@@ -123,6 +123,12 @@ class Graphs(Protocol):
         """Run each item through the graph, all at once, and wait for them; their errors, in order."""
 
 
+class FilterMaker(Protocol):
+    """What makes the filter in front of a child, where it is to run."""
+
+    def create(self) -> Callable[[Data], Any]: ...
+
+
 @dataclass(frozen=True)
 class BackendConfig:
     """What a backend is constructed from: typed parameters, children and where it runs.
@@ -133,7 +139,7 @@ class BackendConfig:
 
     params: Mapping[str, Any] = field(default_factory=dict)
     children: tuple[Backend, ...] = ()
-    filters: tuple[Callable[[Data], Any] | None, ...] = ()
+    filters: tuple[FilterMaker | None, ...] = ()
     label: str = ""
     device_id: int = 0
     instance: int = 0

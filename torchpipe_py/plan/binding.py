@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Param
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, FilterMaker, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
@@ -20,6 +20,19 @@ logger = logging.getLogger("torchpipe_py")
 
 
 @dataclass(frozen=True)
+class FilterPlan:
+    """A filter that can be made, where it is to run: a function as it is, of a class an instance with ``params``."""
+
+    source: Any
+    params: Mapping[str, Any] | None = None
+
+    def create(self) -> Filter:
+        """The function, or a new instance."""
+        made: Filter = self.source if self.params is None else self.source.create(self.params)
+        return made
+
+
+@dataclass(frozen=True)
 class BackendPlan:
     """A backend that can be built: class, typed parameters, children, and the filters in front of the children."""
 
@@ -27,7 +40,7 @@ class BackendPlan:
     label: str
     params: Mapping[str, Any]
     children: tuple[BackendPlan, ...] = ()
-    filters: tuple[Filter | None, ...] = ()
+    filters: tuple[FilterMaker | None, ...] = ()
 
     @classmethod
     def of(cls, backend: Backend) -> BackendPlan:
@@ -90,11 +103,11 @@ class Binder:
 
     def bind(self, call: Call, positions: Mapping[int, _Position]) -> BackendPlan:
         """``positions`` holds the positions of calls in their list, by identity."""
-        position = positions.get(id(call), _Position(0, 1, 0, 1))
+        position = positions.get(id(call), _ALONE)
         call = self._hoisted(call)
         cls = self._find(call)
         self._check_children(call, cls)
-        params = self._params(call, cls, position)
+        params = self._params(canonical(call.name), cls, position)
         inner = _positions(call)
         return BackendPlan(
             cls=cls,
@@ -108,7 +121,20 @@ class Binder:
         """The plan of a backend that is to stand around another one, though the node does not name it."""
         call = Call(name)
         cls = self._find(call)
-        return BackendPlan(cls, name, self._params(call, cls, _Position(0, 1, 0, 1)))
+        return BackendPlan(cls, name, self._params(name, cls, _ALONE))
+
+    def filter(self, name: str, key: str) -> FilterPlan:
+        """The filter that ``key`` of the node names, with the parameters of its class."""
+        try:
+            source = self.registry.find_filter(name)
+        except Exception as error:
+            raise self.node.at(key).error(f"filter {name!r}: {error}") from error
+        if source is None:
+            raise self.node.at(key).error(f"no filter {name!r}; {nearest(name, self.registry.filter_names())}")
+        if not hasattr(source, "create"):
+            return FilterPlan(source)
+        scope = name.removeprefix("Python[").removesuffix("]").strip()
+        return FilterPlan(source, self._params(scope, source, _ALONE))
 
     def _hoisted(self, call: Call) -> Call:
         """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
@@ -140,8 +166,8 @@ class Binder:
             allowed = "no brackets" if high == 0 else f"at most {high} in its brackets"
             raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
 
-    def _params(self, call: Call, cls: type[Backend], position: _Position) -> dict[str, Any]:
-        scope = canonical(call.name)
+    def _params(self, scope: str, cls: Any, position: _Position) -> dict[str, Any]:
+        """Of a class of a backend, or of a ``PythonFilter``."""
         if cls.any_params:
             return self._all_params(scope)
         params = {}
@@ -233,12 +259,12 @@ class Binder:
         self.used |= bare.keys() | scoped.keys()
         return {**bare, **{key[len(prefix) :]: value for key, value in scoped.items()}}
 
-    def _filter(self, call: Call, parent: type[Backend]) -> Filter | None:
+    def _filter(self, call: Call, parent: type[Backend]) -> FilterPlan | None:
         if call.filter is None:
             return None
         if not parent.is_sequence:
             raise self.node.at("backend").error(f"({call.filter}){call.name}: filters stand only inside Sequential")
-        return find_filter(call.filter, self.node, "backend", self.registry)
+        return self.filter(call.filter, "backend")
 
     def check_keys(self, unused: Iterable[str], ignored: Mapping[str, str]) -> None:
         """Keys that nothing takes, and missing ones; ``ignored`` holds those that mean nothing here."""
@@ -271,6 +297,9 @@ class _Position:
     length: int
 
 
+_ALONE = _Position(0, 1, 0, 1)
+
+
 def _positions(call: Call) -> dict[int, _Position]:
     names = [canonical(arg.name) for arg in call.args]
     return {
@@ -292,14 +321,3 @@ def _at_position(value: Value, position: _Position, scope: str) -> Value:
     if len(parts) == position.length:
         return parts[position.place]
     raise ValueError(f"{value!r} has {len(parts)} values, {scope} occurs {position.count} times")
-
-
-def find_filter(name: str, node: NodeSpec, key: str, registry: Registry) -> Filter:
-    """The filter that ``key`` of the node names."""
-    try:
-        filter_ = registry.find_filter(name)
-    except Exception as error:
-        raise node.at(key).error(f"filter {name!r}: {type(error).__name__}: {error}") from error
-    if filter_ is None:
-        raise node.at(key).error(f"no filter {name!r}; {nearest(name, registry.filter_names())}")
-    return filter_

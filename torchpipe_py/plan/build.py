@@ -10,10 +10,11 @@ from typing import Any
 
 from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.errors import Problems, nearest
-from torchpipe_py.filters import Filter, run, swap
-from torchpipe_py.plan.binding import BackendPlan, Binder, expand, find_filter
+from torchpipe_py.filters import run, swap
+from torchpipe_py.plan.binding import BackendPlan, Binder, FilterPlan, expand
 from torchpipe_py.plan.config import (
     GLOBAL,
+    LOGICAL_KEYS,
     NODE_KEYS,
     TABLE_KEYS,
     NodeSpec,
@@ -38,7 +39,7 @@ class NodePlan:
 
     spec: NodeSpec
     backends: tuple[BackendPlan, ...]
-    filter: Filter
+    filter: FilterPlan
     reaches_caller: bool = True
 
     @property
@@ -83,13 +84,7 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
     bound = {}
     for name, node in spec.nodes.items():
         with problems.gathered():
-            if node.owner == name:
-                bound[name] = _bind_node(node, registry, problems)
-    filters = {}
-    for name, node in spec.nodes.items():
-        with problems.gathered():
-            if node.filter is not None:
-                filters[name] = find_filter(node.filter, node, "filter", registry)
+            bound[name] = _bind_node(node, registry, problems)
     if spec.broken:
         # Without a node that could not be read, edges to it would look wrong as well.
         problems.raise_all()
@@ -102,11 +97,11 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
     }
     plans = {}
     for name, node in spec.nodes.items():
-        usual = run if node.map or not graph.predecessors[name] else swap
-        plans[name] = NodePlan(node, bound[node.owner][0], filters.get(name, usual), reaching[node.owner])
-    used = set(NODE_KEYS).union(*(used for _, used, *_ in bound.values()))
-    known = set().union(*(known for _, _, known, _ in bound.values()))
-    ignored = {key: reason for *_, ignored in bound.values() for key, reason in ignored.items()}
+        usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
+        plans[name] = NodePlan(node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner])
+    used = set(NODE_KEYS).union(*(each.used for each in bound.values()))
+    known = set().union(*(each.known for each in bound.values()))
+    ignored = {key: reason for each in bound.values() for key, reason in each.ignored.items()}
     _check_defaults(spec, used, known, ignored, problems)
     jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
     with problems.gathered():
@@ -116,20 +111,41 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
     return Pipeline(spec, graph, plans)
 
 
-def _bind_node(
-    node: NodeSpec, registry: Registry, problems: Problems
-) -> tuple[tuple[BackendPlan, ...], set[str], set[str], dict[str, str]]:
-    """Its backends, the keys they used, those they know, and those they ignore, with the reasons."""
-    backends: list[BackendPlan] = []
-    binders = []
-    for index, call in enumerate(node.calls):
-        binder = Binder(_variant(node, index), registry, problems)
-        backends.append(isolated(binder.bind(expand(call, binder.node), {}), binder))
-        binders.append(binder)
+@dataclass(frozen=True)
+class _Bound:
+    """Of a node, its backends (none of a logical one) and filter, the keys that they used, and those that they know.
+
+    ``ignored`` has the reasons for keys that they ignore.
+    """
+
+    backends: tuple[BackendPlan, ...]
+    filter: FilterPlan | None
+    used: set[str]
+    known: set[str]
+    ignored: dict[str, str]
+
+
+def _bind_node(node: NodeSpec, registry: Registry, problems: Problems) -> _Bound:
+    binders = [Binder(_variant(node, index), registry, problems) for index in range(len(node.calls))]
+    filter_ = None
+    with problems.gathered():
+        if node.filter is not None:
+            filter_ = binders[-1].filter(node.filter, "filter")
+    backends = []
+    for call, binder in zip(node.calls, binders, strict=True):
+        if node.owner == node.name:
+            backends.append(isolated(binder.bind(expand(call, binder.node), {}), binder))
     used = set().union(*(binder.used for binder in binders))
+    unused = [key for key in node.params if key in node.own and key not in used]
     ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}
-    binders[-1].check_keys([key for key in node.params if key in node.own and key not in used], ignored)
-    return tuple(backends), used, set().union(*(binder.known for binder in binders)), ignored
+    if node.owner == node.name:
+        binders[-1].check_keys(unused, ignored)
+    else:
+        binders[-1].check_keys([], {})
+        for key in sorted({*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}):
+            problems.add(node.at(key).error(f"shares the instances of {node.owner!r}, where this key belongs"))
+    known = set().union(*(binder.known for binder in binders))
+    return _Bound(tuple(backends), filter_, used, known, ignored)
 
 
 def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> None:

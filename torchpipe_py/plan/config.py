@@ -211,7 +211,7 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problem
 
 
 def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str]) -> None:
-    """A logical node has no instances, and so no parameters, of its own."""
+    """A logical node has no instances of its own."""
     if node.owner == node.name:
         return
     owner = nodes.get(node.owner)
@@ -226,8 +226,6 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str])
         raise node.at("backend").error(
             f"shares the instances of {owner.name!r}, but its backend is {backends[0]}, not {backends[1]}"
         )
-    for key in sorted(node.own - {"backend", *LOGICAL_KEYS}):
-        raise node.at(key).error(f"shares the instances of {owner.name!r}, where this key belongs")
 
 
 def _node(

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
@@ -26,19 +26,24 @@ from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
 
 Data = dict[str, Any]
 
+Given = TypeVar("Given", bound="Data | Sequence[Data]")
+"""What a call is given and returns: the dict of a request, or a list of them."""
+
 
 class pipe:
     """A pipeline that any number of threads may call at once.
 
     ``config`` is a path ending in ``.toml``, a flat dict (one node) or a dict of dicts (``"global"`` holds defaults).
     Raises ``ConfigError`` for a configuration that cannot be built, ``BackendUnavailable`` where a backend lacks a
-    library or device here, ``BackendError`` for any other failure of a backend's ``setup``. No thread is left then.
+    library or device here, ``SetupError`` for any other failure of a backend's ``setup``; each of these is both a
+    ``ValueError`` and a ``RuntimeError``. No thread is left then.
 
     A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. Where there
     is none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
     ``BackendError`` in the caller. ``node_name`` selects the root where there are several
     (or more than one that no jump leads to). A list of dicts is
-    several requests: the call returns when all are finished, and raises the first error if any raised.
+    several requests: the call returns when all are finished, each item with its ``result`` or its ``error``, and
+    raises the first error if any raised. A call returns the dict, or the list, that it was given.
     ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
     Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once. ``registry`` has the backends, filters and
     postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.
@@ -54,14 +59,14 @@ class pipe:
         entered = [name for name in self._roots if name not in self._runtime.graph.jumped_to]
         self._only_root = entered[0] if len(entered) == 1 else None
 
-    def __call__(self, data: Data | Sequence[Data], timeout: float | None = None) -> None:
-        """Run one request, or several, and wait until all are finished."""
+    def __call__(self, data: Given, timeout: float | None = None) -> Given:
+        """Run one request, or several, and wait until all are finished; returns ``data``."""
         lock = allocate_lock()
         lock.acquire()
         # NOTE: a function of C: no handler of a signal can raise before the lock is released.
         requests = self._requests(data, cast(OnDone, lock.__exit__), timeout)
         if not requests:
-            return
+            return data
         stands_in = timeout is None and len(requests) == 1 and not is_main_thread()
         caller = requests[0].caller = CallerThread() if stands_in else None
         try:
@@ -81,10 +86,11 @@ class pipe:
         for request in requests:
             if request.error is not None:
                 raise request.error
+        return data
 
-    def submit(self, data: Data | Sequence[Data], timeout: float | None = None) -> Future[Any]:
+    def submit(self, data: Given, timeout: float | None = None) -> Future[Given]:
         """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued."""
-        future: Future[Any] = Future()
+        future: Future[Given] = Future()
         runtime = self._runtime  # not self: a future that is kept must not keep the pipe
 
         def settle(*last: object) -> None:
@@ -108,7 +114,7 @@ class pipe:
         future.add_done_callback(drop_if_cancelled)
         return future
 
-    async def acall(self, data: Data | Sequence[Data], timeout: float | None = None) -> Any:
+    async def acall(self, data: Given, timeout: float | None = None) -> Given:
         """``submit``, awaited; returns ``data``. Cancelling the task drops what is still queued."""
         return await asyncio.wrap_future(self.submit(data, timeout))
 

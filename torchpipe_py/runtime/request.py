@@ -228,15 +228,23 @@ class CallerThread:
 
 
 class Countdown:
-    """Calls ``on_done`` when it was called ``count`` times, as the completion of as many requests."""
+    """Calls ``on_done`` when it was called ``count`` times, as the completion of as many requests.
+
+    A request that failed has its error in its dict then: the call that waits for all raises only one of them.
+    """
 
     def __init__(self, count: int, on_done: OnDone) -> None:
         self._count, self._on_done = count, on_done
         self._calls = itertools.count(1)
 
     def __call__(self, data: Data, error: BaseException | None) -> None:
-        if next(self._calls) == self._count:  # one call of C: no two threads get the same number
-            self._on_done(data, error)
+        try:
+            if isinstance(error, Exception):
+                data.pop(TASK_RESULT_KEY, None)
+                data[TASK_ERROR_KEY] = error
+        finally:  # the dict may be of a class of the caller's own
+            if next(self._calls) == self._count:  # one call of C: no two threads get the same number
+                self._on_done(data, error)
 
 
 def is_own(on_done: OnDone) -> bool:

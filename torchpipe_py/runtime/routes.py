@@ -31,7 +31,8 @@ _SKIPS: dict[Any, Callable[[Graph, str], Hidden]] = {
 class Routes:
     """``entries[name](request)`` brings a request to a node, from any thread; lanes deliver to the entry of the next.
 
-    ``lanes`` are those of the physical nodes, ``logical`` names the nodes that run on each.
+    ``filters`` has the filter of each node. ``lanes`` are those of the physical nodes, ``logical`` names the nodes
+    that run on each.
     ``complete(request, error, last)`` ends a request: with an error, with ``last`` as the outcome, or with its own
     dict.
     """
@@ -40,6 +41,7 @@ class Routes:
         self,
         graph: Graph,
         plans: Mapping[str, NodePlan],
+        filters: Mapping[str, Filter],
         logical: Mapping[str, Sequence[str]],
         lanes: Mapping[str, Lane],
         complete: Callable[[Request, BaseException | None, Data | None], object],
@@ -50,7 +52,7 @@ class Routes:
             {name: _sources(name, graph, plans) for name in graph.mapped},
             {name: index for index, name in enumerate(graph.predecessors)},
         )
-        self._filters: dict[str, Filter] = {name: plan.filter for name, plan in plans.items()}
+        self._filters = filters
         self._put = {name: lanes[plan.spec.owner].put for name, plan in plans.items()}
         self._hidden: dict[tuple[str, Status], Hidden] = {}
         self.entries: dict[str, Enter] = {name: self._entry(name) for name in plans}

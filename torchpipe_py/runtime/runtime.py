@@ -21,10 +21,13 @@ from torchpipe_py.errors import (
     NoResult,
     Overloaded,
     PipeClosed,
+    SetupError,
+    TorchpipeError,
     describe,
     log_failure,
     message_of,
 )
+from torchpipe_py.filters import Filter
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.runtime.instance import Instance
@@ -94,23 +97,32 @@ class Runtime:
         """Set up every instance of every node; where one fails, end all threads and raise its error."""
         error: BaseException | None = None
         try:
+            filters = {name: self._filter(name) for name in self.plans}
             for node in self.nodes.values():
                 node.start()
             for name in self.nodes:
                 error = error or self._setup_error(name)
             if error is not None:
                 raise error
-            self._connect()
+            self._connect(filters)
             for node in self.nodes.values():
                 node.open()
         except BaseException:
             self.close()
             raise
 
-    def _connect(self) -> None:
+    def _filter(self, name: str) -> Filter:
+        """The node's filter; where its class cannot be configured, ``SetupError``."""
+        plan = self.plans[name]
+        try:
+            return plan.filter.create()
+        except Exception as error:
+            raise self._failure(error, f"{plan.spec.place}: filter {plan.spec.filter!r}") from error
+
+    def _connect(self, filters: Mapping[str, Filter]) -> None:
         """Settle where requests go from each lane, and from which lanes they come."""
         lanes = {name: node.lane for name, node in self.nodes.items()}
-        self.entries = Routes(self.graph, self.plans, self._logical, lanes, self.complete).entries
+        self.entries = Routes(self.graph, self.plans, filters, self._logical, lanes, self.complete).entries
         for owner, lane in lanes.items():
             above = {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
             lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
@@ -120,10 +132,14 @@ class Runtime:
         if error is None:
             return None
         plan = self.plans[name]
-        kind = next((cls for cls in (BackendUnavailable, ConfigError) if issubclass(type(error), cls)), BackendError)
-        failure = kind(f"{plan.spec.place}: {plan.label}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
+        failure = self._failure(error, f"{plan.spec.place}: {plan.label}")
         failure.__cause__ = error
         return failure
+
+    def _failure(self, error: BaseException, place: str) -> TorchpipeError:
+        """What the builder of the pipe gets for an exception in a set-up."""
+        kind = next((cls for cls in (BackendUnavailable, ConfigError) if issubclass(type(error), cls)), SetupError)
+        return kind(f"{place}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
 
     def close(self, timeout: float | None = None) -> bool:
         """End every thread; queued requests fail with ``PipeClosed``. Idempotent, from any thread.

@@ -100,7 +100,7 @@ class Sequential(Backend):
         self._range = (batching[0].min(), batching[0].max()) if batching else (1, 1)
         given = self.config.filters or (None,) * len(self.config.children)
         defaults = (run, *(swap,) * (len(given) - 1))
-        filters = [chosen or default for chosen, default in zip(given, defaults, strict=True)]
+        filters = [default if plan is None else plan.create() for plan, default in zip(given, defaults, strict=True)]
         self._steps = [
             (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), _most(child))
             for filter_, child in zip(filters, self.config.children, strict=True)

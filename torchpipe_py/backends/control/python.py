@@ -1,15 +1,17 @@
-"""Backends made of classes of the user's that know nothing of this package."""
+"""Backends and filters made of classes of the user's that know nothing of this package."""
 
 from __future__ import annotations
 
 import copy
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Param
+from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Data, Param
 from torchpipe_py.backends.control.basic import Wrapper
 from torchpipe_py.errors import ConfigError
+from torchpipe_py.filters import Filter
+from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_float, to_floats, to_int, to_ints, to_str, to_strings
 
 CONVERTERS: dict[Any, Callable[[Any], Any]] = {
@@ -33,7 +35,8 @@ class PythonClass(Backend):
     Attributes that the class annotates (``sigma: float = 1.0``) are its parameters: converted, checked, and set on each
     instance before ``init``; one without a value is required. A class without any takes every key of its node.
     ``config`` is a dict of the parameters, or of the node's keys as written, those scoped with the class's name
-    without the scope. ``max`` and ``min`` are methods or numbers.
+    without the scope. ``max`` and ``min`` are methods or numbers. ``forward`` writes each item's ``result`` into its
+    dict and returns nothing, or returns a list (or tuple) of as many results as there are items.
     """
 
     wrapped: Callable[[], Any]
@@ -60,12 +63,12 @@ class PythonClass(Backend):
         self._object: Any = None
 
     def setup(self) -> None:
-        self._object = self.wrapped()
-        for name in self.declared:
-            setattr(self._object, name, copy.copy(self.params[name]))  # a list is each instance's own
-        if hasattr(self._object, "init"):
-            self._object.init(dict(self.params))
-        self.forward = self._object.forward  # type: ignore[method-assign]
+        self._object = _configured(self.wrapped, self.declared, self.params)
+
+    def forward(self, items: list[Data]) -> None:
+        results = self._object.forward(items)
+        if results is not None:
+            _take(results, items, type(self._object).__name__)
 
     def close(self) -> None:
         if hasattr(self._object, "close"):
@@ -80,6 +83,59 @@ class PythonClass(Backend):
     def _limit(self, name: str) -> int:
         limit = getattr(self._object, name, 1)
         return int(limit() if callable(limit) else limit)
+
+
+class PythonFilter:
+    """Makes filters of a class that has ``forward(data)``, perhaps ``init(config)``, as ``PythonClass`` makes backends.
+
+    Only a class with ``init`` takes keys that it does not annotate.
+    """
+
+    def __init__(self, wrapped: type) -> None:
+        self._wrapped, self._declared = wrapped, _declared(wrapped)
+        self.any_params = not self._declared and hasattr(wrapped, "init")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PythonFilter, (self._wrapped,)
+
+    def parameters(self) -> dict[str, Param]:
+        """Declared parameters by attribute."""
+        return self._declared
+
+    def create(self, params: Mapping[str, Any]) -> Filter:
+        """A new filter with these values of its parameters."""
+        forward: Filter = _configured(self._wrapped, self._declared, params).forward
+        return forward
+
+
+def _configured(wrapped: Callable[[], Any], declared: Iterable[str], params: Mapping[str, Any]) -> Any:
+    """An instance, with its parameters as attributes, and initialised where it wants that."""
+    made = wrapped()
+    for name in declared:
+        setattr(made, name, copy.copy(params[name]))  # a list is each instance's own
+    if hasattr(made, "init"):
+        made.init(dict(params))
+    return made
+
+
+def _take(results: Any, items: Sequence[Data], name: str) -> None:
+    """What ``forward`` returned, as the items' results; ``ValueError`` where it is not one for each."""
+    if not isinstance(results, (list, tuple)):
+        raise ValueError(f"{name}.forward returned {_kind(results)}; {_EXPECTED}")
+    if len(results) != len(items):
+        counts = f"{len(results)} results for {len(items)} item{'s' if len(items) > 1 else ''}"
+        raise ValueError(f"{name}.forward returned a list of {counts}; {_EXPECTED}")
+    for item, result in zip(items, results, strict=True):
+        if result is not item:  # the dicts that it was given hold their results themselves
+            item[TASK_RESULT_KEY] = result
+
+
+_EXPECTED = "expected nothing (write item['result'] then), or a list of one result for each item"
+
+
+def _kind(value: Any) -> str:
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
 def _declared(wrapped: type) -> dict[str, Param]:
