@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import torchpipe_py
 from torchpipe_py.cli import main
 
 GOOD = """
@@ -126,6 +127,13 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert problem in capsys.readouterr().err
     assert main(["graph", str(tmp_path / "none.toml")]) == 1
     assert "no such file" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"torchpipe_py {torchpipe_py.__version__}\n"
 
 
 def test_a_parameters_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from torchpipe_py import (
     Param,
     PipeClosed,
     Registry,
+    SetupError,
     Status,
     UnknownNode,
     parse_toml,
@@ -132,6 +133,26 @@ class Second:
         return Status.Run if self.calls % 2 else Status.Skip
 
 
+class Above:
+    """Runs on numbers above its bound only, as a class that is configured."""
+
+    bound: float = 0.0
+
+    def forward(self, data: Data) -> Status:
+        data["data"] = data.pop("result", data["data"])
+        return Status.Run if len(data["data"]) > self.bound else Status.Break
+
+
+class Passes:
+    """Runs on what it was told to, as a class that takes every key of its node."""
+
+    def init(self, config: Data) -> None:
+        self.word = config["word"]
+
+    def forward(self, data: Data) -> Status:
+        return Status.Run if data["data"] == self.word else Status.Skip
+
+
 def no_status(data: Data) -> None:
     """Gives no Status."""
 
@@ -145,7 +166,7 @@ def registered(restored: Registry) -> None:
     """The names that the rows use, for this test alone."""
     for cls in (Mark, Keys, Sum, Typed, Most, Words, AnyKeys):
         restored.register_backend(cls)
-    for filter_ in (upper, Second, no_status, raising):
+    for filter_ in (upper, Second, Above, Passes, no_status, raising):
         restored.register_filter(filter_)
 
 
@@ -221,6 +242,40 @@ CONFIGURATION = [
         {"global": {"mark": "1"}, "a": {"backend": "Mark"}},
         {"result": "x1"},
     ).refuses({"global": {"next": "a"}, "a": {}}, "global: key 'next': belongs into a node's table"),
+    Rule(
+        "§3: a backend at the top level is that of each node that names none",
+        {"backend": "Mark", "a": {"next": "b"}, "b": {"backend": "Mark", "Mark::mark": "b"}},
+        {"data": "x+", "result": "x+b"},
+    ).refuses({"backend": "Marc", "a": {}}, "global: key 'backend': no backend 'Marc'; did you mean 'Mark'?"),
+    Rule(
+        "§3: or = true is filter = 'or', as in the C++ library",
+        {
+            "a": {"backend": "Mark", "next": "b"},
+            "b": {"backend": "Typed", "or": True, "next": "c"},
+            "c": mark("c", **{"or": "false"}),
+        },
+        {"data": "x+", "result": "x+c"},
+    ).refuses(
+        {"a": {"next": "b"}, "b": {"or": True, "filter": "swap"}},
+        "node 'b': key 'or': the node has filter = 'swap' as well",
+    ),
+    Rule(
+        "§3: the constants' names mean the keys, in a map",
+        {"a": mark("a", "b"), "b": mark("b", map="a[ TASK_RESULT_KEY :TASK_DATA_KEY,TASK_DATA_KEY:TASK_BOX_KEY]")},
+        {"data": "xa", "box": "x", "result": "xab"},
+    ).refuses(
+        {"a": {"next": "b"}, "b": {"map": "a[TASK_REPLY_KEY:data]"}},
+        "node 'b': key 'map': no key 'TASK_REPLY_KEY'; did you mean 'TASK_",
+    ),
+    Rule(
+        "§3: the constants' names mean the keys, in split and merge",
+        {**jump("MapReduce", split="data,TASK_BOX_KEY", merge="TASK_RESULT_KEY, TASK_BOX_KEY")},
+        {"data": ["x", "y"], "box": [1, 2], "result": ["xr", "yr"]},
+        at_a(["x", "y"], box=[1, 2]),
+    ).refuses(
+        jump("MapReduce", split="TASK_BOKS_KEY"),
+        "node 'a': key 'split': no key 'TASK_BOKS_KEY'; did you mean 'TASK_BOX_KEY'?",
+    ),
     Rule("§3: a flat dict is one node", mark("1"), {"result": "x1"}).refuses({}, "no node in it"),
     Rule("§3: 224 means the same as '224'", {"backend": "Typed", "number": 224}, {"result": (224,)}).refuses(
         {"backend": "Typed", "number": 2.5}, "node 'node': key 'number': expected an integer, got 2.5"
@@ -334,8 +389,13 @@ CONFIGURATION = [
         {"rec": mark("r", "mid"), "mid": mark("m", "rec.2"), "rec.2": {"map": "mid[result:data]"}},
         {"data": "xrm", "result": "xrmr"},
     ).refuses(
+        {"rec": mark("r", "rec.2"), "rec.2": {"instance_num": 2}},
+        "node 'rec.2': key 'instance_num': shares the instances of 'rec', where this key belongs",
+    ),
+    Rule(
+        "§3: a backend that a logical node names is ignored, as in the C++ library",
         {"rec": mark("r", "rec.2"), "rec.2": {"backend": "Typed"}},
-        "node 'rec.2': key 'backend': shares the instances of 'rec', but its backend is Typed, not Mark",
+        {"data": "xr", "result": "xrr"},
     ),
     Rule(
         "§3: [rec.2] without quotes is the same",
@@ -481,7 +541,32 @@ FILTERS = [
         "§4 filters: custom ones are known by their registered names",
         chain("Python[upper]"),
         {"data": "X12", "result": "X123"},
-    ).refuses(chain("Python[uper]"), "node 'b': key 'filter': no filter 'Python[uper]'; valid: Second,"),
+    ).refuses(chain("Python[uper]"), "node 'b': key 'filter': no filter 'Python[uper]'; the nearest of 14: "),
+    Rule(
+        "§4 filters: a class that annotates its parameters has them, from the node or scoped",
+        {"a": mark("a", "b"), "b": mark("b", filter="Above", bound="1", next="c"), "c": mark("c", filter="Above")},
+        {"data": "xab", "result": "xabc"},
+    ).refuses(
+        {"a": mark("a", filter="Above", bound="high")},
+        "node 'a': key 'bound': expected a finite number, got 'high'",
+    ),
+    Rule(
+        "§4 filters: a class that is configured, inside Sequential",
+        {"backend": "S[Mark,(Above)Mark,(Python[Above])Mark]", "mark": "1|2|3", "Above::bound": 2},
+        {"data": "x1", "error": "node 'node': S[Mark,(Above)Mark,(Python[Above])Mark] gave no result"},
+    ).refuses(
+        {"backend": "S[Mark,(Above)Mark]", "bond": 2},
+        "node 'node': key 'bond': unknown key; did you mean 'bound'?",
+    ),
+    Rule(
+        "§4 filters: a class with init gets the keys of its node",
+        {
+            "a": mark("a", "b"),
+            "b": mark("b", filter="Passes", word="no", next="a.2"),
+            "a.2": {"filter": "Passes", "word": "x"},
+        },
+        {"data": "x", "result": "xa"},
+    ).refuses({"a": mark("a", filter="Above", word="x")}, "node 'a': key 'word': unknown key; "),
     Rule(
         "§4 swap: no result is Break",
         {"a": mark("1", "b"), "b": mark("2", filter="swap")},
@@ -1022,6 +1107,14 @@ def test_a_filter_class_has_an_instance_for_each_place() -> None:
         for item in items:
             p(item)
     assert [item["result"] for item in items] == ["x3", "x1"]
+
+
+def test_a_filter_class_that_lacks_a_key_is_no_pipe() -> None:
+    with pytest.raises(SetupError, match=r"^config: node 'a': filter 'Passes': KeyError: 'word'$") as caught:
+        pipe({"a": mark("a", filter="Passes")})
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(SetupError, match=r"node 'a': S\[Mark,\(Passes\)Mark\]: KeyError: 'word'"):
+        pipe({"a": {"backend": "S[Mark,(Passes)Mark]"}})
 
 
 def test_the_hidden_nodes_of_the_documented_example_do_not_run() -> None:

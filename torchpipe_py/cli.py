@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
@@ -20,6 +21,7 @@ from torchpipe_py.plan.build import plan_pipeline
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is well, 1 for an error in what was asked about, 2 for wrong arguments; ``bench``: see ``run_bench``."""
     parser = argparse.ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
+    parser.add_argument("--version", action="version", version=f"torchpipe_py {version('torchpipe_py')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
     _add_config(check)
@@ -162,7 +164,7 @@ def markdown_table() -> Iterator[str]:
         cls = _backend(name)
         aliases = [alias for alias, target in registry.ALIASES.items() if target == name]
         names = ", ".join(f"`{spelling}`" for spelling in (name, *aliases))
-        params = ", ".join(f"`{_signature(param)}`" for param in cls.parameters().values())
+        params = ", ".join(f"`{signature(param)}`" for param in cls.parameters().values())
         yield f"| {names} | {params} | {_summary(cls)} |"
 
 
@@ -176,10 +178,11 @@ def _backend(name: str) -> type[Backend]:
 def _parameter_lines(cls: type[Backend]) -> Iterator[str]:
     for param in cls.parameters().values():
         choices = f": {', '.join(param.choices)}" if param.choices else ""
-        yield f"  {_signature(param):28} {param.doc}{choices}"
+        yield f"  {signature(param):28} {param.doc}{choices}"
 
 
-def _signature(param: Param) -> str:
+def signature(param: Param) -> str:
+    """A parameter with its default, as the documentation has it."""
     if param.default is REQUIRED:
         return param.key
     default = ", ".join(map(str, param.default)) if isinstance(param.default, tuple) else param.default

@@ -216,9 +216,9 @@ def message_of(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
         return f"an exception of type {_type_name(error)} whose message cannot be read"
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
     """An exception's type and ``message_of`` it, where it has one."""
-    name, message = _type_name(error), message_of(error)
+    name, message = _type_name(error), message_of(error, limit)
     return name if message == name else f"{name}: {message}"
 
 
@@ -269,7 +269,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
     # Cut: the time grows with the product of the lengths, and the name may be a client's.
     word = name[:_SHOWN].lower()
-    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.5 if len(names) <= _LISTED else 0.7)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
     if not names:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Union
 
+from torchpipe_py.errors import nearest
+from torchpipe_py.keys import BY_CONSTANT
+
 Value = Union[str, int, float, bool, Sequence["Value"]]  # noqa: UP007 - recursive, evaluated on Python 3.10
 
 _TRUE = {"true", "1", "yes", "on"}
@@ -82,3 +85,17 @@ def to_floats(value: Value) -> tuple[float, ...]:
 def to_strings(value: Value) -> tuple[str, ...]:
     """Several words, from a list or from ``"a, b"``."""
     return tuple(to_str(part) for part in to_list(value))
+
+
+def to_key(name: str) -> str:
+    """A key of a request's dict; ``TASK_RESULT_KEY`` means what the constant holds. ``ValueError`` for no such one."""
+    if name in BY_CONSTANT:
+        return BY_CONSTANT[name]
+    if name.startswith("TASK_") and name.endswith("_KEY"):
+        raise ValueError(f"no key {name!r}; {nearest(name, BY_CONSTANT)}")
+    return name
+
+
+def to_keys(value: Value) -> tuple[str, ...]:
+    """Several keys of a request's dict, from a list or from ``"data, TASK_BOX_KEY"``."""
+    return tuple(to_key(name) for name in to_strings(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from importlib.metadata import version
 from typing import Any
 
 MEBIBYTE = 2**20
@@ -82,6 +83,7 @@ class _Join(argparse.Action):
 def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Options from the command line; wrong ones end the process with status 2 and a line that says why."""
     parser = argparse.ArgumentParser(prog="torchpipe-serve", description="Serve a pipeline over Thrift.")
+    parser.add_argument("--version", action="version", version=f"torchpipe_py {version('torchpipe_py')}")
     parser.add_argument("config", help="TOML file of the pipeline")
     for option in _SETTINGS:
         flag, kind, default = _flag(option), type(option.default), option.default

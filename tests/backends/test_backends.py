@@ -24,7 +24,8 @@ from torchpipe_py import (
     register_backend,
     registry,
 )
-from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.backends.base import REQUIRED, BackendConfig
+from torchpipe_py.cli import signature
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.values import to_int, to_strings
 
@@ -44,6 +45,26 @@ class NoGraphs:
 # -- the contract -------------------------------------------------------------------------------------------------
 
 
+def needed(cls: type[Backend], classifier: str, tmp_path: Path) -> Data:
+    """A configuration of a built-in backend that names no more than it must."""
+    torch.jit.script(torch.nn.Identity()).save(str(tmp_path / "model.pt"))
+    torch.save(torch.zeros(1, 3, 2, 2), tmp_path / "tensor.pt")
+    model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
+    folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
+    samples = {"save_dir": folder, "tensor_name": tensor, "model": model, "trusted": True}
+    samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
+    samples |= {"jump": "other", "range": "1,4", "size": 32, "crop_h": 24, "crop_w": 24}
+    return {
+        param.key: samples[param.key]
+        for param in cls.parameters().values()
+        if param.default is REQUIRED or param.key in ("trusted", "max_w")  # AlignMat takes max_w or widths
+    }
+
+
+def expression(name: str, cls: type[Backend]) -> str:
+    return name + (f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else "")
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", sorted({*registry.BUILT_IN_BACKENDS, *registry.ALIASES}))
 def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, tmp_path: Path) -> None:
@@ -54,29 +75,30 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, t
     assert cls.__doc__ != Backend.__doc__
     params = cls.parameters()
     assert all(param.doc and param.key for param in params.values())
-    torch.jit.script(torch.nn.Identity()).save(str(tmp_path / "model.pt"))
-    torch.save(torch.zeros(1, 3, 2, 2), tmp_path / "tensor.pt")
-    model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
-    folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
-    samples = {"save_dir": folder, "tensor_name": tensor, "model": model, "trusted": True}
-    samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
-    samples |= {"jump": "other", "range": "1,4", "size": 32, "crop_h": 24, "crop_w": 24}
-    needed = {
-        param.key: samples[param.key]
-        for param in params.values()
-        if "required" in repr(param.default) or param.key in ("trusted", "max_w")  # AlignMat takes max_w or widths
-    }
-    brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
-    nodes = {"node": {"backend": name + brackets, **needed}, "other": {}}
+    nodes = {"node": {"backend": expression(name, cls), **needed(cls, classifier, tmp_path)}, "other": {}}
     backend = plan_pipeline(nodes).plans["node"].backends[0].create(BackendConfig(graphs=NoGraphs()))
     assert {key: getattr(backend, key) for key in params} == dict(backend.params)
-    assert backend.config.label == name + brackets
+    assert backend.config.label == expression(name, cls)
     with contextlib.suppress(BackendUnavailable):
         backend.setup()
         assert 1 <= backend.min() <= backend.max()
         hash(backend.batch_key({"data": b"bytes"}))
     backend.close()
     backend.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("name", sorted(registry.BUILT_IN_BACKENDS))
+def test_a_documented_default_that_is_written_out_changes_nothing(name: str, classifier: str, tmp_path: Path) -> None:
+    """As the table in docs/backends.md and ``torchpipe backends`` have them."""
+    cls = registry.default.find_backend(name)
+    assert cls is not None
+    least = {"backend": expression(name, cls), **needed(cls, classifier, tmp_path)}
+    documented = [signature(param).partition("=") for param in cls.parameters().values() if param.key not in least]
+    assert all(equals for _, equals, _ in documented)
+    written = {key: value.strip('"') for key, _, value in documented}
+    first, second = (plan_pipeline({"a": config, "other": {}}).plans["a"] for config in (least, least | written))
+    assert second.backends[0].params == first.backends[0].params
 
 
 def test_every_name_of_the_design_is_there() -> None:
@@ -211,6 +233,66 @@ def test_a_class_with_forward_alone(register: Register) -> None:
     assert closed == [1]
 
 
+class Returns:
+    """Returns its results, as a class for LitServe or mosec does."""
+
+    max = 4
+
+    def forward(self, items: list[Data]) -> Any:
+        return items[0]["returns"](items)
+
+
+def doubled(items: list[Data]) -> list[int]:
+    return [2 * item["data"] for item in items]
+
+
+@pytest.mark.parametrize("form", ["{}", "Python[{}]", "S[Identity,{}]"])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_that_forward_returns_holds_the_results(register: Register, form: str, kind: type) -> None:
+    items = [{"data": number, "returns": lambda items: kind(doubled(items))} for number in range(6)]
+    with pipe({"backend": form.format(register(Returns))}) as p:
+        p(items)
+    assert [item["result"] for item in items] == [0, 2, 4, 6, 8, 10]
+
+
+def test_the_items_themselves_returned_hold_their_results(register: Register) -> None:
+    def forward(items: list[Data]) -> list[Data]:
+        for item in items:
+            item["result"] = -item["data"]
+        return items
+
+    with pipe({"backend": register(Returns)}) as p:
+        assert p({"data": 1, "returns": forward})["result"] == -1
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ([], "a list of 0 results for 1 item"),
+        ([1, 2], "a list of 2 results for 1 item"),
+        (torch.zeros(1, 2), "a Tensor"),
+        ({"result": 1}, "a dict"),
+        (7, "an int"),
+        ("text", "a str"),
+        (iter([1]), "a list_iterator"),
+    ],
+)
+def test_anything_else_that_forward_returns_is_an_error(register: Register, returned: Any, problem: str) -> None:
+    data = {"data": 1, "returns": lambda items: returned}
+    with pipe({"backend": register(Returns)}) as p, pytest.raises(BackendError) as caught:
+        p(data)
+    assert f"Returns.forward returned {problem}; expected nothing (write item['result'] then), or" in str(caught.value)
+    assert "result" not in data
+
+
+def test_a_result_that_is_missing_in_a_list_costs_its_own_item(register: Register) -> None:
+    """The batch is repeated item by item, as after any other defect."""
+    items = [{"data": n, "returns": lambda items: [i["data"] for i in items if i["data"] != 2]} for n in range(4)]
+    with pipe({"backend": register(Returns)}) as p, pytest.raises(BackendError, match="0 results for 1 item"):
+        p(items)
+    assert [item.get("result") for item in items] == [0, 1, None, 3]
+
+
 def test_a_class_that_raises_in_init(register: Register) -> None:
     class Fails(Duck):
         """Fails."""
@@ -218,7 +300,7 @@ def test_a_class_that_raises_in_init(register: Register) -> None:
         def init(self, config: dict[str, Any]) -> None:
             raise ValueError("no such thing")
 
-    with pytest.raises(BackendError, match=r"config: node 'node': Python\[Fails\d+\]: no such thing"):
+    with pytest.raises(BackendError, match=r"config: node 'node': Python\[Fails\d+\]: ValueError: no such thing"):
         pipe({"backend": f"Python[{register(Fails)}]"})
 
 

@@ -186,6 +186,27 @@ def test_a_file_of_one_node(write: Write) -> None:
 # -- files --------------------------------------------------------------------------------------------------------
 
 
+def test_a_byte_order_mark_at_the_start_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b'\xef\xbb\xbfbatching_timeout = 2\r\n[a]\r\nbackend = "Identity"\r\n')
+    assert plans(path)["a"].spec.batching_timeout == 2
+
+
+def test_a_file_with_a_backend_that_nobody_has_names_three(write: Write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe(write('[a]\nbackend = "YoloDetector"'))
+    hint = str(caught.value).partition("no backend 'YoloDetector'; ")[2]
+    assert re.fullmatch(r"the nearest of \d+: \w+, \w+, \w+ \(one of your own is registered before: .*\)", hint)
+
+
+def test_the_backend_of_a_logical_node_is_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """As in the C++ library; somebody who expects otherwise is told."""
+    plans({"a": {"backend": "Identity", "next": "a.2"}, "a.2": {"backend": "S[Identity]"}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "config: node 'a.2': key 'backend': ignored: the node runs on the instances of 'a', Identity, not S[Identity]"
+    ]
+
+
 def test_a_missing_file_names_path_and_working_directory() -> None:
     for read in (parse_toml, pipe):
         with pytest.raises(ConfigError) as caught:
@@ -249,12 +270,32 @@ REFUSED = [
         "node 'a': key 'color'",
         "expected one of bgr, rgb, gray, got 'green'",
     ),
+    ('[a]\nbackend = "zzz"', "node 'a': key 'backend'", "no backend 'zzz'; the nearest of "),
+    (
+        "[a]\nresize_h = 1\nresize_w = 1",
+        "node 'a': key 'backend'",
+        "missing; without it the node is Identity, which does not take 'resize_h', 'resize_w'",
+    ),
+    ("[a]\nmax = 4", "node 'a': key 'backend'", "missing; without it the node is Identity, which does not take 'max'"),
+    ('[a]\nbakend = "DecodeMat"', "node 'a': key 'bakend'", "unknown key; did you mean 'backend'?"),
+    # keys at a wrong level
+    (
+        '[a]\nbackend = "Identity"\n"Identity::instance_num" = 2',
+        "node 'a': key 'Identity::instance_num'",
+        "'instance_num' belongs to the node, not to a backend: write it without Identity::",
+    ),
+    ('[[a]]\nbackend = "Identity"\n[b]', "global: key 'a'", "expected one table, [a], got a list of tables, [[a]]"),
+    (
+        '[a]\nbackend = "Identity"\n[a.more]\nresize_h = 2',
+        "node 'a.more': key 'resize_h'",
+        "shares the instances of 'a'",
+    ),
     # the top level
     ("resize_h = 1\n[a]", "global: key 'resize_h'", "no node takes it"),
     (f"resize_ww = 1\n[a]\n{RESIZE}", "global: key 'resize_ww'", "no node takes it; did you mean 'resize_w'?"),
     ("max_inflite = 1\n[a]", "global: key 'max_inflite'", "did you mean 'max_inflight'?"),
     ('next = "a"\n[a]', "global: key 'next'", "belongs into a node's table"),
-    ('backend = "Identity"\n[a]', "global: key 'backend'", "belongs into a node's table"),
+    ("or = true\n[a]", "global: key 'or'", "belongs into a node's table"),
     ("max_inflight = 0\n[a]", "global: key 'max_inflight'", "expected at least 1, got 0"),
     ("[a]\nmax_inflight = 1", "node 'a': key 'max_inflight'", "belongs to the top level"),
     (
@@ -277,6 +318,13 @@ REFUSED = [
     ('[a]\ninstance_num = "two"', "node 'a': key 'instance_num'", "expected an integer, got 'two'"),
     ("[a]\ninstance_num = 1.5", "node 'a': key 'instance_num'", "expected an integer, got 1.5"),
     ("[a]\ninstance_num = true", "node 'a': key 'instance_num'", "expected an integer, got True"),
+    (
+        "[a]\ninstance_num = 100000",
+        "node 'a': key 'instance_num'",
+        "expected at most 1024, got 100000: each instance is a thread with a backend of its own",
+    ),
+    ("instance_num = 100000\n[a]", "global: key 'instance_num'", "expected at most 1024"),
+    ('[a]\nbackend = "Identity&Identity"\ninstance_num = "1&2000"', "node 'a': key 'instance_num'", "at most 1024"),
     ("[a]\ninstance_num = 0", "node 'a': key 'instance_num'", "expected at least 1, got 0"),
     (
         '[a]\nbackend = "Identity&Identity"\ninstance_num = "1&2&3"',

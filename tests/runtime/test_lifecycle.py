@@ -16,7 +16,16 @@ import pytest
 from conftest import Register
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 
-from torchpipe_py import Backend, BackendError, BackendUnavailable, ConfigError, ItemBackend, PipeClosed, pipe
+from torchpipe_py import (
+    Backend,
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    ItemBackend,
+    PipeClosed,
+    SetupError,
+    pipe,
+)
 
 Data = dict[str, Any]
 Threads = Callable[[], list[threading.Thread]]
@@ -311,8 +320,8 @@ def test_a_program_that_never_closes_ends() -> None:
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
-        (ValueError, BackendError),
-        (KeyboardInterrupt, BackendError),
+        (ValueError, SetupError),
+        (KeyboardInterrupt, SetupError),
         (ConfigError, ConfigError),
         (BackendUnavailable, BackendUnavailable),
     ],
@@ -347,7 +356,8 @@ def test_a_failing_setup_ends_everything(
     with pytest.raises(kind) as caught:
         pipe(config)
     assert type(caught.value) is kind
-    assert str(caught.value) == f"config: node 'b': SyncTensor[{name}]: no such thing"
+    what = f"{raised.__name__}: " if kind is SetupError else ""
+    assert str(caught.value) == f"config: node 'b': SyncTensor[{name}]: {what}no such thing"
     assert isinstance(caught.value.__cause__, raised)
     assert pipe_threads() == []
     assert sorted(closed) == [*(("fails", index) for index in range(3)), ("works", 0), ("works", 0), ("works", 1)]
@@ -360,7 +370,7 @@ def test_a_constructor_that_raises(register: Register) -> None:
         def __init__(self, config: Any) -> None:
             raise ValueError("not me")
 
-    with pytest.raises(BackendError, match=r"config: node 'node': Fails\d+: not me"):
+    with pytest.raises(BackendError, match=r"config: node 'node': Fails\d+: ValueError: not me"):
         pipe({"backend": register(Fails)})
 
 

@@ -71,7 +71,7 @@ def test_the_texts_of_a_message_are_smaller_than_it_is():
             inputs = {f"{index:04}": IDL.Value(text="x" * size) for index, size in enumerate(sizes)}
             error = infer_error(client, inputs)
             assert error.code == "too_large"
-            assert re.fullmatch(r"texts of 1\d{3} bytes or more; the limit is 1000", error.message)
+            assert re.fullmatch(r"texts of 1\d{3} bytes or more; the limit is 1000 \(--max-text-bytes\)", error.message)
         client.ping()
 
 
@@ -91,7 +91,7 @@ def test_the_images_of_one_call_are_bounded():
         assert len(client.infer_many([b""] * 3)) == 3
         params = [IDL.InferenceParams(uuid="u", data=b"")] * 4
         error = client.error_of("infer_many", params=params)
-        assert (error.code, error.message) == ("invalid_request", "4 images in one call; the limit is 3")
+        assert (error.code, error.message) == ("invalid_request", "4 images in one call; the limit is 3 (--max-batch)")
 
 
 def test_a_key_that_is_named_often_is_one_output():
@@ -120,7 +120,7 @@ def test_a_reply_is_bounded(register: Register, key):
         assert key in client.infer(data, outputs=[key])
         error = infer_error(client, {"data": IDL.Value(integer=200_000)}, outputs=[key])
         assert error.code == "too_large"
-        assert "the limit of a reply is 100000" in error.message
+        assert "the limit of a reply is 100000 (--max-reply-bytes)" in error.message
 
 
 def test_replies_that_nobody_reads_count_among_the_held_bytes():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,7 +135,7 @@ class Binder:
         if not hasattr(source, "create"):
             return FilterPlan(source)
         scope = name.removeprefix("Python[").removesuffix("]").strip()
-        return FilterPlan(source, self._params(scope, source, _ALONE))
+        return FilterPlan(source, self._values(scope, source, _ALONE))
 
     def _hoisted(self, call: Call) -> Call:
         """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
@@ -166,21 +167,25 @@ class Binder:
             allowed = "no brackets" if high == 0 else f"at most {high} in its brackets"
             raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
 
-    def _params(self, scope: str, cls: Any, position: _Position) -> dict[str, Any]:
-        """Of a class of a backend, or of a ``PythonFilter``."""
-        if cls.any_params:
-            return self._all_params(scope)
-        params = {}
+    def _params(self, scope: str, cls: type[Backend], position: _Position) -> dict[str, Any]:
         self.used.update(_scoped(scope, "backend"))
         for key, reason in cls.ignored_keys.items():
             self.ignored.update(dict.fromkeys((key, *_scoped(scope, key)), f"ignored: {reason}"))
         before = len(self.problems)
+        params = self._values(scope, cls, position)
+        if len(self.problems) == before and not self.missing and not cls.any_params:
+            self._remark(cls, scope, params)
+        return params
+
+    def _values(self, scope: str, source: Any, position: _Position) -> dict[str, Any]:
+        """The parameters of a backend, or of a ``PythonFilter``."""
+        if source.any_params:
+            return self._all_params(scope)
+        params = {}
         # Files to make last: they belong where those that are read were found.
-        for name, param in sorted(cls.parameters().items(), key=lambda item: item[1].kept):
+        for name, param in sorted(source.parameters().items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
             params[name] = self._value(scope, param, position)
-        if len(self.problems) == before and not self.missing:
-            self._remark(cls, scope, params)
         return params
 
     def _remark(self, cls: type[Backend], scope: str, params: Mapping[str, Any]) -> None:
@@ -268,17 +273,34 @@ class Binder:
 
     def check_keys(self, unused: Iterable[str], ignored: Mapping[str, str]) -> None:
         """Keys that nothing takes, and missing ones; ``ignored`` holds those that mean nothing here."""
+        unknown = []
         for key in unused:
             if key in ignored:
                 self.problems.doubt(f"{self.node.at(key)}: {ignored[key]}")
-                continue
-            if key in ("min", "max"):
-                self.problems.add(self.node.at(key).error("no backend of this node takes a batch range"))
-                continue
-            names = {name for name in self.known if ("::" in name) == ("::" in key)}
-            self.problems.add(self.node.at(key).error(f"unknown key; {nearest(key, names | set(NODE_KEYS))}"))
+            else:
+                unknown.append(key)
+        for key in unknown if self.node.has_backend else self._without_backend(unknown):
+            self.problems.add(self.node.at(key).error(self._why_unknown(key)))
         for error in self.missing:
             self.problems.add(error)
+
+    def _without_backend(self, unused: Sequence[str]) -> list[str]:
+        """Where no backend is named, say that once, not of each parameter; the keys that are node keys misspelt."""
+        misspelt = [key for key in unused if difflib.get_close_matches(key, NODE_KEYS, 1, 0.75)]
+        params = ", ".join(repr(key) for key in unused if key not in misspelt)
+        if params:
+            place = Place(self.node.place.source, self.node.name, "backend")
+            self.problems.add(place.error(f"missing; without it the node is Identity, which does not take {params}"))
+        return misspelt
+
+    def _why_unknown(self, key: str) -> str:
+        if key in ("min", "max"):
+            return "no backend of this node takes a batch range"
+        scope, _, name = key.rpartition("::")
+        if scope and name in NODE_KEYS:
+            return f"unknown key; {name!r} belongs to the node, not to a backend: write it without {scope}::"
+        names = {known for known in self.known if ("::" in known) == ("::" in key)}
+        return f"unknown key; {nearest(key, names | set(NODE_KEYS))}"
 
 
 def _scoped(scope: str, name: str) -> list[str]:

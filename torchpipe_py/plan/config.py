@@ -14,7 +14,7 @@ import tomli
 
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.plan.expression import Call, parse_expression
-from torchpipe_py.values import Value, to_float, to_int, to_str, to_strings
+from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -25,7 +25,7 @@ MAX_INSTANCES = 1024  # of a node: threads, far beyond any machine's cores
 
 NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id", "decode_isolation")
 ISOLATIONS = ("none", "process")
-TABLE_KEYS = frozenset(("next", "map", "backend", "filter"))
+TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
 
@@ -73,7 +73,8 @@ class NodeSpec:
 
     ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition.
     ``params`` holds every key that is not a node key, bare or as ``"Backend::param"``, still as written;
-    ``own`` names those that stand in the node's table itself.
+    ``own`` names those that stand in the node's table itself. ``has_backend`` says whether it or the top level names
+    one.
     """
 
     place: Place
@@ -88,6 +89,7 @@ class NodeSpec:
     decode_isolation: str = ISOLATIONS[0]
     params: Mapping[str, Value] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
+    has_backend: bool = True
 
     @property
     def owner(self) -> str:
@@ -130,8 +132,8 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
     """
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
-            tables = tomli.load(file)
+        with open(name, encoding="utf-8-sig") as file:  # editors on Windows write a mark at the start
+            tables = tomli.loads(file.read())
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
     except OSError as error:
@@ -206,11 +208,11 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problem
             specs[name] = _node(name, table, defaults, place, problems)
     for spec in specs.values():
         with problems.gathered():
-            _check_alias(spec, specs, set(nodes))
+            _check_alias(spec, specs, set(nodes), problems)
     return PipelineSpec(place, specs, defaults, max_inflight, tuple(name for name in nodes if name not in specs))
 
 
-def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str]) -> None:
+def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str], problems: Problems) -> None:
     """A logical node has no instances of its own."""
     if node.owner == node.name:
         return
@@ -222,10 +224,9 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str])
         hint = nearest(node.owner, physical)
         raise node.place.error(f"a logical node (name.alias) of {node.owner!r}, which is not there; {hint}")
     if "backend" in node.own and node.calls != owner.calls:
-        backends = ["&".join(map(str, spec.calls)) for spec in (node, owner)]
-        raise node.at("backend").error(
-            f"shares the instances of {owner.name!r}, but its backend is {backends[0]}, not {backends[1]}"
-        )
+        named, runs = ("&".join(map(str, spec.calls)) for spec in (node, owner))
+        place = node.at("backend")
+        problems.doubt(f"{place}: ignored: the node runs on the instances of {owner.name!r}, {runs}, not {named}")
 
 
 def _node(
@@ -238,6 +239,8 @@ def _node(
     for key in PIPELINE_KEYS:
         if own.pop(key, None) is not None:
             problems.add(Place(place.source, name, key).error("belongs to the top level, not into a node"))
+    with problems.gathered():
+        _spell_out_or(own, place)
     keys = {**defaults, **own}
 
     failed: dict[str, ConfigError] = {}
@@ -273,11 +276,21 @@ def _node(
         decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
         own=frozenset(own),
+        has_backend="backend" in keys,
     )
     for key in ("backend", "next", "map"):
         if key in failed:
             raise failed[key]  # without these it is another node, with other mistakes
     return spec
+
+
+def _spell_out_or(own: dict[str, Value], place: Place) -> None:
+    """``or = true`` is what the C++ library calls ``filter = "or"``."""
+    if "or" not in own:
+        return
+    is_or = _read({"or": own.pop("or")}, "or", to_bool, False, place)
+    if is_or and own.setdefault("filter", "or") != "or":
+        raise Place(place.source, place.node, "or").error(f"the node has filter = {own['filter']!r} as well")
 
 
 def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict[str, Value]:
@@ -288,6 +301,8 @@ def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict
         with problems.gathered():
             if not isinstance(key, str):
                 raise here.error("a key is a string")
+            if isinstance(value, (list, tuple)) and any(isinstance(part, Mapping) for part in value):
+                raise here.error(f"expected one table, [{key}], got a list of tables, [[{key}]]")
             if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
                 raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")
             if key.split("::")[0] not in _SCHEDULER_SCOPES:
@@ -400,5 +415,5 @@ def _pairs(text: str, whole: str) -> tuple[tuple[str, str], ...]:
         names = [name.strip() for name in part.split(":")]
         if len(names) != 2 or not all(names):
             raise ValueError(f"expected key:newkey, found {part.strip()!r} in {whole!r}")
-        pairs.append((names[0], names[1]))
+        pairs.append((to_key(names[0]), to_key(names[1])))
     return tuple(pairs)

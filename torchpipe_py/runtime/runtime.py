@@ -138,8 +138,10 @@ class Runtime:
 
     def _failure(self, error: BaseException, place: str) -> TorchpipeError:
         """What the builder of the pipe gets for an exception in a set-up."""
-        kind = next((cls for cls in (BackendUnavailable, ConfigError) if issubclass(type(error), cls)), SetupError)
-        return kind(f"{place}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
+        for kind in (BackendUnavailable, ConfigError):
+            if issubclass(type(error), kind):
+                return kind(f"{place}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
+        return SetupError(f"{place}: {describe(error, SETUP_MESSAGE_LIMIT)}")
 
     def close(self, timeout: float | None = None) -> bool:
         """End every thread; queued requests fail with ``PipeClosed``. Idempotent, from any thread.

@@ -55,7 +55,7 @@ class ReplyTooLargeError(NoResult):
     code = "too_large"
 
     def __init__(self, size: int, limit: int) -> None:
-        super().__init__(f"the result has {size} bytes; the limit of a reply is {limit}")
+        super().__init__(f"the result has {size} bytes; the limit of a reply is {limit} (--max-reply-bytes)")
 
 
 Reply = tuple[bytes, str, str]

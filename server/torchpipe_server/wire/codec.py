@@ -154,7 +154,10 @@ class Decoder:
         size, at = self._string(view, at)
         self.text_bytes += size
         if self.text_bytes > self._limits.text_bytes:
-            raise TextTooLargeError(f"texts of {self.text_bytes} bytes or more; the limit is {self._limits.text_bytes}")
+            limit = self._limits.text_bytes
+            raise TextTooLargeError(
+                f"texts of {self.text_bytes} bytes or more; the limit is {limit} (--max-text-bytes)"
+            )
         return str(view[at : at + size], "utf-8"), at + size
 
     def _read_bytes(self, view: memoryview, at: int) -> tuple[bytes, int]:

@@ -16,6 +16,7 @@ from torchpipe_server.wire.scanner import (
     Limits,
     ProtocolError,
     Scanner,
+    endless,
     read_size,
     read_varint,
 )
@@ -228,10 +229,11 @@ class MessageReader:
         if size > self._limits.message_bytes:
             if header is None and end - start < HEADER_BYTES:
                 return None  # with its name and number, the refusal can be answered
-            raise ProtocolError("too_large", f"a frame of {size} bytes; the limit is {self._limits.message_bytes}")
+            most = self._limits.message_bytes
+            raise ProtocolError("too_large", f"a frame of {size} bytes; the limit is {most} (--max-message-bytes)")
         if header is None:
             if end >= limit:
-                raise ProtocolError(beyond, "the message's header goes on after its limit or the end of its frame")
+                raise endless(beyond, self._limits)
             return None
         self._scanner.start_struct(header.end, limit, beyond)
         return header

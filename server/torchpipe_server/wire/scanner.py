@@ -46,6 +46,13 @@ class ProtocolError(Exception):
         self.detail = detail
 
 
+def endless(kind: str, limits: Limits) -> ProtocolError:
+    """The error for a message that goes on after its frame, or after the limit where it has none."""
+    if kind == "too_large":
+        return ProtocolError(kind, f"the message has more than {limits.message_bytes} bytes (--max-message-bytes)")
+    return ProtocolError(kind, "the message goes on after the end of its frame")
+
+
 def read_varint(buffer: Buffer, at: int, end: int, max_bytes: int) -> tuple[int, int]:
     """The unsigned number at `at` and the position behind it, which is 0 if the number goes on after `end`."""
     if at < end and buffer[at] < 0x80:
@@ -252,22 +259,24 @@ class Scanner:
         else:
             unread, self.is_paused = items, True
         if pos > self.limit or (end >= self.limit and not self.is_paused):
-            raise ProtocolError(self._beyond, "the message goes on after its limit or the end of its frame")
+            raise endless(self._beyond, self._limits)
         self.pos, self._left, self._first, self._second, self._items = pos, left, first, second, unread
         return False
 
     def _refuse_string(self, size: int) -> NoReturn:
         if size < 0:
             raise ProtocolError("negative_size", f"a string of {size} bytes")
-        raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {self._limits.string_bytes}")
+        limit = self._limits.string_bytes
+        raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {limit} (--max-message-bytes)")
 
     def _refuse_items(self, size: int) -> NoReturn:
         if size < 0:
             raise ProtocolError("negative_size", f"a container of {size} elements")
-        raise ProtocolError("too_large", f"more than {self._limits.items} fields and elements in a message")
+        limit = self._limits.items
+        raise ProtocolError("too_large", f"more than {limit} fields and elements in a message (--max-items)")
 
     def _refuse_depth(self) -> NoReturn:
-        raise ProtocolError("too_deep", f"more than {self._limits.depth} nested structs and containers")
+        raise ProtocolError("too_deep", f"more than {self._limits.depth} nested structs and containers (--max-depth)")
 
 
 def compact_container(buffer: Buffer, at: int, end: int, is_map: bool) -> tuple[int, int, int, int]:

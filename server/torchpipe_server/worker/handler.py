@@ -93,7 +93,7 @@ class InferenceHandler:
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
         params = _given(args.params, "params")
         if len(params) > self._max_batch:
-            raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch}")
+            raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch} (--max-batch)")
         many = _Many(self, len(params), self._deadlines.seconds(args.deadline_ms), done)
         many.start([{"data": item.data} for item in params])
         return many

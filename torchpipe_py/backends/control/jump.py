@@ -9,7 +9,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data, DeferredBackend, Graphs, Param
 from torchpipe_py.errors import BackendError, ConfigError, DeadlineExceeded, PipeClosed, first_line
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import Value, to_str, to_strings
+from torchpipe_py.values import Value, to_keys, to_str
 
 
 class Jump(DeferredBackend):
@@ -85,8 +85,8 @@ class Jump(DeferredBackend):
         return failure
 
 
-def _some_strings(value: Value) -> tuple[str, ...]:
-    names = to_strings(value)
+def _some_keys(value: Value) -> tuple[str, ...]:
+    names = to_keys(value)
     if not names:
         raise ValueError("names no key")
     return names
@@ -100,8 +100,8 @@ class MapReduce(Jump):
     An element without a result fails the request. An empty list gives empty lists.
     """
 
-    split_keys = Param(to_strings, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
-    merge_keys = Param(_some_strings, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
+    split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
+    merge_keys = Param(_some_keys, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
 
     @classmethod
     def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
