@@ -67,7 +67,10 @@ def from_value(name: str, value: Any) -> Any:
 def _to_tensor(name: str, value: Any) -> Any:
     import numpy as np
 
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, say
+        raise InvalidRequest(f"{name}: a {type(value).__name__} that NumPy makes no array of: {error}") from error
     if array.dtype.name not in _DTYPES:
         raise InvalidRequest(f"{name}: an array of {array.dtype}; the wire has {', '.join(sorted(_DTYPES))}")
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)

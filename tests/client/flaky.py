@@ -46,6 +46,7 @@ class FlakyServer:
         self.script = list(script)
         self.calls: list[Call] = []
         self.connections = 0
+        self.connections_ended = threading.Semaphore(0)
         self.has_stalled = threading.Event()
         self.ended = threading.Event()
         self._tls = tls
@@ -82,6 +83,7 @@ class FlakyServer:
             pass
         finally:
             sock.close()
+            self.connections_ended.release()
 
     def _read(self, sock: socket.socket, connection: int) -> Call | None:
         head = sock.recv(4, socket.MSG_WAITALL) if self._tls is None else sock.recv(4)

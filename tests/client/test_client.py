@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from flaky import CLIENTS, pauses
@@ -96,6 +97,8 @@ def test_values_come_back_as_they_went(make, echo):
     with make(echo) as client:
         for sent in (b"bytes", "text", 7, -1.5):
             assert client.infer({"data": sent})["result"] == sent
+        for sent in (np.float32(0.5), torch.tensor([[0.5]])):
+            assert client.infer({"data": sent})["result"] == 0.5
         assert client.infer({"data": memoryview(b"bytes")})["result"] == b"bytes"
         assert [one.shape for one in client.infer({"data": arrays})["result"]] == [(1, 2), (3,)]
         outputs = client.infer({"data": b"", "boxes": "1", "scale": 2.0}, outputs=["scale", "boxes"])
@@ -107,6 +110,7 @@ def test_values_come_back_as_they_went(make, echo):
     [
         (None, r"^inputs\['data'\]: a NoneType has no form on the wire"),
         ([b"a"], r"^inputs\['data'\]: a list has no form"),
+        (torch.zeros(1, dtype=torch.bfloat16), r"^inputs\['data'\]: a Tensor that NumPy makes no array of: "),
         (2**63, r"^inputs\['data'\]: an integer of more than 64 bits"),
         (np.zeros(2, np.complex64), r"^inputs\['data'\]: an array of complex64; the wire has bool, "),
     ],

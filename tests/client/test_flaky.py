@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shutil
 import signal
 import socket
@@ -289,7 +290,7 @@ def test_times_of_a_call_that_make_no_sense(make):
 def test_a_connection_that_the_service_closed_while_it_was_idle_is_noticed(make):
     with FlakyServer(answer_and_hang_up) as server, make(server.address, retries=0) as client:
         assert label(client) == "a"
-        server._threads[1].join(WAIT)
+        assert server.connections_ended.acquire(timeout=WAIT)
         if isinstance(client, BlockingClient):
             client.run(asyncio.sleep(0))  # a round of its event loop
         assert label(client, "b") == "b"
@@ -368,6 +369,26 @@ def test_after_the_end_there_are_no_calls(make):
         with pytest.raises(ClientClosed):
             client.ping()
         assert len(server.calls) == 1
+
+
+def test_a_call_under_way_ends_as_it_would_and_its_connection_with_it(make):
+    with FlakyServer(stall) as server, make(server.address) as client:
+        labels: list[str] = []
+        thread = threading.Thread(target=lambda: labels.append(label(client)))
+        thread.start()
+        assert server.has_stalled.wait(WAIT)
+        client.close()
+        server.ended.set()
+        thread.join(WAIT)
+        assert labels == ["a"]
+        assert server.connections_ended.acquire(timeout=WAIT)
+
+
+def test_both_clients_have_the_same_calls():
+    names = {name for name in vars(Client) if not name.startswith("_")}
+    assert names == {name for name in vars(AsyncClient) if not name.startswith("_")}
+    for name in ["__init__", *names]:
+        assert inspect.signature(getattr(Client, name)) == inspect.signature(getattr(AsyncClient, name))
 
 
 # -- ways of ending that are no answers -----------------------------------------------------------------------------
