@@ -181,6 +181,11 @@ def sends(data: bytes) -> Step:
     return lambda server, sock, call: sock.sendall(data)
 
 
+def sends_twice(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+    """The same answer."""
+    sock.sendall(2 * _answer(call))
+
+
 def hang_up(server: FlakyServer, sock: socket.socket, call: Call) -> None:
     raise HangUpError
 
@@ -202,12 +207,11 @@ def half(server: FlakyServer, sock: socket.socket, call: Call) -> None:
 
 
 def trickle(server: FlakyServer, sock: socket.socket, call: Call) -> None:
-    """Each byte of the answer comes soon after the one before it, the last one never."""
-    for byte in _answer(call)[:-1]:
+    """Each byte of the answer comes soon after the one before it."""
+    for byte in _answer(call):
         sock.sendall(bytes([byte]))
         if server.ended.wait(0.01):
             return
-    server.ended.wait(WAIT)
 
 
 def other(server: FlakyServer, sock: socket.socket, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""Both clients against a server that fails in every way: each call has one outcome, and no answer is another call's."""
+"""Both clients: each call has a connection to itself, and no answer is another call's."""
 
 from __future__ import annotations
 
@@ -19,40 +19,25 @@ import pytest
 from fakes import WAIT, in_threads
 from flaky import (
     CLIENTS,
+    IDL,
     BlockingClient,
+    Call,
     FlakyServer,
     answer_and_hang_up,
-    fails,
-    fails_items,
-    fails_undeclared,
-    half,
-    hang_up,
     other,
     pauses,
     reply,
-    reset,
     sends,
+    sends_twice,
     stall,
-    trickle,
 )
 from torchpipe_client import (
     AsyncClient,
-    BackendError,
     BadReply,
     Client,
     ClientClosed,
-    ClientError,
-    ConnectionLost,
-    DeadlineExceeded,
-    DecodeError,
     InferenceError,
-    InvalidRequest,
     NotConnected,
-    Overloaded,
-    TimedOut,
-    Unavailable,
-    UnknownNode,
-    WorkerDied,
 )
 
 
@@ -66,124 +51,10 @@ def label(client: Any, text: str = "a", **options: Any) -> str:
     return str(client.infer_batch(text.encode(), **options).label)
 
 
-# -- errors of the service ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "kind", "also"),
-    [
-        ("decode_error", DecodeError, ValueError),
-        ("unknown_node", UnknownNode, IndexError),
-        ("invalid_request", InvalidRequest, ValueError),
-        ("backend_error", BackendError, InferenceError),
-        ("deadline_exceeded", DeadlineExceeded, TimeoutError),
-        ("a_new_one", InferenceError, ClientError),
-    ],
-)
-def test_an_error_of_the_service_is_raised_once_and_not_repeated(make, code, kind, also):
-    with FlakyServer(fails(code)) as server, make(server.address) as client:
-        with pytest.raises(also, match=r"^on purpose$") as raised:
-            label(client)
-        assert (type(raised.value), raised.value.code) == (kind, code)
-        assert label(client) == "a"
-        assert len(server.calls) == 2
-
-
-@pytest.mark.parametrize("code", ["overloaded", "unavailable"])
-def test_what_was_not_begun_is_repeated_after_the_time_that_the_service_names(make, code):
-    with FlakyServer(fails(code, 60), fails(code)) as server, make(server.address, idempotent=False) as client:
-        assert label(client) == "a"
-        first, second, _ = [call.at for call in server.calls]
-        assert second - first >= 0.06
-        assert server.connections == 1
-
-
-def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
-    with pauses(monkeypatch) as delays:
-        for _ in range(2):
-            with FlakyServer(*[fails("overloaded", 1000)] * 4) as server, make(server.address) as client:
-                with pytest.raises(Overloaded) as raised:
-                    label(client)
-                assert (raised.value.retry_after_ms, len(server.calls)) == (1000, 4)
-    assert len(set(delays)) == 6
-    for first, second, third in (delays[:3], delays[3:]):
-        assert 1.025 <= first <= 1.05 <= second <= 1.1 <= third <= 1.2
-
-
-def test_nobody_waits_for_a_repetition_that_would_come_too_late(make):
-    with FlakyServer(fails("overloaded", 60_000)) as server, make(server.address) as client:
-        with pytest.raises(Overloaded):
-            label(client)
-        server.script = [fails("overloaded", 500)]
-        with pytest.raises(Overloaded):
-            client.infer({"data": b"a"}, deadline_ms=400)
-        assert len(server.calls) == 2
-
-
-def test_no_repetitions_where_none_are_wanted(make):
-    with FlakyServer(fails("unavailable", 1)) as server, make(server.address, retries=0) as client:
-        with pytest.raises(Unavailable):
-            label(client)
-        assert len(server.calls) == 1
-
-
-def test_a_call_that_killed_two_workers_gets_no_third(make, monkeypatch):
-    with pauses(monkeypatch), FlakyServer(*[fails("worker_died")] * 3) as server, make(server.address) as client:
-        with pytest.raises(WorkerDied):
-            label(client)
-        assert len(server.calls) == 2
-
-
-@pytest.mark.parametrize("step", [fails("worker_died"), hang_up, reset, half])
-def test_what_was_perhaps_begun_is_repeated_only_if_it_may_be(make, step):
-    with FlakyServer(step) as server, make(server.address) as client:
-        assert label(client) == "a"
-        assert len(server.calls) == 2
-    with FlakyServer(step) as server, make(server.address, idempotent=False) as client:
-        with pytest.raises((WorkerDied, ConnectionLost)) as raised:
-            label(client)
-        assert raised.value.code in ("worker_died", "connection_lost")
-        assert label(client, "b") == "b"
-        assert len(server.calls) == 2
-
-
-def test_ping_knows_what_it_does_not_declare(make):
-    steps = [fails_undeclared("Unavailable: no worker"), fails_undeclared("ValueError: a defect")]
-    with FlakyServer(*steps) as server, make(server.address) as client:
-        with pytest.raises(InferenceError, match=r"^ValueError: a defect$") as raised:
-            client.ping()
-        assert (raised.value.code, len(server.calls)) == ("internal", 2)
-        client.ping()
-
-
-# -- many -----------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_images_that_were_refused_are_sent_again(make):
-    steps = [fails_items(None, "overloaded", "decode_error", "overloaded"), fails_items(None, "overloaded")]
-    with FlakyServer(*steps) as server, make(server.address) as client:
-        first, second, third, fourth = client.infer_many(image for image in (b"a", b"b", b"c", b"d"))
-        assert [one.label for one in (first, second, fourth)] == ["a", "b", "d"]
-        assert isinstance(third, DecodeError)
-        assert [[one.data for one in call.args.params] for call in server.calls] == [
-            [b"a", b"b", b"c", b"d"],
-            [b"b", b"d"],
-            [b"d"],
-        ]
-
-
-def test_an_attempt_that_fails_takes_nothing_from_those_before_it(make, monkeypatch):
-    steps = [fails_items(None, "overloaded"), *[hang_up] * 3]
-    with pauses(monkeypatch), FlakyServer(*steps) as server, make(server.address) as client:
-        first, second = client.infer_many([b"a", b"b"])
-        assert (first.label, type(second), len(server.calls)) == ("a", Overloaded, 4)
-
-
-def test_no_image_has_an_outcome_where_the_call_has_none(make):
-    with FlakyServer(hang_up) as server, make(server.address, retries=0) as client:
-        with pytest.raises(ConnectionLost):
-            client.infer_many([b"a", b"b"])
-        assert client.infer_many([]) == []
+def a_round_of_its_loop(client: Any) -> None:
+    """What has arrived at an asyncio client is seen after it."""
+    if isinstance(client, BlockingClient):
+        client.run(asyncio.sleep(0))
 
 
 # -- broken answers -------------------------------------------------------------------------------------------------
@@ -209,79 +80,46 @@ def test_what_is_no_answer_is_told_and_the_connection_used_no_more(make, step, t
 
 
 def test_an_answer_that_nobody_asked_for_ends_the_connection(make):
-    with FlakyServer() as server, make(server.address) as client:
-        server.script = [lambda server, sock, call: sock.sendall(2 * reply(call))]
+    with FlakyServer(sends_twice) as server, make(server.address) as client:
         with pytest.raises(BadReply):
             client.ping()
         client.ping()
         assert server.connections == 2
 
 
-# -- time -----------------------------------------------------------------------------------------------------------
+def test_an_answer_that_comes_twice_ends_the_connection(make):
+    is_answered, is_sent = threading.Event(), threading.Event()
+
+    def answer_twice(server: FlakyServer, sock: socket.socket, call: Any) -> None:
+        sock.sendall(reply(call))
+        assert is_answered.wait(WAIT)
+        sock.sendall(reply(call))
+        is_sent.set()
+
+    with FlakyServer(answer_twice) as server, make(server.address, retries=0) as client:
+        client.ping()
+        is_answered.set()
+        assert is_sent.wait(WAIT)
+        a_round_of_its_loop(client)
+        client.ping()
+        assert server.connections == 2
 
 
-@pytest.mark.parametrize("step", [stall, trickle])
-def test_a_call_that_takes_too_long_gives_its_connection_up(make, step):
-    with FlakyServer(step) as server, make(server.address, timeout=WAIT) as client:
-        with pytest.raises(TimedOut, match=r"^no answer within 0.05 s$"):
-            label(client, timeout=0.05)
-        assert label(client, "b") == "b"
-        assert [call.connection for call in server.calls] == [1, 2]
+def test_an_answer_that_comes_before_all_is_sent_is_read(make):
+    def refuse(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(1000)
+            call = Call("infer_batch", 1, None, 1, 0.0)
+            sock.sendall(reply(call, error=IDL.InferenceError(code="too_large", message="on purpose")))
 
-
-def test_the_service_is_told_how_much_time_is_left(make, monkeypatch):
-    with pauses(monkeypatch), FlakyServer(hang_up) as server, make(server.address, timeout=5) as client:
-        client.infer({"data": b"a"}, deadline_ms=4000)
-        client.infer({"data": b"a"})
-        client.infer({"data": b"a"}, deadline_ms=9000)
-        client.infer_many([b"a"], timeout=0.5)
-        told = [getattr(call.args, "request", call.args).deadline_ms for call in server.calls]
-        assert 0 < told[1] <= told[0] <= 4000
-        assert all(4000 < one <= 5000 for one in told[2:4])
-        assert 0 < told[4] <= 500
-
-
-def test_a_call_waits_for_a_connection_no_longer_than_for_its_answer(make):
-    with FlakyServer(stall) as server, make(server.address, max_connections=1, retries=0) as client:
-        errors: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                label(client)
-            except ClientError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=call)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse, args=(listener,))
         thread.start()
-        assert server.has_stalled.wait(WAIT)
-        with pytest.raises(TimedOut, match=r"all 1 connections were in use for 0.05 s \(max_connections\)"):
-            label(client, timeout=0.05)
-        server.ended.set()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with make(address, retries=0) as client, pytest.raises(InferenceError, match="on purpose"):
+            label(client, 20_000_000 * "a")
         thread.join(WAIT)
-        assert (errors, server.connections) == ([], 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"timeout": 0}, "timeout"),
-        ({"connect_timeout": -1}, "connect_timeout"),
-        ({"retries": -1}, "retries"),
-        ({"max_connections": 0}, "max_connections"),
-    ],
-)
-def test_options_that_make_no_sense(options, text):
-    for cls in (Client, AsyncClient):
-        with pytest.raises(ValueError, match=f"^{text} must be"):
-            cls("127.0.0.1:8888", **options)
-
-
-def test_times_of_a_call_that_make_no_sense(make):
-    with make("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match=r"^timeout must be greater than 0, not 0"):
-            client.ping(timeout=0)
-        with pytest.raises(ValueError, match=r"^deadline_ms must be greater than 0, not -1"):
-            client.infer({}, deadline_ms=-1)
 
 
 # -- connections ----------------------------------------------------------------------------------------------------
@@ -291,8 +129,7 @@ def test_a_connection_that_the_service_closed_while_it_was_idle_is_noticed(make)
     with FlakyServer(answer_and_hang_up) as server, make(server.address, retries=0) as client:
         assert label(client) == "a"
         assert server.connections_ended.acquire(timeout=WAIT)
-        if isinstance(client, BlockingClient):
-            client.run(asyncio.sleep(0))  # a round of its event loop
+        a_round_of_its_loop(client)
         assert label(client, "b") == "b"
         assert server.connections == 2
 
