@@ -145,6 +145,25 @@ def test_several_outputs_are_a_list(folder: Path, capsys: pytest.CaptureFixture[
     assert [tuple(output.shape) for output in data["result"]] == [(1, 3), (1, 8, 16)]
 
 
+def test_one_channel_and_several_labels(folder: Path, refused: Refused) -> None:
+    text = "def build():\n return nn.Sequential(nn.AvgPool2d(14), nn.Flatten())"
+    options = (f"{code(folder, 'gray', text)}:build", "--resize", "28x28", "--color", "gray")
+    assert "--mean: 3 numbers" in refused(*options)
+    (folder / "labels.txt").write_text("\n".join(LABELS[:4]), encoding="utf-8")
+    options += ("--mean", "0.5", "--std", "0.5", "--labels", "labels.txt")
+    assert main(["export", *options, "--postprocessor", "Sigmoid"]) == 0
+    jpeg = encode(picture(28, 28))
+    with pipe("model.toml") as run:
+        run(data := {"data": jpeg})
+    mat = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_GRAYSCALE)
+    quarters = mat.reshape(2, 14, 2, 14).mean((1, 3)).ravel()
+    scores = 1 / (1 + np.exp(-(quarters / 255 - 0.5) / 0.5))
+    assert dict(data["result"]) == pytest.approx(
+        {label: score for label, score in zip(LABELS, scores, strict=False) if score >= 0.5}, abs=1e-5
+    )
+    assert data["result"]
+
+
 def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None:
     text = '[resize]\nbackend = "S[DecodeMat,ResizeMat,Mat2Tensor]"\nresize_h = 20\nresize_w = 32\n'
     (folder / "train.toml").write_text(text, encoding="utf-8")
@@ -157,7 +176,7 @@ def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None
 
     more = ("tiny", "--weights", "random", "--out", "served", "--preprocess", "other.toml")
     (folder / "other.toml").write_text('[a]\nbackend = "DecodeMat"\n', encoding="utf-8")
-    assert "makes images of several sizes, 240x320 and 375x250 for two" in refused(*more)
+    assert "makes images of several sizes, 3x240x320 and 3x375x250 for two" in refused(*more)
     (folder / "other.toml").write_text('[a]\nbackend = "Identity"\n', encoding="utf-8")
     assert "other.toml: makes bytes of a JPEG; expected a Mat or a Tensor" in refused(*more)
     assert "--resize: --preprocess other.toml decodes and resizes" in refused(*more, "--resize", "8")

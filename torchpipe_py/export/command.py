@@ -36,8 +36,12 @@ def run_export(args: argparse.Namespace) -> int:
         tables, size = read_preprocessing(args.preprocess)
         pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()}"
     else:
-        tables, size = {"decode": {**transform.node(args.color), "instance_num": 2}}, transform.size
+        tables = {"decode": {**transform.node(args.color), "instance_num": 2}}
+        size = (1 if args.color == "gray" else 3, *transform.size)
         pixels = f"{transform} ({source.origin if transform == source.transform else 'as the options say'})"
+    for name, numbers in (("mean", transform.mean), ("std", transform.std)):
+        if len(numbers) not in (1, size[0]):
+            raise ExportError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {size[0]} channel(s)")
     outputs = check_batch(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     labels = _labels(args.labels, source, classes)
@@ -47,13 +51,14 @@ def run_export(args: argparse.Namespace) -> int:
         difference = export_checked(source.model, made.model, size=size, opset=args.opset, axes=_axes(len(outputs)))
         if labels:
             made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
-        node = model_node(made, transform, has_labels=bool(labels), is_classifier=classes is not None)
+        node = model_node(made, transform, has_labels=bool(labels), postprocessor=args.postprocessor if classes else "")
         text = to_toml(followed_by(tables, node), _comments(transform))
         made.toml.write_text(f"# {title}\n\n{text}", encoding="utf-8")
         plan_pipeline(made.toml)
         files.take(made)
+    shape = "".join(f"x{side}" for side in size)
     megabytes = files.model.stat().st_size / 1e6
-    print(f"{files.model}: {title}, input Nx3x{size[0]}x{size[1]}, {megabytes:.1f} MB")
+    print(f"{files.model}: {title}, input N{shape}, {megabytes:.1f} MB")
     print(f"  outputs within {difference:.1g} of PyTorch's, in batches of {', '.join(map(str, BATCHES))}")
     print(f"{files.toml}: {pixels}")
     if classes is not None:
@@ -119,5 +124,4 @@ def _comments(transform: Transform) -> dict[str, str]:
         "batching_timeout": "ms; the most a request waits for others on their way",
         "mean": f"255 * ({mean})",
         "std": f"255 * ({std})",
-        "postprocessor": "(label, score)",
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchpipe_py.export.errors import ExportError
 from torchpipe_py.export.files import Files
-from torchpipe_py.export.transforms import Sides, Transform
+from torchpipe_py.export.transforms import Transform
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import pipe
 
@@ -19,7 +19,9 @@ MOST = 8  # items of a batch
 TRIALS = ((240, 320), (375, 250))  # height and width of images that tell what a preprocessing makes of any
 
 
-def model_node(files: Files, transform: Transform, has_labels: bool, is_classifier: bool = True) -> dict[str, Any]:
+def model_node(
+    files: Files, transform: Transform, has_labels: bool, postprocessor: str = "SoftmaxMax"
+) -> dict[str, Any]:
     """The node of the model, whose files lie beside the TOML."""
     node = {
         "backend": ENGINE,
@@ -30,9 +32,9 @@ def model_node(files: Files, transform: Transform, has_labels: bool, is_classifi
         "mean": _of_255(transform.mean),
         "std": _of_255(transform.std),
     }
-    if is_classifier:
-        node["postprocessor"] = "SoftmaxMax"
-    if has_labels:
+    if postprocessor:
+        node["postprocessor"] = postprocessor
+    if postprocessor and has_labels:
         node["labels"] = files.labels.name
     return node
 
@@ -54,8 +56,8 @@ def followed_by(tables: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str,
     return {GLOBAL: dict(tables.get(GLOBAL, {})), **nodes, name: dict(node)}
 
 
-def read_preprocessing(path: Path) -> tuple[dict[str, Any], Sides]:
-    """The tables of a TOML file, and height and width of the images that it makes of JPEGs of any size.
+def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """The tables of a TOML file, and channels, height and width of the images that it makes of JPEGs of any size.
 
     ``ExportError`` where it makes something else, or images of several sizes.
     """
@@ -68,12 +70,12 @@ def read_preprocessing(path: Path) -> tuple[dict[str, Any], Sides]:
             shape = tuple(getattr(result, "shape", ()))
             if isinstance(result, np.ndarray) and len(shape) == 3:
                 shape = (1, shape[2], *shape[:2])
-            if len(shape) != 4 or shape[:2] != (1, 3):
+            if len(shape) != 4 or shape[0] != 1:
                 kind = "x".join(map(str, shape)) or str(data.get("error", type(result).__name__))
-                raise ExportError(f"{path}: makes {kind} of a JPEG; expected a Mat or a Tensor with three channels")
-            sizes.add((int(shape[2]), int(shape[3])))
+                raise ExportError(f"{path}: makes {kind} of a JPEG; expected a Mat or a Tensor 1xCxHxW")
+            sizes.add((int(shape[1]), int(shape[2]), int(shape[3])))
     if len(sizes) > 1:
-        found = " and ".join(f"{height}x{width}" for height, width in sorted(sizes))
+        found = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
         raise ExportError(f"{path}: makes images of several sizes, {found} for two; the model takes one")
     return tables, sizes.pop()
 

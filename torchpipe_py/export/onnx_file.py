@@ -23,22 +23,24 @@ TOLERANCE = 1e-3  # of the largest output
 BATCHES = (1, 3, 7)
 
 Axes = dict[str, dict[int, str]]  # tensor → dimension → the name under which it is free
-Size = int | tuple[int, int]  # pixels: the side of a square, or height and width
+Size = int | tuple[int, int] | tuple[int, int, int]
+"""Pixels: the side of a square, or height and width; or channels, where they are not three, height and width."""
+
 BATCH_AXES: Axes = {"input": {0: "batch"}, "logits": {0: "batch"}}
 
 
 def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes = BATCH_AXES) -> None:
     """Write ``model`` (put in eval mode) to ``path``, weights inside.
 
-    The input is ``input``, float32 N×3×height×width; ``axes`` has it and the outputs, in their order, each with its
-    free dimensions. Raises ``ExportError`` if no exporter of this PyTorch can do it.
+    The input is ``input``, float32 N×C×H×W; ``axes`` has it and the outputs, in their order, each with its free
+    dimensions. Raises ``ExportError`` if no exporter of this PyTorch can do it.
     """
     import torch
 
     if sum(tensor.nbytes for tensor in model.state_dict().values()) >= PROTOBUF_LIMIT:
         raise ExportError("the weights exceed 2 GiB, more than a single ONNX file can hold")
     model.eval()
-    example = torch.zeros(2, 3, *_sides(size))  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
+    example = torch.zeros(2, *_shape(size))  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
     failures = []
     for exporter in _exporters():
         try:
@@ -69,11 +71,11 @@ def noise(size: Size, batches: Sequence[int]) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    height, width = _sides(size)
-    images = [torch.randn(batch, 3, height, width, generator=generator) for batch in batches]
+    channels, height, width = _shape(size)
+    images = [torch.randn(batch, channels, height, width, generator=generator) for batch in batches]
     checked = 5.0 * ((torch.arange(height)[:, None] + torch.arange(width)) % 2).float() - 2.5
-    plain = torch.tensor([-2.5, 2.5, 0.0])[:, None, None, None].expand(3, 3, height, width)
-    return [*images, torch.cat([plain, checked.expand(1, 3, height, width)])]
+    plain = torch.tensor([-2.5, 2.5, 0.0])[:, None, None, None].expand(3, channels, height, width)
+    return [*images, torch.cat([plain, checked.expand(1, channels, height, width)])]
 
 
 def outputs_of(model: Callable[[Any], Any], images: Any) -> list[Any]:
@@ -236,8 +238,10 @@ def _output_names(axes: Axes) -> list[str]:
     return [name for name in axes if name != "input"]
 
 
-def _sides(size: Size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+def _shape(size: Size) -> tuple[int, int, int]:
+    if isinstance(size, int):
+        return 3, size, size
+    return (3, *size) if len(size) == 2 else size
 
 
 def _apart(expected: Any, actual: Any) -> tuple[float, float]:

@@ -21,6 +21,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
     option("--force", action="store_true", help="replace files that are there")
     option("--labels", type=Path, metavar="FILE", help="a class a line; default: the weights' own, if they have any")
+    option(
+        "--postprocessor",
+        metavar="NAME",
+        default="SoftmaxMax",
+        help="of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs",
+    )
     pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
     option = pixels.add_argument
     option(
@@ -31,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--interpolation", choices=("bilinear", "bicubic"))
     option("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as transforms.Normalize takes it")
     option("--std", type=_floats, metavar="R,G,B")
-    option("--color", choices=("rgb", "bgr"), default="rgb", help="that the model takes (default: %(default)s)")
+    option("--color", choices=("rgb", "bgr", "gray"), default="rgb", help="that the model takes (default: %(default)s)")
     option("--preprocess", type=Path, metavar="TOML", help="decode and resize by this file instead, as in training")
     parser.add_argument("--opset", type=int, default=17, help="of ONNX (default: %(default)s)")
 
@@ -54,6 +60,6 @@ def _floats(text: str) -> tuple[float, ...]:
         numbers = to_floats(text)
     except (ConfigError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if len(numbers) != 3:
-        raise argparse.ArgumentTypeError(f"expected three numbers, got {len(numbers)}")
+    if len(numbers) not in (1, 3):
+        raise argparse.ArgumentTypeError(f"expected one number or three, got {len(numbers)}")
     return tuple(numbers)
