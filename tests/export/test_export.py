@@ -97,6 +97,8 @@ def test_the_labels_and_the_pixels_of_torchvisions_own_weights(
     assert main(["export", "tiny"]) == 0
     assert "weights V1" in capsys.readouterr().out
     assert (folder / "model.labels.txt").read_text("utf-8").splitlines()[999] == "thing 999"
+    assert main(["export", "tiny", "--out", "plain", "--postprocessor", "SoftmaxCpu"]) == 0
+    assert not (folder / "plain.labels.txt").exists()
     saved(folder / FILE, tiny(seed=4).state_dict())  # the same, downloaded by hand
     assert main(["export", "tiny", "--weights", FILE, "--out", "again"]) == 0
     assert (folder / "again.labels.txt").read_bytes() == (folder / "model.labels.txt").read_bytes()
@@ -191,6 +193,9 @@ def test_what_a_user_can_mend(folder: Path, refused: Refused, monkeypatch: pytes
     assert "--transforms V2: no weights of torchvision's; expected V1" in refused("tiny", "--transforms", "V2", *RANDOM)
     (folder / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
     assert "--labels two.txt: 2 lines, tiny has 1000 classes" in refused("tiny", *RANDOM, "--labels", "two.txt")
+    assert "--postprocessor Sigmoidd: did you mean 'Sigmoid'?" in refused(
+        "tiny", *RANDOM, "--postprocessor", "Sigmoidd"
+    )
     assert "--crop 64: more than --resize 40 leaves" in refused("tiny", *RANDOM, "--crop", "64")
     assert "divide yours by 255" in refused("tiny", *RANDOM, "--mean", "123.675,116.28,103.53")
     assert "--std: holds a zero" in refused("tiny", *RANDOM, "--std", "0,1,1")

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py import registry
+from torchpipe_py.backends.models.postprocess import uses
+from torchpipe_py.errors import nearest
 from torchpipe_py.export.config import followed_by, model_node, read_preprocessing
 from torchpipe_py.export.errors import ExportError
 from torchpipe_py.export.files import Files
@@ -30,6 +33,7 @@ def run_export(args: argparse.Namespace) -> int:
     files.check(args.force)
     if args.preprocess:
         _check_alone(args)
+    postprocessor = _postprocessor(args.postprocessor)
     source = _source(args)
     transform = _changed(source.transform, args)
     if args.preprocess:
@@ -44,14 +48,17 @@ def run_export(args: argparse.Namespace) -> int:
             raise ExportError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {size[0]} channel(s)")
     outputs = check_batch(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
+    postprocessor = postprocessor if classes is not None else ""
     labels = _labels(args.labels, source, classes)
+    if args.labels is None and not uses(postprocessor, "labels"):
+        labels = ()
     title = f"{source.name}, {'no classifier' if classes is None else f'{classes} classes'}, {source.weights}"
     with tempfile.TemporaryDirectory() as folder:
         made = Files(Path(folder, files.name.name))
         difference = export_checked(source.model, made.model, size=size, opset=args.opset, axes=_axes(len(outputs)))
         if labels:
             made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
-        node = model_node(made, transform, has_labels=bool(labels), postprocessor=args.postprocessor if classes else "")
+        node = model_node(made, transform, bool(labels), args.postprocessor if postprocessor else "")
         text = to_toml(followed_by(tables, node), _comments(transform))
         made.toml.write_text(f"# {title}\n\n{text}", encoding="utf-8")
         plan_pipeline(made.toml)
@@ -61,7 +68,7 @@ def run_export(args: argparse.Namespace) -> int:
     print(f"{files.model}: {title}, input N{shape}, {megabytes:.1f} MB")
     print(f"  outputs within {difference:.1g} of PyTorch's, in batches of {', '.join(map(str, BATCHES))}")
     print(f"{files.toml}: {pixels}")
-    if classes is not None:
+    if uses(postprocessor, "labels"):
         print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are numbers of classes")
     print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
     return 0
@@ -71,6 +78,13 @@ def _check_alone(args: argparse.Namespace) -> None:
     for name in PIXELS:
         if getattr(args, name) is not None:
             raise ExportError(f"--{name}: --preprocess {args.preprocess} decodes and resizes")
+
+
+def _postprocessor(name: str) -> type | str:
+    cls = registry.default.find_postprocessor(name) if name else ""
+    if cls is None:
+        raise ExportError(f"--postprocessor {name}: {nearest(name, registry.default.postprocessor_names())}")
+    return cls
 
 
 def _source(args: argparse.Namespace) -> Source:

@@ -34,7 +34,7 @@ def model_node(
     }
     if postprocessor:
         node["postprocessor"] = postprocessor
-    if postprocessor and has_labels:
+    if has_labels:
         node["labels"] = files.labels.name
     return node
 
