@@ -202,8 +202,11 @@ def test_align(given: tuple[int, int], config: Data, width: int) -> None:
     ("config", "message"),
     [
         ({"resize_h": 32, "max_w": 65}, "max_w = 65 is no multiple of align = 32"),
-        ({"resize_h": 32}, "needs either max_w, the largest width, or widths"),
-        ({"resize_h": 32, "max_w": 64, "widths": "32, 64"}, "needs either max_w, the largest width, or widths"),
+        ({"resize_h": 32}, "needs max_w, .* or widths, .* and not both"),
+        (
+            {"resize_h": 32, "max_w": 64, "widths": "32, 64"},
+            "needs max_w, .* or widths, .* and not both",
+        ),
         ({"resize_h": 32, "widths": "64, 32"}, r"widths must ascend from 1 to 1048576 \(pixels\), got \[64, 32\]"),
         ({"resize_h": 32, "widths": [32, 32]}, "widths must ascend"),
         ({"resize_h": 32, "widths": [0, 32]}, "widths must ascend"),

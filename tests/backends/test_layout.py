@@ -115,7 +115,7 @@ def test_what_is_taken(shape: tuple[int, ...], data_format: str, first: tuple[in
         ((5, 7), "auto", "HxWxC, got shape 5x7$"),
         ((2, 3, 5, 7), "hwc", "got shape 2x3x5x7$"),
         ((3, 0, 7), "chw", "got shape 3x0x7$"),
-        ((), "auto", "got shape of no dimensions$"),
+        ((), "auto", "got a scalar$"),
     ],
 )
 def test_what_is_refused(shape: tuple[int, ...], data_format: str, message: str) -> None:

@@ -84,8 +84,10 @@ def test_the_shorter_side_is_resized_as_pillow_does(given: tuple[int, int], inte
     floats = run("ResizeShorterTensor", to_tensor(mat).float(), **config)
     assert floats.dtype == torch.float32
     assert np.abs(to_mat(floats).clip(0, 255) - wanted).max() <= LEVELS[interpolation] + 0.5
-    half = run("ResizeShorterTensor", to_tensor(mat).half(), **config)
-    assert half.dtype == torch.float16
+    for dtype in (torch.float16, torch.int16):
+        other = run("ResizeShorterTensor", to_tensor(mat).to(dtype), **config)
+        assert other.dtype == dtype
+        assert (other.float() - floats).abs().max() <= 0.51
     gray = np.ascontiguousarray(mat[:, :, :1])
     wanted = np.asarray(Image.fromarray(gray[:, :, 0]).resize((width, height), RESAMPLING[interpolation]))
     assert difference(run("ResizeShorterMat", gray, **config)[:, :, 0], wanted) == 0

@@ -79,6 +79,24 @@ def test_resize_pad(interpolation: str, size: tuple[int, int, int, int]) -> None
     check_same("ResizePadTensor", to_tensor(noise(*size[:2])), CLOSE, **config)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_shorter_side(interpolation: str, size: tuple[int, int, int, int]) -> None:
+    """8 bits are resized as such on the CPU, and as float32 on the GPU."""
+    config = {"size": size[2], "interpolation": interpolation}
+    tensor = to_tensor(noise(*size[:2]))
+    check_same("ResizeShorterTensor", tensor, 1 if interpolation == "bilinear" else 2, **config)
+    check_same("ResizeShorterTensor", tensor.float(), CLOSE, **config)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_places_and_borders(size: tuple[int, int, int, int]) -> None:
+    tensor = to_tensor(noise(*size[:2]))
+    check_same("LetterBoxTensor", tensor, CLOSE, max_h=size[2], max_w=size[3])
+    check_same("CenterCropTensor", tensor, 0, crop_h=size[2], crop_w=size[3])
+    check_same("CopyMakeBorderTensor", tensor, 0, top=1, right=2, pad_value=7)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_pillow_resize(size: tuple[int, int, int, int], channels: int) -> None:
@@ -112,10 +130,11 @@ def test_reduced_precision_of_products_changes_nothing() -> None:
     check_same("ResizeTensor", tensor, CLOSE, resize_h=100, resize_w=90, interpolation="area")
 
 
-@pytest.mark.parametrize("color", ["rgb", "bgr"])
+@pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
 def test_color(color: str, dtype: torch.dtype) -> None:
-    check_same("cvtColorTensor", to_tensor(noise(20, 30)).to(dtype), 0, color=color)
+    tolerance = CLOSE if color == "gray" and dtype == torch.float16 else 0
+    check_same("cvtColorTensor", to_tensor(noise(20, 30)).to(dtype), tolerance, color=color)
 
 
 def test_crop() -> None:

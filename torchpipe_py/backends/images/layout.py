@@ -23,7 +23,7 @@ class ImageBackend(TensorBackend):
         to_str,
         "auto",
         choices=FORMATS,
-        doc="of a Tensor of three dimensions: which ones they are; auto: as its shape says",
+        doc="the dimensions of a Tensor that has three; auto: as its shape says",
     )
 
     def tensor_of(self, item: Data) -> Any:
@@ -37,22 +37,26 @@ def as_image(tensor: Any, data_format: str) -> Any:
     it: either the first or the last dimension is 1, 3 or 4, and counts the channels. One of four is 1×C×H×W; where only
     the last is 1, 3 or 4, ``data_format`` must be ``chw``. ``InvalidRequest`` for all others.
     """
-    dims, shape = tuple(tensor.shape), "x".join(map(str, tensor.shape))
+    dims = tensor.shape
     if len(dims) not in (3, 4) or 0 in dims or (len(dims) == 4 and dims[0] != 1):
-        raise InvalidRequest(f"expected a Tensor 1xCxHxW, CxHxW or HxWxC, got shape {shape or 'of no dimensions'}")
+        raise InvalidRequest(f"expected a Tensor 1xCxHxW, CxHxW or HxWxC, got {_shape(tensor)}")
     is_first, is_last = dims[-3] in CHANNELS, dims[-1] in CHANNELS
     if len(dims) == 4:
         if is_last and not is_first and data_format != "chw":
             raise InvalidRequest(
-                f"expected a Tensor 1xCxHxW, got shape {shape}; leave out the 1 where it is 1xHxWxC,"
+                f"expected a Tensor 1xCxHxW, got {_shape(tensor)}; leave out the 1 where it is 1xHxWxC,"
                 ' and set data_format = "chw" where it is not'
             )
         return tensor
     if data_format == "auto" and is_first == is_last:
         raise InvalidRequest(
-            f"expected a Tensor CxHxW or HxWxC, got shape {shape}, which may be either;"
+            f"expected a Tensor CxHxW or HxWxC, got {_shape(tensor)}, which may be either;"
             ' set data_format = "chw" or "hwc"'
         )
     if data_format == "hwc" or (data_format == "auto" and is_last):
         tensor = tensor.permute(2, 0, 1)
     return tensor[None]
+
+
+def _shape(tensor: Any) -> str:
+    return f"shape {'x'.join(map(str, tensor.shape))}" if tensor.ndim else "a scalar"

@@ -182,7 +182,7 @@ class AlignMat(StatelessBackend):
 
     def setup(self) -> None:
         if bool(self.max_w) == bool(self.widths):
-            raise ConfigError("AlignMat needs either max_w, the largest width, or widths, all that there are")
+            raise ConfigError("AlignMat needs max_w, the largest width, or widths, a list of them, and not both")
         if self.max_w % self.align:
             raise ConfigError(f"max_w = {self.max_w} is no multiple of align = {self.align}")
         if list(self.widths) != sorted({width for width in self.widths if 0 < width <= MAX_SIDE}):
