@@ -49,7 +49,7 @@ def hostile() -> Iterator[pipe]:
 
     with registry.default.restored():
         registry.register_backend(hostile_decoders.Hostile)
-        with pipe({"backend": "Hostile", "decode_seconds": SECONDS, "decode_memory": 64, **PROCESS}) as p:
+        with pipe({"backend": "Hostile", "max_seconds": SECONDS, "max_memory": 64, **PROCESS}) as p:
             yield p
 
 
@@ -110,11 +110,11 @@ def test_the_key_of_the_node_comes_first() -> None:
 
 
 def test_limits_may_stay_where_isolation_is_off() -> None:
-    config = {"backend": "DecodeMat", "decode_seconds": 3, "Isolated::decode_memory": 100}
+    config = {"backend": "DecodeMat", "max_seconds": 3, "Isolated::max_memory": 100}
     (plan,) = plan_pipeline(config).plans["node"].backends
     assert plan.label == "DecodeMat"
     (plan,) = plan_pipeline({**config, **PROCESS}).plans["node"].backends
-    assert plan.params == {"decode_seconds": 3.0, "decode_memory": 100}
+    assert plan.params == {"max_seconds": 3.0, "max_memory": 100}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_limits_may_stay_where_isolation_is_off() -> None:
     [
         ({"backend": "DecodeMat", "decode_isolation": "thread"}, "'decode_isolation': expected one of none, process"),
         ({"backend": "S[DecodeTensor,ResizeTensor]", "resize_h": 8, "resize_w": 8, **PROCESS}, "DecodeTensor .* GPU"),
-        ({"backend": "DecodeMat", "decode_second": 3}, "did you mean 'decode_seconds'"),
+        ({"backend": "DecodeMat", "max_second": 3}, "did you mean 'max_seconds'"),
     ],
 )
 def test_what_cannot_be_is_refused(config: Data, message: str) -> None:
@@ -186,7 +186,7 @@ def test_memory_is_bounded(hostile: pipe) -> None:
     for data in ("allocate 200", "large 200000", b"plain " + bytes(65 * 2**20)):
         item = ask(hostile, data)
         assert isinstance(item["error"], DecodeError)
-        assert "decode_memory" in str(item["error"])
+        assert "max_memory" in str(item["error"])
     assert said(hostile, "pid") == pid
     assert ask(hostile, "large 10000")["result"].sum() == 7 * 10000 * 1024 * 4
 
@@ -298,7 +298,7 @@ def test_the_process_that_decoders_come_from_is_killed(hostile: pipe) -> None:
 
 def test_an_instance_that_ends_first_ends_no_decoder_of_another(jpeg: bytes) -> None:
     """Whichever asked first for the process that decoders are forked from: the system binds that to a thread."""
-    (plan,) = plan_pipeline({"backend": "DecodeMat", "decode_memory": 64, **PROCESS}).plans["node"].backends
+    (plan,) = plan_pipeline({"backend": "DecodeMat", "max_memory": 64, **PROCESS}).plans["node"].backends
     shared = Shared()
     first, other = (plan.create(BackendConfig(instance=index, shared=shared)) for index in range(2))
     is_set_up, may_end = threading.Event(), threading.Event()

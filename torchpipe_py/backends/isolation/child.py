@@ -132,7 +132,7 @@ def _serve(backend: Backend, connection_fd: int, memory_fd: int, capacity: int, 
             backend.forward([item])
             answer = wire.pack_answer(number, item, pixels)
         except MemoryError:
-            answer = wire.pack_error(number, DecodeError(f"needs more than decode_memory = {mebibytes} MiB"), False)
+            answer = wire.pack_error(number, DecodeError(f"needs more than max_memory = {mebibytes} MiB"), False)
         except Exception as error:
             answer = wire.pack_error(number, error, raised=True)
         connection.send(answer)

@@ -71,7 +71,7 @@ class Decoder:
         ``WorkerDied`` where the process dies, takes too long, or answers what makes no sense. It has ended then.
         """
         if encoded.size > self._capacity:
-            return wire.Refusal("DecodeError", f"{encoded.size} bytes are more than decode_memory has room for", False)
+            return wire.Refusal("DecodeError", f"{encoded.size} bytes are more than max_memory has room for", False)
         self._number += 1
         np.frombuffer(self._memory, np.uint8, encoded.size, wire.DATA_AT)[:] = encoded
         try:

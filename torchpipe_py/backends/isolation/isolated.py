@@ -32,7 +32,7 @@ class Isolated(ItemBackend):
     """Runs a decoder in a process of each instance's own, confined and expendable; ``decode_isolation`` writes it.
 
     Encoded bytes go in, a Mat and its ``color`` come out; the decoder sees no other key of the dict. One that crashes,
-    takes longer than ``decode_seconds`` or more than ``decode_memory`` costs its own image: no ``result``, ``error`` is
+    takes longer than ``max_seconds`` or more than ``max_memory`` costs its own image: no ``result``, ``error`` is
     a ``WorkerDied`` or a ``DecodeError``, and the next image has a new process. The process opens no file and no
     connection, starts no program, and what it answers is checked and never unpickled. Linux only.
     """
@@ -40,8 +40,8 @@ class Isolated(ItemBackend):
     # NOTE: any_thread() stays False. The processes end with the thread that starts one, and a caller's may end at once.
     children = (1, 1)
 
-    decode_seconds = Param(to_float, 10.0, low=0.1, high=3600, doc="the most seconds that an image takes")
-    decode_memory = Param(
+    max_seconds = Param(to_float, 10.0, low=0.1, high=3600, doc="the most seconds that an image takes")
+    max_memory = Param(
         to_int,
         1024,
         low=16,
@@ -127,7 +127,7 @@ class Isolated(ItemBackend):
 
         assert self._template is not None
         config = self.config
-        self._decoder = Decoder(config.label, self._template, config.instance, self.decode_seconds, self.decode_memory)
+        self._decoder = Decoder(config.label, self._template, config.instance, self.max_seconds, self.max_memory)
         return self._decoder
 
     def _replace(self) -> None:

@@ -76,7 +76,7 @@ def pack_answer(number: int, item: Mapping[str, Any], pixels: memoryview) -> byt
         return pack_error(number, TypeError(str(error)), raised=True)  # it is the decoder's Mat, no request's
     if mat.nbytes > len(pixels):
         size = "x".join(map(str, mat.shape))
-        return pack_error(number, DecodeError(f"{size} pixels are more than decode_memory has room for"), raised=False)
+        return pack_error(number, DecodeError(f"{size} pixels are more than max_memory has room for"), raised=False)
     np.copyto(np.frombuffer(pixels, np.uint8, mat.size).reshape(mat.shape), mat)
     color = item.get(TASK_COLOR_KEY)
     known = _COLORS.index(color) if color in _COLORS else 0
