@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py import Isolation, ItemBackend, NoResult
+from torchpipe_py import Isolation, ItemBackend, NoResult, Param
+from torchpipe_py.values import to_str
 
 CONNECTION, MEMORY = 3, 4  # descriptors, in the order in which they came
 
@@ -139,3 +140,20 @@ class Empty(ItemBackend):
 
     def forward_item(self, item: dict[str, Any]) -> None:
         item["error"] = NoResult("nothing here")
+
+
+class StopsAtItsStart(ItemBackend):
+    """Once for each time that the file ``stop`` is there, which it removes, it is stopped while it is set up."""
+
+    isolation = Isolation.MOVES
+    stop = Param(to_str, doc="path of a file")
+
+    def setup(self) -> None:
+        try:
+            os.unlink(self.stop)
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        item["result"] = picture_of(os.getpid())

@@ -338,6 +338,24 @@ def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) 
         wait_dead(process.pid)
 
 
+def test_a_process_that_is_stopped_at_its_start_is_replaced(register: Register, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    with pipe({"backend": register(hostile_decoders.StopsAtItsStart), "stop": str(stop), **PROCESS}) as p:
+        pid = int(said(p, ""))
+        parent = parent_of(pid)
+        stop.touch()
+        psutil.Process(pid).kill()  # the next decoder is stopped
+        wait_dead(pid)
+        pid = int(said(p, ""))
+        assert parent_of(pid) == parent
+        assert not stop.exists()
+        stop.touch()
+        parent.kill()  # what decoders are forked from is
+        wait_dead(pid)
+        assert parent_of(int(said(p, ""))) != parent
+        assert not stop.exists()
+
+
 PROGRAM = """
 import os, signal, sys
 import hostile_decoders, process_backends
@@ -385,5 +403,6 @@ def test_nothing_is_imported_from_the_working_directory(
         (tmp_path / f"{name}.py").write_text("import os; os._exit(9)", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
-    with pipe({"backend": "DecodeMat", **PROCESS}) as p:
-        assert "result" in ask(p, jpeg)
+    for config in ({"backend": "DecodeMat", **PROCESS}, {"backend": "Process[DecodeMat]"}):
+        with pipe(config) as p:
+            assert "result" in ask(p, jpeg)

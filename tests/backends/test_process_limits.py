@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import process_backends
@@ -11,6 +12,7 @@ import pytest
 from conftest import Register
 
 from torchpipe_py import BackendError, WorkerDied, pipe
+from torchpipe_py.backends.process import process
 
 Data = dict[str, Any]
 
@@ -33,3 +35,30 @@ def test_memory_beyond_the_limit_is_refused(register: Register) -> None:
             p({"data": "allocate", "mebibytes": 128})
         p(item := {"data": "plain"})
         assert item["result"][2] == "plain"
+
+
+def test_the_start_of_another_process_is_no_batch_that_hangs(register: Register, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    with pipe({"backend": f"Process[{register(process_backends.StartsSlowly)}]", "hold": str(hold)}) as p:
+        p(item := {"data": 0})
+        hold.touch()
+        os.kill(item["result"], signal.SIGKILL)
+        future = p.submit(other := {"data": 0})
+        while not hold.read_text():
+            pass
+        node = p.stats()["nodes"]["node"]
+        assert (node["busy"], node["oldest_batch_s"]) == (1, 0.0)
+        hold.unlink()
+        future.result(60)
+    assert other["result"] != item["result"]
+
+
+def test_a_start_that_takes_too_long(register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = tmp_path / "hold"
+    monkeypatch.setattr(process, "START_SECONDS", 0.05)
+    with pipe({"backend": f"Process[{register(process_backends.StartsSlowly)}]", "hold": str(hold)}) as p:
+        p(item := {"data": 0})
+        hold.touch()
+        os.kill(item["result"], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"cannot be started again: .* took longer than 0\.05 s and was ended"):
+            p({"data": 0})

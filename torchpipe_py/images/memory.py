@@ -38,6 +38,11 @@ CURRENT = _CurrentThread()
 """``waiter``: for whom the calling thread decodes, if it is a pipe's."""
 
 
+def waiting() -> AbstractContextManager[None]:
+    """Meanwhile the calling thread runs no backend, but waits for what comes within a bounded time."""
+    return nullcontext() if CURRENT.waiter is None else CURRENT.waiter.waiting()
+
+
 class DecodingMemory:
     """Counts the bytes that decoders of a process have under way; who would exceed the limit waits for the others.
 
@@ -111,7 +116,7 @@ def _wait(reservation: _Reservation) -> None:
     waiter, since = CURRENT.waiter, perf_counter()
     deadline = None if waiter is None else waiter.deadline
     timeout = -1 if deadline is None else min(max(0.0, deadline - since), threading.TIMEOUT_MAX)
-    with nullcontext() if waiter is None else waiter.waiting():
+    with waiting():
         is_admitted = reservation.admitted.acquire(timeout=timeout)
     seconds = perf_counter() - since
     if not is_admitted:

@@ -12,12 +12,11 @@ import socket
 import numpy as np
 
 from torchpipe_py.backends.isolation import wire
-from torchpipe_py.backends.isolation.template import Template, failure_of
+from torchpipe_py.backends.isolation.template import Template, failure_of, first_message
 from torchpipe_py.backends.process.process import describe_ending
 from torchpipe_py.errors import WorkerDied, first_line
 
 READY_SECONDS = 30.0
-_MAX_READY = 65536
 _KEPT = 16 * 2**20
 """Bytes of an image's memory that stay for the next one; what a larger image took goes back to the system."""
 
@@ -43,7 +42,11 @@ class Decoder:
                 try:
                     self._memory = mmap.mmap(fd, wire.total_size(self._capacity))
                     fds = [theirs.fileno(), fd]
-                    self._process = template.fork(fds, instance, self._capacity, math.ceil(seconds), mebibytes)
+                    try:
+                        self._process = template.fork(fds, instance, self._capacity, math.ceil(seconds), mebibytes)
+                    except BaseException:
+                        self._memory.close()
+                        raise
                 finally:
                     os.close(fd)
         except BaseException:
@@ -59,8 +62,7 @@ class Decoder:
             raise
 
     def _wait_until_ready(self) -> bool:
-        self._connection.settimeout(READY_SECONDS)
-        told = json.loads(self._receive(_MAX_READY))
+        told = json.loads(first_message(self._connection, READY_SECONDS, self._process.pid))
         if "failure" in told:
             raise failure_of(told)
         return bool(told["filtered"])

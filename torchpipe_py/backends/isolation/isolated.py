@@ -15,6 +15,7 @@ from torchpipe_py.backends.images.opencv import encoded_bytes
 from torchpipe_py.backends.isolation import wire
 from torchpipe_py.backends.process.setup import Setup, pickle_plan
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, first_line
+from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.values import to_float, to_int
@@ -106,7 +107,7 @@ class Isolated(ItemBackend):
         reason: Exception | None = None
         for _ in range(_STARTS):
             try:
-                decoder = self._decoder or self._start()
+                decoder = self._decoder or self._restart()
             except (WorkerDied, OSError) as error:
                 reason = error
                 continue
@@ -122,6 +123,10 @@ class Isolated(ItemBackend):
         assert reason is not None
         raise WorkerDied(f"{self.config.label}: no process that decodes: {first_line(reason)}") from reason
 
+    def _restart(self) -> Decoder:
+        with waiting():
+            return self._start()
+
     def _start(self) -> Decoder:
         from torchpipe_py.backends.isolation.decoder import Decoder
 
@@ -133,7 +138,7 @@ class Isolated(ItemBackend):
     def _replace(self) -> None:
         """Have a process ready for the next image."""
         try:
-            self._start()
+            self._restart()
         except Exception as error:  # the next image says so, if that still holds then
             logger.warning("%s: %s", self.config.label, first_line(error))
 

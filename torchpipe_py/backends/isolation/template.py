@@ -7,21 +7,23 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import spawn
+from time import monotonic
 from typing import Any
 
 from torchpipe_py.backends.isolation.child import ANSWER, END, FORK
-from torchpipe_py.backends.process.process import interpreter_flags
+from torchpipe_py.backends.process.process import import_path, interpreter_flags, is_stopped
 from torchpipe_py.errors import Failure, WorkerDied, first_line
 
 logger = logging.getLogger("torchpipe_py")
 
 START_SECONDS = 120.0
 """In which it imports what its decoders need."""
+POLL_SECONDS = 0.5
+"""How often it is looked whether a process that starts was stopped."""
 ANSWER_SECONDS = 5.0
 """In which it forks or ends a decoder; it is replaced where it does not."""
 
@@ -114,19 +116,16 @@ class Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._starts += 1
         self._control = ours
-        # NOTE: only absolute folders, so that nothing is imported from the working directory later on either.
-        paths = "\n".join(path for path in sys.path if isinstance(path, str) and os.path.isabs(path))
         executable = os.fsdecode(spawn.get_executable())
         numbers = (str(theirs.fileno()), str(os.getpid()))
         try:
             with theirs:
-                command = [executable, *interpreter_flags(), "-c", _PROGRAM, paths, *numbers]
+                command = [executable, *interpreter_flags(), "-c", _PROGRAM, import_path(), *numbers]
                 self._process = self._launch(command, theirs)
             assert self._process.stdin is not None
             with self._process.stdin as stdin:
                 stdin.write(self._setup)
-            ours.settimeout(START_SECONDS)
-            told = json.loads(_receive(ours, _MAX_MESSAGE))
+            told = json.loads(first_message(ours, START_SECONDS, self._process.pid))
             ours.settimeout(ANSWER_SECONDS)
         except BaseException:
             self._stop()
@@ -172,6 +171,20 @@ class Template:
         self._is_stopped.set()
         if control is not None:
             control.close()
+
+
+def first_message(sock: socket.socket, seconds: float, pid: int) -> bytes:
+    """What a process says once it is ready; ``OSError`` as soon as it is dead or stopped, or ``seconds`` are over."""
+    sock.settimeout(POLL_SECONDS)
+    end = monotonic() + seconds
+    while True:
+        try:
+            return _receive(sock, _MAX_MESSAGE)
+        except TimeoutError:
+            if is_stopped(pid):
+                raise ConnectionResetError("it was stopped") from None
+            if monotonic() > end:
+                raise
 
 
 def failure_of(told: dict[str, Any]) -> BaseException:

@@ -20,9 +20,13 @@ from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_sou
 from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
 from torchpipe_py.backends.process.worker import ItemOutcome
 from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
+from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.values import to_float, to_int
+
+START_SECONDS = 60.0
+"""In which a process that replaces another one is set up; the first may take as long as it wants."""
 
 _CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
 _STARTS = 3
@@ -85,7 +89,8 @@ class Process(Backend):
             if worker is None:
                 starts += 1
                 try:
-                    worker = self._start()
+                    with waiting():
+                        worker = self._start(START_SECONDS)
                 except Exception as error:
                     reason = error
                     continue
@@ -137,10 +142,10 @@ class Process(Backend):
             max_memory=self.max_memory,
         )
 
-    def _start(self) -> WorkerProcess:
+    def _start(self, timeout: float | None = None) -> WorkerProcess:
         worker = WorkerProcess(self.config.label)
         try:
-            self._range = worker.call(worker.pack("setup", self._setup))
+            self._range = worker.call(worker.pack("setup", self._setup), timeout)
         except BaseException:
             worker.kill()
             raise
@@ -202,11 +207,10 @@ class WorkerProcess:
             undo.callback(outgoing.close)
             incoming = Block.create()
             undo.callback(incoming.close)
-            paths = "\n".join(path for path in sys.path if isinstance(path, str))
             # NOTE: what the worker writes into is what is read here, and the other way round.
             fds = (theirs.fileno(), incoming.fd, outgoing.fd)
             self._process = subprocess.Popen(
-                [os.fsdecode(spawn.get_executable()), *interpreter_flags(), "-c", _PROGRAM, paths]
+                [os.fsdecode(spawn.get_executable()), *interpreter_flags(), "-c", _PROGRAM, import_path()]
                 + [str(number) for number in (*fds, os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
@@ -316,6 +320,23 @@ def _open_sentinel(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+
+
+def import_path() -> str:
+    """``sys.path`` for a child process, a folder a line.
+
+    Only absolute ones, so that nothing is imported from the working directory, wherever that is.
+    """
+    return "\n".join(path for path in sys.path if isinstance(path, str) and os.path.isabs(path))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is held by a signal; ``False`` where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def interpreter_flags() -> list[str]:
