@@ -18,6 +18,9 @@ CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 MAX_TEXT = 2**23
 """Bytes that texts and the colour profile may grow to together. Nobody reads them, but libpng inflates each."""
 
+FREE_CHUNKS = 4096
+"""However small: milliseconds' work. Beyond them a chunk has 512 bytes in the mean; encoders write 8 KiB and more."""
+
 UNCHECKED = 2**20
 """Compressed bytes of image data, of which nobody looks at what they grow to: two seconds' work for libpng at the most.
 
@@ -76,7 +79,8 @@ def _chunks(data: Bytes) -> tuple[list[Span], list[tuple[bytes, Span]]]:
     image: list[Span] = []
     texts: list[tuple[bytes, Span]] = []
     position, size = 33, len(data)
-    for _ in range(256 + size // 512):
+    most = FREE_CHUNKS + size // 512
+    for _ in range(most):
         if position + 8 > size:
             break
         length, kind = _CHUNK.unpack_from(data, position)
@@ -95,7 +99,7 @@ def _chunks(data: Bytes) -> tuple[list[Span], list[tuple[bytes, Span]]]:
         if kind == b"IEND":
             break
     else:
-        raise DecodeError(f"PNG: more than {256 + size // 512} chunks in {size} bytes")
+        raise DecodeError(f"PNG: more than {most} chunks in {size} bytes")
     if not image:
         raise DecodeError("PNG: it has no image data")
     return image, texts
