@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +27,13 @@ class Mode(enum.Enum):
 
 
 class FakeContext:
-    """Output ``y`` of N×2 for any input ``x``; remembers how it was used."""
+    """Output ``y`` of N×2, mean and sum, for any input ``x``; remembers how it was used."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.shape: tuple[int, ...] = ()
         self.profile = -1
+        self.addresses: dict[str, int] = {}
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self.profile = profile
@@ -46,10 +49,20 @@ class FakeContext:
 
     def set_tensor_address(self, name: str, address: int) -> None:
         assert address
+        self.addresses[name] = address
 
     def execute_async_v3(self, stream: int) -> bool:
         self.engine.runs.append((self.profile, self.shape))
+        rows = self._memory("x", self.shape).reshape(self.shape[0], -1)
+        y = self._memory("y", (self.shape[0], 2))
+        y[:, 0], y[:, 1] = rows.mean(1), rows.sum(1)
+        if self.engine.mixes:
+            y -= y.mean(0)
         return not self.engine.fails
+
+    def _memory(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        floats = (ctypes.c_float * math.prod(shape)).from_address(self.addresses[name])
+        return np.ctypeslib.as_array(floats).reshape(shape)
 
 
 class FakeEngine:
@@ -61,7 +74,8 @@ class FakeEngine:
         self.device_memory_size = 1024
         self.runs: list[tuple[int, tuple[int, ...]]] = []
         self.contexts: list[FakeContext] = []
-        self.fails = False
+        self.fails = self.mixes = False
+        self.out: tuple[int, ...] = (-1, 2)
 
     def get_tensor_name(self, index: int) -> str:
         return "xy"[index]
@@ -70,7 +84,7 @@ class FakeEngine:
         return Mode.INPUT if name == "x" else Mode.OUTPUT
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return self.dims if name == "x" else (-1, 2)
+        return self.dims if name == "x" else self.out
 
     def get_tensor_dtype(self, name: str) -> str:
         return "float32"
@@ -155,6 +169,29 @@ def test_contexts_go_with_the_shapes_they_are_for(build: Any) -> None:
         kept: Any = instance.backend
         assert len(kept._contexts) <= 16
     assert item["result"].shape == (1, 2)
+
+
+def test_items_that_mix_are_refused(build: Any) -> None:
+    """When the engine is loaded where its shape is known, else with the first request."""
+    engine, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))], max=4)
+    engine.mixes = True
+    with pytest.raises(ConfigError, match=r"model .*: an item's output depends on what else is in its batch: output"):
+        pipe(config)
+    engine, config = build((-1, 3, -1, -1), [((1, 3, 8, 8), (4, 3, 9, 9))], max=4)
+    engine.mixes = True
+    with pipe(config) as run:
+        for _ in range(2):
+            with pytest.raises(BackendError, match="an item's output depends on what else is in its batch"):
+                run({"data": picture(8, 8)})
+        assert [shape[0] for _, shape in engine.runs] == [1, 1, 1, 1, 1, 4]
+
+
+def test_an_output_of_one_size_is_refused(build: Any) -> None:
+    engine, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))], max=4)
+    engine.out = (4, 2)
+    with pytest.raises(ConfigError, match=r"output 'y' is 4x2 for every batch, but batches here are 1\.\.4"):
+        pipe(config)
+    assert engine.runs == []
 
 
 def test_a_gap_between_profiles_is_padded_over(build: Any) -> None:

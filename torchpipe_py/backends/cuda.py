@@ -180,6 +180,8 @@ class StreamGuard:
 
 
 def _holds_cuda(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_cuda, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(_holds_cuda, value))
     return bool(getattr(value, "is_cuda", False))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
+from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_str
 
 Shape = tuple[int, ...]
@@ -22,11 +25,47 @@ class Bounds:
         """The batch size of each profile."""
         return [profile[0][0] for profile in self.profiles]
 
+    def shape(self, index: int) -> Shape:
+        """The first profile's shape of one input, of length 1 where only the batch is given."""
+        return _of(self.profiles[0], index)
+
+    def check(self, model: str, key: str, inputs: Sequence[TensorSpec]) -> None:
+        """``ConfigError`` for shapes that the model does not take."""
+        for profile in self.profiles:
+            if inputs and len(profile) > len(inputs):
+                raise ConfigError(f"model {model}: {key} gives {len(profile)} inputs, the model has {len(inputs)}")
+            for index, spec in enumerate(inputs):
+                shape, dims = _of(profile, index), spec.dims
+                fits = len(shape) == len(dims) and all(
+                    dim in (None, size) for dim, size in zip(dims[1:], shape[1:], strict=True)
+                )
+                if len(shape) > 1 and dims and not fits:
+                    got = shown_dims(shape)
+                    raise ConfigError(f"model {model}: input {spec.name!r} is {shown_dims(dims)}, {key} says {got}")
+
     def exceeds(self, most: Bounds) -> bool:
         """Whether a batch or another dimension is larger than in ``most``, which has as many profiles."""
         pairs = zip(self.profiles, most.profiles, strict=True)
         shapes = [pair for low, high in pairs for pair in zip(low, high, strict=False)]
         return any(small > large for low, high in shapes for small, large in zip(low, high, strict=False))
+
+
+def allows(least: Bounds, most: Bounds, shapes: Sequence[Shape]) -> bool:
+    """Whether a profile takes inputs of these shapes, which are without batch."""
+    return any(
+        all(_between(_of(low, index)[1:], shape, _of(high, index)[1:]) for index, shape in enumerate(shapes))
+        for low, high in zip(least.profiles, most.profiles, strict=True)
+    )
+
+
+def _of(profile: tuple[Shape, ...], index: int) -> Shape:
+    return profile[min(index, len(profile) - 1)]
+
+
+def _between(low: Shape, shape: Shape, high: Shape) -> bool:
+    return all(small <= size for small, size in zip(low, shape, strict=False)) and all(
+        size <= large for size, large in zip(shape, high, strict=False)
+    )
 
 
 def to_bounds(value: Value) -> Bounds:

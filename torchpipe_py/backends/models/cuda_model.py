@@ -10,18 +10,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.models.model import ModelBackend, by_shapes, check_count
+from torchpipe_py.backends.models.batch_check import check_rows
+from torchpipe_py.backends.models.inputs import by_shapes, request_values
+from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_ERROR_KEY
 
 Dims = tuple[int | None, ...]
 """A shape without the batch; ``None``: any size."""
-
-Shapes = tuple[tuple[int, ...], ...]
-"""The shape of each input, without the batch."""
 
 Infer = Callable[[list[Any]], list[Any]]
 """From input tensors N×… to output tensors N×…, enqueued on the current stream."""
@@ -70,6 +71,8 @@ class InputSpec:
             raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
         if len(shape) == (3 if self.dims is None else len(self.dims)):
             return shape  # C×H×W is taken as 1×C×H×W
+        if self.dims is None and len(shape) == 1 and shape[0] > 1:
+            return shape  # a vector; of one number, it is an item without dimensions
         if not shape or shape[0] != 1:
             got = "x".join(map(str, shape)) or "a scalar"
             raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {got}")
@@ -150,9 +153,7 @@ class GraphedNetwork:
             if staging is not None:
                 staging.enqueue(size)
         outputs = self._infer([staged.buffer[:size] for staged in self._inputs])
-        for output in outputs:
-            if output.ndim == 0 or len(output) != size:
-                raise ValueError(f"an output of shape {tuple(output.shape)} for {size} items: no batch dimension")
+        check_rows(outputs, (), size)
         if self._finish is None:
             return outputs
         outputs = self._finish(outputs)
@@ -231,9 +232,18 @@ class CudaModel(GuardedBackend, ModelBackend):
             network.warm_up(size)
         self._guard_synchronize()
 
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        specs = self.input_specs(len(inputs))
+        tensors = [
+            self._torch.from_numpy(array).to(self.device, spec.dtype) for array, spec in zip(inputs, specs, strict=True)
+        ]
+        outputs = [output.detach().cpu() for output in self.enqueue(tensors)]
+        return [(output.float() if output.dtype is self._torch.bfloat16 else output).numpy() for output in outputs]
+
     def forward_guarded(self, items: list[Data]) -> None:
         for shapes, members, rows in by_shapes(items, self._read):
             try:
+                self.check_batches(shapes)
                 self.run_group(shapes, members, rows)
             except InvalidRequest as error:
                 if len(members) > self.min():
@@ -241,8 +251,11 @@ class CudaModel(GuardedBackend, ModelBackend):
                 for item in members:
                     item[TASK_ERROR_KEY] = error
 
-    def _read(self, row: list[Any]) -> tuple[Shapes, list[Any]]:
-        return self._shapes(row), row
+    def _read(self, item: Data) -> tuple[Shapes, list[Any]]:
+        row = request_values(item, self.inputs)
+        shapes = self._shapes(row)
+        self.check_shapes(shapes)
+        return shapes, row
 
     def _shapes(self, row: list[Any]) -> Shapes:
         """The shape of each input of one request, without batch; ``InvalidRequest`` where they do not fit."""
@@ -250,8 +263,10 @@ class CudaModel(GuardedBackend, ModelBackend):
         if specs is None:
             if len(row) > MAX_INPUTS:
                 raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_INPUTS} that a model may have")
-            specs = self._specs_of[len(row)] = self.input_specs(len(row))
-        check_count(row, len(specs))
+            specs = self.input_specs(len(row))
+            if len(specs) != len(row):
+                raise InvalidRequest(f"the model has {len(specs)} inputs, data holds {len(row)}")
+            self._specs_of[len(row)] = specs
         if len(row) == 1:
             return (specs[0].row_shape(row[0]),)
         return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])

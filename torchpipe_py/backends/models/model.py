@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, Remark
-from torchpipe_py.backends.models.bounds import Bounds, to_bounds
+from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
+from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
+from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
     Postprocessor,
@@ -19,10 +22,11 @@ from torchpipe_py.backends.models.postprocess import (
     uses,
 )
 from torchpipe_py.errors import ConfigError, InvalidRequest
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
-Shapes = TypeVar("Shapes")
+Shapes = tuple[tuple[int, ...], ...]
+"""The shape of each input, without the batch."""
 
 
 def to_divisors(value: Value) -> tuple[float, ...]:
@@ -35,10 +39,11 @@ def to_divisors(value: Value) -> tuple[float, ...]:
 
 
 class ModelBackend(Backend):
-    """A model: ``data`` is its input, or a list in the model's order; so is ``result``.
+    """A model: ``data`` is its input, or a list in the model's order, or a dict by the names of its inputs.
 
     Without a ``postprocessor`` the result is the output tensor of shape 1×…; several outputs are a list.
     What the model does not take, by number, shape or type, has no ``result``; ``error`` is an ``InvalidRequest``.
+    A subclass says in ``setup`` what its model ``declare``s.
     """
 
     model = Param(to_str, file=True, doc="path of the model")
@@ -67,19 +72,68 @@ class ModelBackend(Backend):
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
         return min(params["min_batch"].batches()), max(params["max_batch"].batches())
 
+    inputs: Sequence[TensorSpec] = ()
+    output_names: Sequence[str] = ()
+    _is_checked = False
+
     def setup(self) -> None:
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold}
             self._postprocess = make_postprocessor(self.postprocessor, config)
 
-    def check_labels(self, shape: Sequence[Any]) -> None:
-        """``ConfigError`` where the label file does not fit the first output, whose dimensions are ``shape``."""
-        if not self.labels or len(shape) != 2 or not isinstance(shape[1], int):
+    def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+        """Take what the model says of itself; ``ConfigError`` where ``min``, ``max`` or ``labels`` do not fit it."""
+        self.inputs, self.output_names = tuple(inputs), [spec.name for spec in outputs]
+        check_declared(self.model, inputs, outputs, self.min(), self.max())
+        for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
+            bounds.check(self.model, key, inputs)
+        dims = outputs[0].dims if outputs else ()
+        if self.labels and len(dims) == 2 and dims[1] is not None:
+            count = len(Path(self.labels).read_text(encoding="utf-8").splitlines())
+            if count != dims[1]:
+                raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {dims[1]} classes")
+
+    def known_shapes(self) -> Shapes | None:
+        """The smallest shape of each input, without batch, as the model, ``min`` and ``max`` say it; else ``None``."""
+        shapes = []
+        for index, spec in enumerate(self.inputs):
+            bounds = [bound.shape(index) for bound in (self.min_batch, self.max_batch)]
+            dims = next((bound for bound in bounds if len(bound) > 1), spec.dims)
+            if not dims or None in dims[1:]:
+                return None
+            shapes.append(tuple([dim for dim in dims[1:] if dim is not None]))
+        return tuple(shapes) or None
+
+    def check_shapes(self, shapes: Shapes) -> None:
+        """``InvalidRequest`` for inputs of these shapes, without batch, where ``min`` and ``max`` do not allow them."""
+        if not allows(self.min_batch, self.max_batch, shapes):
+            given = ", ".join(map(shown_dims, shapes))
+            raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
+
+    def check_batches(self, shapes: Shapes) -> None:
+        """Before the first batch: ``ConfigError`` where items of a batch with inputs of these shapes mix."""
+        if self._is_checked:
             return
-        count = len(Path(self.labels).read_text(encoding="utf-8").splitlines())
-        if count != shape[1]:
-            raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {shape[1]} classes")
+        key = ("batch check", self.model, self.max())
+        check = self.config.shared.get(
+            key, lambda: BatchCheck(self.model, self.tolerance(), bool(self.mean or self.std))
+        )
+        named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
+        inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
+        self._is_checked = check.require(self.run_on_host, inputs, self.output_names, *self.batches(shapes))
+
+    def batches(self, shapes: Shapes) -> BatchRange:
+        """The fewest and the most items of a batch with inputs of these shapes."""
+        return self.min(), self.max()
+
+    def tolerance(self) -> float:
+        """The most that rounding changes with the batch, as a part of an output's largest value."""
+        return EXACT
+
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Outputs for inputs N×…, in the model's order."""
+        raise NotImplementedError(type(self).__name__)
 
     def max(self) -> int:
         return int(max(self.max_batch.batches()))
@@ -121,61 +175,3 @@ def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
             "255 times as much; it is right only where something before divides by 255"
         )
         yield Remark(key, text, is_doubt=True)
-
-
-def request_values(item: Data) -> list[Any]:
-    """The inputs of one request: ``data`` itself, or the list that it is."""
-    data = item[TASK_DATA_KEY]
-    return list(data) if isinstance(data, (list, tuple)) else [data]
-
-
-def by_shapes(
-    items: Sequence[Data], read: Callable[[list[Any]], tuple[Shapes, list[Any]]]
-) -> list[tuple[Shapes, list[Data], list[list[Any]]]]:
-    """The items whose inputs have the same shapes, with their inputs, as ``read`` gives both.
-
-    An ``InvalidRequest`` of ``read`` is the outcome of its item, which is in no group then.
-    """
-    groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
-    for item in items:
-        try:
-            shapes, row = read(request_values(item))
-        except InvalidRequest as error:
-            item[TASK_ERROR_KEY] = error
-            continue
-        members, rows = groups.setdefault(shapes, ([], []))
-        members.append(item)
-        rows.append(row)
-    return [(shapes, members, rows) for shapes, (members, rows) in groups.items()]
-
-
-def check_count(values: Sequence[Any], count: int) -> None:
-    """``InvalidRequest`` where a request does not bring the model's ``count`` inputs."""
-    if len(values) != count:
-        raise InvalidRequest(f"the model has {count} inputs, data holds {len(values)}")
-
-
-def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:
-    """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
-
-    A ``uint8`` array of three dimensions, for an input of four, is a Mat H×W×C. ``InvalidRequest`` for what
-    does not fit.
-    """
-    array = value if isinstance(value, np.ndarray) else _tensor_to_numpy(value, name)
-    if len(dims) == 4 and array.ndim == 3 and value is array and array.dtype == np.uint8:
-        array = array.transpose(2, 0, 1)  # a Mat
-    if array.ndim == len(dims) - 1:
-        array = array[None]
-    shape = array.shape
-    fits = len(shape) == len(dims) and shape[0] == 1
-    if not fits or any(want is not None and want != have for want, have in zip(dims[1:], shape[1:], strict=True)):
-        wanted = "x".join("?" if dim is None else str(dim) for dim in (1, *dims[1:]))
-        raise InvalidRequest(f"input {name!r} takes {wanted}, got {'x'.join(map(str, np.shape(value))) or 'a scalar'}")
-    return array
-
-
-def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:
-    try:
-        return value.detach().cpu().numpy()  # type: ignore[no-any-return]
-    except AttributeError:
-        raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None

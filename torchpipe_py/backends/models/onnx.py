@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.models.model import ModelBackend, as_array, by_shapes, check_count
+from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
+from torchpipe_py.backends.models.inputs import TensorSpec, as_array, by_shapes, request_values
+from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, nearest
 from torchpipe_py.values import to_int, to_strings
@@ -61,27 +64,46 @@ class OnnxTensor(ModelBackend):
             lambda: self._load(onnxruntime),
         )
         self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
-        self._check_batch()
-        self.check_labels(self._session.get_outputs()[0].shape)
-        self.config.shared.get((self._session, "warm"), self._warm_up)
+        outputs = [_output_spec(value) for value in self._session.get_outputs()]
+        self.declare([given.spec for given in self._inputs], outputs)
+        shapes = self.known_shapes()
+        if shapes is not None:
+            self.check_batches(shapes)
+            self.config.shared.get((self._session, "warm"), lambda: self._warm_up(shapes))
 
     def forward(self, items: list[Data]) -> None:
-        for _, members, rows in by_shapes(items, self._read):
+        for shapes, members, rows in by_shapes(items, self._read):
+            self.check_batches(shapes)
             self._run(members, rows)
 
-    def _read(self, values: list[Any]) -> tuple[tuple[tuple[int, ...], ...], list[np.ndarray]]:
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        feed = {given.spec.name: array for given, array in zip(self._inputs, inputs, strict=True)}
+        outputs: list[np.ndarray] = self._session.run(None, feed)
+        return outputs
+
+    def tolerance(self) -> float:
+        if _holds(self.model, b"DynamicQuantizeLinear"):
+            return QUANTISED
+        if any("float16" in value.type for value in (*self._session.get_inputs(), *self._session.get_outputs())):
+            return HALF
+        return TF32 if self._is_on_device() else EXACT
+
+    def _is_on_device(self) -> bool:
+        return any(name in _ON_DEVICE for name in self._session.get_providers())
+
+    def _read(self, item: Data) -> tuple[Shapes, list[np.ndarray]]:
         """The inputs of a request as arrays 1×…, and their shapes; ``InvalidRequest`` where they do not fit."""
-        check_count(values, len(self._inputs))
+        values = request_values(item, self.inputs)
         arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
-        return tuple([array.shape for array in arrays]), arrays
+        shapes = tuple([array.shape[1:] for array in arrays])
+        self.check_shapes(shapes)
+        return shapes, arrays
 
     def _run(self, items: list[Data], rows: list[list[np.ndarray]]) -> None:
         """One batch of items whose inputs have the same shapes."""
-        feed = {given.name: given.stack([row[index] for row in rows]) for index, given in enumerate(self._inputs)}
-        arrays = self._session.run(None, feed)
-        for array in arrays:
-            if array.ndim == 0 or len(array) != len(items):
-                raise ValueError(f"an output of shape {array.shape} for {len(items)} items: it has no batch dimension")
+        columns = zip(self._inputs, zip(*rows, strict=True), strict=True)
+        arrays = self.run_on_host([given.stack(column) for given, column in columns])
+        check_rows(arrays, self.output_names, len(items))
         self.write_results(items, [self._from_numpy(array) for array in arrays])
 
     def _load(self, onnxruntime: Any) -> Any:
@@ -107,18 +129,15 @@ class OnnxTensor(ModelBackend):
             logger.warning("%s: %s cannot be started here, the model runs without it", self.model, missing[0])
         return session
 
-    def _warm_up(self) -> None:
-        """Run zeros through the model, where it says of what shape: first runs allocate, and on a GPU choose kernels.
-
-        There each batch size is a shape of its own; on the CPU the smallest and the largest tell all there is.
-        """
-        if any(None in given.dims[1:] for given in self._inputs):
+    def _warm_up(self, shapes: Shapes) -> None:
+        """Run zeros of each batch size on a GPU, which chooses kernels for each; on the CPU the trial will do."""
+        if not self._is_on_device():
             return
-        on_device = any(name in _ON_DEVICE for name in self._session.get_providers())
-        sizes = range(self.min(), self.max() + 1) if on_device else sorted({self.min(), self.max()})
         try:
-            for size in sizes:
-                self._session.run(None, {given.name: given.zeros(size) for given in self._inputs})
+            for size in range(self.min(), self.max() + 1):
+                self.run_on_host(
+                    [np.zeros((size, *shape), given.dtype) for given, shape in zip(self._inputs, shapes, strict=True)]
+                )
         except Exception as error:  # zeros need not be a meaningful input
             logger.warning("%s: not warmed up: %s", self.model, error)
 
@@ -141,46 +160,48 @@ class OnnxTensor(ModelBackend):
             return list(self.providers)
         return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
 
-    def _check_batch(self) -> None:
-        for given in self._inputs:
-            fixed = given.dims[0]
-            if fixed is not None and not self.min() == self.max() == fixed:
-                raise ConfigError(
-                    f"model {self.model}: input {given.name!r} has a fixed batch of {fixed}, "
-                    f"but the range is {self.min()}..{self.max()}; export it with a dynamic batch"
-                )
+
+def _output_spec(value: Any) -> TensorSpec:
+    if not value.type.startswith("tensor("):
+        raise ConfigError(f"output {value.name!r} is a {value.type}; outputs are tensors")
+    return TensorSpec(value.name, _dims(value))
+
+
+def _dims(value: Any) -> tuple[int | None, ...]:
+    return tuple([dim if isinstance(dim, int) else None for dim in value.shape])
+
+
+def _holds(path: str, word: bytes) -> bool:
+    """Whether a file has ``word`` in it, as an ONNX file has the names of its operators."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(word) >= 0
 
 
 class _Input:
     """One input of the model and the buffer its batches are stacked in."""
 
     def __init__(self, value: Any, most: int) -> None:
-        self.name: str = value.name
-        self.dims: Sequence[int | None] = [dim if isinstance(dim, int) else None for dim in value.shape]
-        if not self.dims:
-            raise ConfigError(f"input {self.name!r} is a scalar; expected a batch dimension")
         if value.type not in _DTYPES:
-            raise ConfigError(f"input {self.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
-        self._dtype = _DTYPES[value.type]
+            raise ConfigError(f"input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
+        self.dtype = np.dtype(_DTYPES[value.type])
+        self.spec = TensorSpec(value.name, _dims(value), self.dtype.name)
+        if not self.spec.dims:
+            raise ConfigError(f"input {value.name!r} is a scalar; expected a batch dimension")
         self._most = most
-        self._buffer: Any = np.empty(0, self._dtype)
+        self._buffer: Any = np.empty(0, self.dtype)
 
     def array(self, value: Any) -> np.ndarray:
         """A value, 1×… or without its first dimension, as an array 1×… that fits this input, or ``InvalidRequest``."""
-        array = as_array(value, self.dims, self.name)
-        if not np.can_cast(array.dtype, self._dtype, "same_kind"):
-            raise InvalidRequest(f"input {self.name!r} takes {np.dtype(self._dtype)}, got {array.dtype}")
+        array = as_array(value, self.spec.dims, self.spec.name)
+        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
+            raise InvalidRequest(f"input {self.spec.name!r} takes {self.dtype}, got {array.dtype}")
         return array
 
-    def zeros(self, size: int) -> np.ndarray:
-        """A batch of that size, where all dimensions behind the first are known."""
-        return np.zeros((size, *(dim or 0 for dim in self.dims[1:])), self._dtype)
-
-    def stack(self, arrays: list[np.ndarray]) -> np.ndarray:
+    def stack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""
         shape = arrays[0].shape[1:]
         if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
-            self._buffer = np.empty((max(len(arrays), self._most), *shape), self._dtype)
+            self._buffer = np.empty((max(len(arrays), self._most), *shape), self.dtype)
         batch: np.ndarray = self._buffer[: len(arrays)]
         for row, array in zip(batch, arrays, strict=True):
             np.copyto(row, array[0], casting="same_kind")

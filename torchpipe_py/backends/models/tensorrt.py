@@ -6,8 +6,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import Param
-from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes
+from torchpipe_py.backends.base import BatchRange, Param
+from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED
+from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
+from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.backends.models.tensorrt_api import (
     context_memory,
@@ -63,9 +66,11 @@ class TensorrtTensor(CudaModel):
         self._read_engine()
         self._contexts: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._scratch: Any = None
-        shapes = tuple(tuple(dim for dim in spec.dims or () if dim is not None) for spec in self._specs)
-        if all(len(shape) == len(spec.dims or ()) for shape, spec in zip(shapes, self._specs, strict=True)):
-            self.warm_up(shapes)
+        shapes = self.known_shapes()
+        if shapes is not None:
+            self.check_batches(shapes)
+            if all(spec.dims == shape for spec, shape in zip(self._specs, shapes, strict=True)):
+                self.warm_up(shapes)
 
     def close(self) -> None:
         self._contexts = {}
@@ -119,8 +124,22 @@ class TensorrtTensor(CudaModel):
             if not any(low[0] <= size <= high[0] for ranges in self._profiles for low, high in ranges[:1]):
                 held = ", ".join(f"{ranges[0][0][0]}..{ranges[0][1][0]}" for ranges in self._profiles)
                 raise ConfigError(f"model {self.model}: a batch of {size} is outside the engine's profiles ({held})")
-        shape = tuple(engine.get_tensor_shape(self._outputs[0]))
-        self.check_labels([dim if dim >= 0 else None for dim in shape])
+        self.declare([self._declared(name) for name in self._inputs], [self._declared(name) for name in self._outputs])
+
+    def _declared(self, name: str) -> TensorSpec:
+        dims = tuple([dim if dim >= 0 else None for dim in self._engine.get_tensor_shape(name)])
+        return TensorSpec(name, dims, str(self._type(name)).removeprefix("torch."))
+
+    def tolerance(self) -> float:
+        if not self.model.lower().endswith(".onnx"):
+            return QUANTISED  # an engine does not say what it computes in
+        return {"fp32": EXACT, "fp16": HALF}.get(self.precision, QUANTISED)
+
+    def batches(self, shapes: Shapes) -> BatchRange:
+        sizes = [size for size in self._sizes if self._profile_for([(size, *shape) for shape in shapes]) is not None]
+        if not sizes:
+            raise InvalidRequest(self._no_profile(self.min(), shapes))
+        return sizes[0], sizes[-1]
 
     def _type(self, name: str) -> Any:
         dtype = self._engine.get_tensor_dtype(name)
@@ -132,8 +151,11 @@ class TensorrtTensor(CudaModel):
         for size in self._sizes:
             if size >= count and self._profile_for([(size, *shape) for shape in shapes]) is not None:
                 return size
-        given = ", ".join("x".join(map(str, shape)) for shape in shapes)
-        raise InvalidRequest(f"no profile of the engine takes {count} of {given}; min and max say what it is built for")
+        raise InvalidRequest(self._no_profile(count, shapes))
+
+    def _no_profile(self, count: int, shapes: Shapes) -> str:
+        given = ", ".join(map(shown_dims, shapes))
+        return f"no profile of the engine takes {count} of {given}; min and max say what it is built for"
 
     def _profile_for(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
         """The first profile that takes inputs of these shapes, batch included."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchpipe_py.backends.base import Data, Param
-from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes
+from torchpipe_py.backends.models.batch_check import BFLOAT16, EXACT, HALF, TF32, check_rows
+from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.models.inputs import TensorSpec
+from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.staging import row_tensor
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
 from torchpipe_py.values import to_bool, to_str
@@ -53,14 +57,29 @@ class TorchTensor(CudaModel):
             for values in (self.mean, self.std)
         )
         key = ("module", str(self.device), self.model)
-        self._module = self.config.shared.get(key, lambda: load_module(self.model, self.device, bool(self.trusted)))
+        loaded = self.config.shared.get(key, lambda: load_module(self.model, self.device, bool(self.trusted)))
+        self._module: Any = loaded.call
+        self.declare(loaded.inputs, loaded.outputs)
+        shapes = self.known_shapes()
+        if shapes is not None:
+            self.check_batches(shapes)
 
     def close(self) -> None:
         self._module = None
         super().close()
 
     def input_specs(self, count: int) -> Sequence[InputSpec]:
-        return [InputSpec(f"input {index}", self._dtype) for index in range(count)]
+        if not self.inputs:
+            return [InputSpec(f"input {index}", self._dtype) for index in range(count)]
+        return [
+            InputSpec(spec.name, getattr(self._torch, spec.dtype) if spec.dtype else self._dtype, spec.dims[1:] or None)
+            for spec in self.inputs
+        ]
+
+    def tolerance(self) -> float:
+        if self.input_type == "float32":
+            return EXACT if self._guard is None else TF32
+        return {"float16": HALF, "bfloat16": BFLOAT16}.get(self.input_type, HALF)
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
         if self._mean is not None:
@@ -76,6 +95,8 @@ class TorchTensor(CudaModel):
             raise RuntimeError(
                 f"{self.model} cannot be captured as a CUDA graph ({first_line(error)}); set cuda_graph = false"
             ) from error
+        if isinstance(outputs, dict):
+            return list(outputs.values())
         return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
@@ -88,11 +109,22 @@ class TorchTensor(CudaModel):
             self._torch.stack([row_tensor(value, shape).to("cpu", self._dtype) for value in values])
             for shape, values in columns
         ]
-        self.write_results(items, self.enqueue(inputs))
+        outputs = self.enqueue(inputs)
+        check_rows(outputs, self.output_names, len(items))
+        self.write_results(items, outputs)
 
 
-def load_module(path: str, device: Any, is_trusted: bool) -> Any:
-    """The callable of a model file on ``device``; ``ConfigError`` for what is no such file, or may not run its code."""
+@dataclass(frozen=True)
+class LoadedModule:
+    """What a model file holds: the callable, and what it says of its inputs and outputs, empty where unknown."""
+
+    call: Callable[..., Any]
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+
+
+def load_module(path: str, device: Any, is_trusted: bool) -> LoadedModule:
+    """A model file on ``device``; ``ConfigError`` for what is no such file, or may not run its code."""
     import torch
 
     kind = _kind(path)
@@ -103,14 +135,44 @@ def load_module(path: str, device: Any, is_trusted: bool) -> Any:
         )
     try:
         if kind == "aotinductor":
-            return _load_package(torch, path, device)
+            return LoadedModule(_load_package(torch, path, device))
         if kind == "torchscript":
-            return torch.jit.load(path, map_location=device).eval()
-        return torch.export.load(path).module().to(device)
+            script = torch.jit.load(path, map_location=device).eval()
+            return LoadedModule(script, _script_inputs(script))
+        program = torch.export.load(path)
+        inputs = _exported(torch, program, program.graph_signature.user_inputs)
+        outputs = _exported(torch, program, program.graph_signature.user_outputs)
+        return LoadedModule(program.module().to(device), inputs, outputs)
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
         raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(error)}") from error
+
+
+def _script_inputs(script: Any) -> tuple[TensorSpec, ...]:
+    """The names of TorchScript's inputs, without shapes and types; empty where some may be left out."""
+    arguments = script.forward.schema.arguments[1:]
+    if any(argument.has_default_value() or str(argument.type) != "Tensor" for argument in arguments):
+        return ()
+    return tuple([TensorSpec(argument.name, (), "") for argument in arguments])
+
+
+def _exported(torch: Any, program: Any, names: Sequence[Any]) -> tuple[TensorSpec, ...]:
+    """Inputs or outputs of an exported program; empty where some are no tensors."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    tensors: list[Any] = [values.get(name) if isinstance(name, str) else None for name in names]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return ()
+    return tuple(
+        [
+            TensorSpec(
+                name,
+                tuple([size if isinstance(size, int) else None for size in tensor.shape]),
+                str(tensor.dtype).removeprefix("torch."),
+            )
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+    )
 
 
 def _kind(path: str) -> Literal["torchscript", "export", "aotinductor"]:
