@@ -41,8 +41,11 @@ class Files:
             raise ExportError(f"{', '.join(there)}: there already; --force replaces, --out NAME gives another name")
 
     def take(self, made: Files) -> None:
-        """Put what was made elsewhere in its place: each file whole, the TOML last."""
-        self.name.parent.mkdir(parents=True, exist_ok=True)
-        for source, target in ((made.model, self.model), (made.labels, self.labels), (made.toml, self.toml)):
-            if source.exists():
-                replace_file(target, source.read_bytes())
+        """Put what was made elsewhere in its place: each file whole, the TOML last; ``ExportError`` if that fails."""
+        try:
+            self.name.parent.mkdir(parents=True, exist_ok=True)
+            for source, target in ((made.model, self.model), (made.labels, self.labels), (made.toml, self.toml)):
+                if source.exists():
+                    replace_file(target, source.read_bytes())
+        except OSError as error:
+            raise ExportError(f"--out {self.name}: {error.strerror}") from error
