@@ -13,6 +13,7 @@ import pytest
 from fakes import WAIT
 
 from torchpipe_py import ConfigError, import_code
+from torchpipe_py.cli import main
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = {"tensorrt", "torchvision", "pycuda", "simplejpeg", "lmdb", "usercustomize", "parsetab"}
@@ -120,15 +121,42 @@ def test_training_workers(folder: Path) -> None:
     assert ran(folder) == ""
 
 
-def test_a_module_that_is_named_is_found_here_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_named_is_found_here_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.delitem(sys.modules, "json")
     import_code("json")
+    assert "not that of the working directory, which needs another name, or to be named as a file" in caplog.text
     assert str(tmp_path) not in sys.path
+    caplog.clear()
     (tmp_path / "named_by_the_operator.py").write_text("")
     import_code("named_by_the_operator")
     assert sys.path[-1] == str(tmp_path)
+    import_code("named_by_the_operator")
+    assert not caplog.records
     with pytest.raises(ConfigError, match="No module named 'named_nowhere'"):
         import_code("named_nowhere")
+
+
+@pytest.mark.parametrize("command", ["check", "graph", "backends", "parity", "bench"])
+def test_every_command_finds_what_import_names_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """The service, too: see above."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
+    package = tmp_path / f"named_for_{command}"
+    package.mkdir()
+    text = "from torchpipe_py import ConfigError\nraise ConfigError('it is imported')\n"
+    (package / "inner.py").write_text(text)
+    (tmp_path / "images").mkdir()
+    arguments = {
+        "backends": ["Identity"],
+        "parity": ["a.toml", "b.toml", "--img_dir", "images"],
+        "bench": ["a.toml", "--img_dir", "images"],
+    }.get(command, ["a.toml"])
+    assert main([command, *arguments, "--import", f"named_for_{command}.inner"])
+    assert capsys.readouterr().err == "torchpipe: it is imported\n"

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.set_defaults(run=_export)
     parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
     parity_options.add_options(parity)
+    _add_imports(parity)
     parity.set_defaults(run=lambda args: _parity(parity, args))
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,8 @@ from typing import Any
 from torchpipe_py import filters
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.errors import ConfigError
+
+logger = logging.getLogger("torchpipe_py")
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
 
@@ -235,11 +238,19 @@ def import_code(name: str) -> None:
 
 
 def _import_module(name: str) -> None:
-    top = name.partition(".")[0]
-    # NOTE: last, and only for a module that is named and missing, or any library could be taken from there.
-    if importlib.util.find_spec(top) is None and any(os.path.exists(file) for file in (f"{top}.py", top)):
-        sys.path.append(os.getcwd())
-        importlib.invalidate_caches()
+    top, here = name.partition(".")[0], os.getcwd()
+    spec = importlib.util.find_spec(top)
+    if any(os.path.exists(file) for file in (f"{top}.py", top)):
+        # NOTE: last, and only for a module that is named and missing, or any library could be taken from there.
+        if spec is None:
+            sys.path.append(here)
+            importlib.invalidate_caches()
+        elif not str(spec.origin or here).startswith(here):
+            logger.warning(
+                "%s: the module that is installed is imported (%s), not that of the working directory, which needs "
+                "another name, or to be named as a file, ./%s.py",
+                *(name, spec.origin, top),
+            )
     importlib.import_module(name)
 
 

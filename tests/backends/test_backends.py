@@ -24,8 +24,7 @@ from torchpipe_py import (
     register_backend,
     registry,
 )
-from torchpipe_py.backends.base import REQUIRED, BackendConfig
-from torchpipe_py.cli import signature
+from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.values import to_int, to_strings
 
@@ -45,26 +44,6 @@ class NoGraphs:
 # -- the contract -------------------------------------------------------------------------------------------------
 
 
-def needed(cls: type[Backend], classifier: str, tmp_path: Path) -> Data:
-    """A configuration of a built-in backend that names no more than it must."""
-    torch.jit.script(torch.nn.Identity()).save(str(tmp_path / "model.pt"))
-    torch.save(torch.zeros(1, 3, 2, 2), tmp_path / "tensor.pt")
-    model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
-    folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
-    samples = {"save_dir": folder, "tensor_name": tensor, "model": model, "trusted": True}
-    samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
-    samples |= {"jump": "other", "range": "1,4", "size": 32, "crop_h": 24, "crop_w": 24}
-    return {
-        param.key: samples[param.key]
-        for param in cls.parameters().values()
-        if param.default is REQUIRED or param.key in ("trusted", "max_w")  # AlignMat takes max_w or widths
-    }
-
-
-def expression(name: str, cls: type[Backend]) -> str:
-    return name + (f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else "")
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", sorted({*registry.BUILT_IN_BACKENDS, *registry.ALIASES}))
 def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, tmp_path: Path) -> None:
@@ -75,30 +54,29 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, t
     assert cls.__doc__ != Backend.__doc__
     params = cls.parameters()
     assert all(param.doc and param.key for param in params.values())
-    nodes = {"node": {"backend": expression(name, cls), **needed(cls, classifier, tmp_path)}, "other": {}}
+    torch.jit.script(torch.nn.Identity()).save(str(tmp_path / "model.pt"))
+    torch.save(torch.zeros(1, 3, 2, 2), tmp_path / "tensor.pt")
+    model = str(tmp_path / "model.pt") if cls.__name__ == "TorchTensor" else classifier
+    folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
+    samples = {"save_dir": folder, "tensor_name": tensor, "model": model, "trusted": True}
+    samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
+    samples |= {"jump": "other", "range": "1,4", "size": 32, "crop_h": 24, "crop_w": 24}
+    needed = {
+        param.key: samples[param.key]
+        for param in params.values()
+        if "required" in repr(param.default) or param.key in ("trusted", "max_w")  # AlignMat takes max_w or widths
+    }
+    brackets = f"[{','.join(['Identity'] * cls.children[0])}]" if cls.children[0] else ""
+    nodes = {"node": {"backend": name + brackets, **needed}, "other": {}}
     backend = plan_pipeline(nodes).plans["node"].backends[0].create(BackendConfig(graphs=NoGraphs()))
     assert {key: getattr(backend, key) for key in params} == dict(backend.params)
-    assert backend.config.label == expression(name, cls)
+    assert backend.config.label == name + brackets
     with contextlib.suppress(BackendUnavailable):
         backend.setup()
         assert 1 <= backend.min() <= backend.max()
         hash(backend.batch_key({"data": b"bytes"}))
     backend.close()
     backend.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-@pytest.mark.parametrize("name", sorted(registry.BUILT_IN_BACKENDS))
-def test_a_documented_default_that_is_written_out_changes_nothing(name: str, classifier: str, tmp_path: Path) -> None:
-    """As the table in docs/backends.md and ``torchpipe backends`` have them."""
-    cls = registry.default.find_backend(name)
-    assert cls is not None
-    least = {"backend": expression(name, cls), **needed(cls, classifier, tmp_path)}
-    documented = [signature(param).partition("=") for param in cls.parameters().values() if param.key not in least]
-    assert all(equals for _, equals, _ in documented)
-    written = {key: value.strip('"') for key, _, value in documented}
-    first, second = (plan_pipeline({"a": config, "other": {}}).plans["a"] for config in (least, least | written))
-    assert second.backends[0].params == first.backends[0].params
 
 
 def test_every_name_of_the_design_is_there() -> None:

@@ -14,7 +14,7 @@ from conftest import Register
 
 from torchpipe_py import Backend, ConfigError, Param, Registry, pipe, registry
 from torchpipe_py.backends.base import REQUIRED
-from torchpipe_py.cli import _signature, main
+from torchpipe_py.cli import main, signature
 from torchpipe_py.plan.build import plan_pipeline
 
 
@@ -169,7 +169,7 @@ def test_a_documented_default_means_the_same_written_out(name: str, attribute: s
     cls = registry.default.find_backend(name)
     assert cls is not None
     param = cls.parameters()[attribute]
-    key, _, value = _signature(param).partition("=")
+    key, _, value = signature(param).partition("=")
     text = {"True": "true", "False": "false"}.get(value, value)
     assert param.read(tomli.loads(f'"{key}" = {text}')[key], Registry()) == param.default
 

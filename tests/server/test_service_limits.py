@@ -98,7 +98,7 @@ def test_the_default_limit(length):
         client.sock.sendall(framed(batch_of(size)))
         assert client.receive().label == str(size - len(pack_batch(b"")))
         client.sock.sendall(framed(batch_of(size + 1)))
-        with pytest.raises(IDL.InferenceError) as caught:
+        with pytest.raises(IDL.InferenceError, match="--max-message-bytes") as caught:
             client.receive()
         assert caught.value.code == "too_large"
 
@@ -111,6 +111,7 @@ def test_too_large_is_said_while_the_client_still_sends(length, wrap):
         sock.sendall(message)
         reply = read_all(sock)
         assert_typed_error(reply[4:] if wrap is framed else reply, b"too_large")
+        assert b"--max-message-bytes" in reply
         other.ping()
 
 

@@ -84,7 +84,7 @@ def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: 
     bound = {}
     for name, node in spec.nodes.items():
         with problems.gathered():
-            bound[name] = _bind_node(node, registry, problems)
+            bound[name] = _bind_node(node, spec.nodes.get(node.owner, node), registry, problems)
     if spec.broken:
         # Without a node that could not be read, edges to it would look wrong as well.
         problems.raise_all()
@@ -125,7 +125,7 @@ class _Bound:
     ignored: dict[str, str]
 
 
-def _bind_node(node: NodeSpec, registry: Registry, problems: Problems) -> _Bound:
+def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Problems) -> _Bound:
     binders = [Binder(_variant(node, index), registry, problems) for index in range(len(node.calls))]
     filter_ = None
     with problems.gathered():
@@ -142,10 +142,15 @@ def _bind_node(node: NodeSpec, registry: Registry, problems: Problems) -> _Bound
         binders[-1].check_keys(unused, ignored)
     else:
         binders[-1].check_keys([], {})
-        for key in sorted({*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}):
+        mine = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
+        for key in sorted(key for key in mine if _setting(node, key) != _setting(owner, key)):
             problems.add(node.at(key).error(f"shares the instances of {node.owner!r}, where this key belongs"))
     known = set().union(*(binder.known for binder in binders))
     return _Bound(tuple(backends), filter_, used, known, ignored)
+
+
+def _setting(node: NodeSpec, key: str) -> Any:
+    return getattr(node, key) if key in NODE_KEYS else node.params.get(key)
 
 
 def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> None:

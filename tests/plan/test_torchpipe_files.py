@@ -1,0 +1,121 @@
+"""Files and calls as the documentation of the C++ library torchpipe shows them; only the models' paths are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchpipe_py import parse_toml
+from torchpipe_py.filters import or_
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
+
+SERVICE = """
+batching_timeout = 5
+instance_num = 8
+precision = "fp16"
+[cpu_decoder]
+backend = "DecodeMat"
+next = "cpu_posdecoder"
+[cpu_posdecoder]
+backend = "Sequential[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]"
+resize_h = 224
+resize_w = 224
+color = "rgb"
+next = "resnet50"
+[resnet50]
+backend = "SyncTensor[TensorrtTensor]"
+min = 1
+max = 4
+instance_num = 4
+model = "MODEL"
+mean="123.675, 116.28, 103.53" # 255*"0.485, 0.456, 0.406"
+std="58.395, 57.120, 57.375" # 255*"0.229, 0.224, 0.225"
+"model::cache"="resnet50.trt" # or resnet50.trt.encrypted
+"""
+
+DECODE = """
+batching_timeout = 1
+instance_num =1
+HEAD
+[jpg_decoder]
+backend = "SyncTensor[ Sequential[DecodeTensor,ResizeTensor,cvtColorTensor] ]"
+resize_h = 224
+resize_w = 224
+color = "rgb"
+next = "cpu_decoder"
+instance_num =6
+[cpu_decoder]
+backend = " Sequential[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]  "
+OR
+resize_h = 224
+resize_w = 224
+color = "rgb"
+instance_num =8
+"""
+
+TRAIN = DECODE.replace("HEAD", "").replace("OR", 'filter = "or"')
+OR_TRUE = DECODE.replace("HEAD", '"Interpreter::backend" = "PipelineV3"').replace("OR", "or = true")
+TEST = (
+    TRAIN.replace("batching_timeout = 1", 'batching_timeout = 1\nprecision="fp16"')
+    + """
+next = "resnet50"
+[resnet50]
+backend = "SyncTensor[TensorrtTensor]"
+max='4'
+model = "MODEL"
+instance_num = 2
+"""
+)
+
+GRAPH = """
+"Interpreter::backend" = "PipelineV3"
+backend = "Identity"
+[start]
+next = "left,right"
+[left]
+next = "rec.2"
+[right]
+next = "end"
+[rec.2]
+next = "end"
+[rec]
+filter = "Run"
+[end]
+map = "rec.2[TASK_RESULT_KEY:TASK_DATA_KEY] ,right[ TASK_RESULT_KEY :TASK_BOX_KEY]"
+next = "each"
+[each]
+backend = "MapReduce"
+jump = "rec"
+split = "TASK_BOX_KEY"
+merge = "result"
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, classifier: str) -> Callable[[str], Pipeline]:
+    def plan_text(text: str) -> Pipeline:
+        path = tmp_path / "torchpipe.toml"
+        path.write_text(text.replace("MODEL", classifier), encoding="utf-8")
+        config = parse_toml(path)
+        for key in config:
+            if key != "global":
+                config[key]["device_id"] = 0  # as the library's documentation does it
+        assert plan_pipeline(config).plans.keys() == plan_pipeline(path).plans.keys()
+        return plan_pipeline(config)
+
+    return plan_text
+
+
+@pytest.mark.parametrize(
+    "text", [SERVICE, TRAIN, OR_TRUE, TEST, GRAPH], ids=["service", "train", "or", "test", "graph"]
+)
+def test_a_file_of_the_cpp_library_plans_as_it_is(plan: object, text: str) -> None:
+    pipeline = plan(text)  # type: ignore[operator]
+    if "jpg_decoder" in pipeline.plans:
+        assert pipeline.plans["cpu_decoder"].filter.create() is or_
+        assert [pipeline.plans[name].spec.instance_num for name in ("jpg_decoder", "cpu_decoder")] == [(6,), (8,)]
+    if "resnet50" in pipeline.plans:
+        assert pipeline.plans["resnet50"].batch_range() == (1, 4)
+        assert pipeline.plans["resnet50"].backends[0].children[0].params["precision"] == "fp16"
