@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import process_backends
 import psutil
@@ -296,6 +297,15 @@ def test_the_worker_imports_pytorch_only_when_a_tensor_comes() -> None:
     assert "torch" not in forward(modules, MAT)["result"]
     assert "torch" in forward(modules, torch.zeros(1))["result"]
     modules.close()
+
+
+def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV's folder, which has a module called typing, is the first one meanwhile."""
+    folder = os.path.dirname(os.path.realpath(cv2.__file__))
+    monkeypatch.setattr(sys, "path", [os.path.join(folder, ""), folder, *sys.path])
+    started = backend(process_backends.Obedient)
+    started.setup()
+    started.close()
 
 
 def test_what_cannot_be_pickled_stays_where_it_is(obedient: Process) -> None:

@@ -327,7 +327,13 @@ def import_path() -> str:
 
     Only absolute ones, so that nothing is imported from the working directory, wherever that is.
     """
-    return "\n".join(path for path in sys.path if isinstance(path, str) and os.path.isabs(path))
+    paths = [path for path in sys.path if isinstance(path, str) and os.path.isabs(path)]
+    # TRAP: while another thread imports cv2, that has its own folder in front of the others, where a `typing` lies.
+    file = getattr(sys.modules.get("cv2"), "__file__", None)
+    if file:
+        folder = os.path.join(os.path.dirname(os.path.realpath(file)), "")
+        paths = [path for path in paths if not os.path.join(path, "").startswith(folder)]
+    return "\n".join(paths)
 
 
 def is_stopped(pid: int) -> bool:
