@@ -206,6 +206,18 @@ def test_what_a_user_can_mend(folder: Path, refused: Refused, monkeypatch: pytes
     assert f"torchvision is not installed: pip install torchvision 'torch=={version}'" in refused("tiny")
 
 
+def test_an_operator_that_only_the_newer_exporter_knows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    name = code(folder, "pool", "def build():\n return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())")
+    capfd.readouterr()
+    assert main(["export", f"{name}:build", "--resize", "7x7"]) == 1
+    printed = capfd.readouterr()
+    assert "the newer exporter may do it, which needs onnxscript (pip install onnxscript)" in printed.err
+    assert printed.out == ""
+
+
 RANDOM = ("--weights", "random")
 OUTPUTS = {
     "view": ("x.view(4, -1)[:, :5]", "build does not take|depends on|is 4x5 for a batch of 3"),

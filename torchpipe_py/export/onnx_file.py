@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,14 @@ def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes
     failures = []
     for exporter in _exporters():
         try:
-            # NOTE: where it fails, the TorchScript exporter prints the graph.
-            with quiet(), redirect_stdout(io.StringIO()), _plain_attention(), torch.no_grad():
+            with quiet(), _nothing_printed(), _plain_attention(), torch.no_grad():
                 exporter(model, path, example, opset, axes)
             return
         except Exception as error:
             failures.append(one_line(error))
     if len(failures) == 1:
         failures.append("the newer exporter may do it, which needs onnxscript (pip install onnxscript)")
-    raise ExportError(f"torch {torch.__version__} cannot export this model: {'; then '.join(failures)}")
+    raise ExportError(f"torch {torch.__version__} cannot export this model: {'; '.join(failures)}")
 
 
 def open_session(path: Path, threads: int = 0) -> Any:
@@ -175,6 +175,20 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Where it fails, the TorchScript exporter prints the graph, from C++."""
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
 
 
 @contextmanager
