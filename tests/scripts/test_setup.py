@@ -1,11 +1,16 @@
-"""``scripts/setup.sh`` with a pip that only prints."""
+"""``scripts/setup.sh`` with a pip that only prints, and what ``scripts/quickstart.sh`` says at its end."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from torchpipe_py.export.options import add_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED = """\
@@ -66,3 +71,14 @@ def test_a_venv_without_pip_is_made_again(tmp_path: Path) -> None:
     done = run(venv, python)
     assert done.returncode == 1
     assert (tmp_path / "asked").read_text(encoding="utf-8") == f"-m venv {venv}\n"
+
+
+def test_what_the_quickstart_says_to_do_next_is_there() -> None:
+    text = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8").partition("What next")[2]
+    pages = re.findall(r"docs/[\w-]+\.md", text)
+    assert len(pages) >= 3
+    assert [page for page in pages if not (ROOT / page).is_file()] == []
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    command = text.partition("torchpipe export ")[2].partition(" (docs")[0]
+    assert parser.parse_args(shlex.split(command)).source == "net.py:build"
