@@ -130,7 +130,7 @@ class OneRow(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "problem"), [(TrainedNorm, "depends on what else"), (OneRow, "is 1x144 for 4 items")]
+    ("module", "problem"), [(TrainedNorm, "depends on what else"), (OneRow, "is 1x72 for 2 items")]
 )
 @pytest.mark.parametrize("kind", ["script", "export"])
 def test_torch_models_are_tried_too(tmp_path: Path, kind: str, module: type, problem: str) -> None:

@@ -131,7 +131,7 @@ def test_a_batch_is_padded_to_the_next_size(make: Any) -> None:
     model = make()
     for count in (1, 7, 9, 11, 13, 16):
         run(model, [picture(6, 10, seed) for seed in range(count)])
-    trial = [1, 1, 1, 1, 1, 16]  # four items alone, one of them twice, and a full batch
+    trial = [1, 1, 1, 2]  # two items alone, one of them twice, and together
     assert model.sizes_run == [*trial, 1, 7, 10, 12, 14, 16]
 
 

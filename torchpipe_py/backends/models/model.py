@@ -111,8 +111,11 @@ class ModelBackend(Backend):
             given = ", ".join(map(shown_dims, shapes))
             raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
 
-    def check_batches(self, shapes: Shapes) -> None:
-        """Before the first batch: ``ConfigError`` where items of a batch with inputs of these shapes mix."""
+    def check_batches(self, shapes: Shapes, count: int = 2) -> None:
+        """Before the first batch: ``ConfigError`` where items of a batch of ``count``, of these shapes, mix.
+
+        Two show it, and hold up the first request by five times its own work only.
+        """
         if self._is_checked:
             return
         key = ("batch check", self.model, self.max())
@@ -121,11 +124,12 @@ class ModelBackend(Backend):
         )
         named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
         inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
-        self._is_checked = check.require(self.run_on_host, inputs, self.output_names, *self.batches(shapes))
+        sizes = self.trial_sizes(count, shapes)
+        self._is_checked = check.require(self.run_on_host, inputs, self.output_names, *sizes)
 
-    def batches(self, shapes: Shapes) -> BatchRange:
-        """The fewest and the most items of a batch with inputs of these shapes."""
-        return self.min(), self.max()
+    def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
+        """The smallest batch of these shapes, and one of ``count`` items, or as near to that as there is."""
+        return self.min(), max(self.min(), min(count, self.max()))
 
     def tolerance(self) -> float:
         """The most that rounding changes with the batch, as a part of an output's largest value."""

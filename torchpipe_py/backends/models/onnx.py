@@ -68,7 +68,7 @@ class OnnxTensor(ModelBackend):
         self.declare([given.spec for given in self._inputs], outputs)
         shapes = self.known_shapes()
         if shapes is not None:
-            self.check_batches(shapes)
+            self.check_batches(shapes, self.max())
             self.config.shared.get((self._session, "warm"), lambda: self._warm_up(shapes))
 
     def forward(self, items: list[Data]) -> None:

@@ -68,7 +68,7 @@ class TensorrtTensor(CudaModel):
         self._scratch: Any = None
         shapes = self.known_shapes()
         if shapes is not None:
-            self.check_batches(shapes)
+            self.check_batches(shapes, self.max())
             if all(spec.dims == shape for spec, shape in zip(self._specs, shapes, strict=True)):
                 self.warm_up(shapes)
 
@@ -135,11 +135,11 @@ class TensorrtTensor(CudaModel):
             return QUANTISED  # an engine does not say what it computes in
         return {"fp32": EXACT, "fp16": HALF}.get(self.precision, QUANTISED)
 
-    def batches(self, shapes: Shapes) -> BatchRange:
+    def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
         sizes = [size for size in self._sizes if self._profile_for([(size, *shape) for shape in shapes]) is not None]
         if not sizes:
             raise InvalidRequest(self._no_profile(self.min(), shapes))
-        return sizes[0], sizes[-1]
+        return sizes[0], next((size for size in sizes if size >= count), sizes[-1])
 
     def _type(self, name: str) -> Any:
         dtype = self._engine.get_tensor_dtype(name)

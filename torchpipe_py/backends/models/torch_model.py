@@ -62,7 +62,7 @@ class TorchTensor(CudaModel):
         self.declare(loaded.inputs, loaded.outputs)
         shapes = self.known_shapes()
         if shapes is not None:
-            self.check_batches(shapes)
+            self.check_batches(shapes, self.max())
 
     def close(self) -> None:
         self._module = None
