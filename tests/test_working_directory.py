@@ -151,6 +151,7 @@ def test_every_command_finds_what_import_names_here(
     package = tmp_path / f"named_for_{command}"
     package.mkdir()
     text = "from torchpipe_py import ConfigError\nraise ConfigError('it is imported')\n"
+    (package / "first.py").write_text("")
     (package / "inner.py").write_text(text)
     (tmp_path / "images").mkdir()
     arguments = {
@@ -158,5 +159,5 @@ def test_every_command_finds_what_import_names_here(
         "parity": ["a.toml", "b.toml", "--img_dir", "images"],
         "bench": ["a.toml", "--img_dir", "images"],
     }.get(command, ["a.toml"])
-    assert main([command, *arguments, "--import", f"named_for_{command}.inner"])
+    assert main([command, *arguments, "--import", f"named_for_{command}.first, named_for_{command}.inner"])
     assert capsys.readouterr().err == "torchpipe: it is imported\n"

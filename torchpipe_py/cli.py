@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Its options are parsed by itself, for scripts/client_qps.py has them too.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
-        for name in getattr(args, "imports", None) or ():
+        for name in filter(None, (part.strip() for part in ",".join(getattr(args, "imports", None) or ()).split(","))):
             registry.import_code(name)
         status = args.run(args) or 0
         sys.stdout.flush()
@@ -78,7 +78,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_imports(parser: argparse.ArgumentParser) -> None:
-    text = "module or .py file with backends and filters of your own, to be imported first; may be repeated"
+    text = "modules or .py files with backends and filters of your own, separated by commas; may be repeated"
     parser.add_argument("--import", dest="imports", metavar="CODE", action="append", help=text)
 
 

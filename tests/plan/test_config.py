@@ -192,6 +192,17 @@ def test_a_byte_order_mark_at_the_start_of_a_file(tmp_path: Path) -> None:
     assert plans(path)["a"].spec.batching_timeout == 2
 
 
+def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text(encoding="utf-8")
+    written: dict[str, Any] = dict(re.findall(r'^\| `(\w+)` \|.*; default `?"?(\w+)"?`? \|$', page, re.MULTILINE))
+    assert written.keys() == {"instance_num", "batching_timeout", "device_id", "decode_isolation", "max_inflight"}
+    top = {"max_inflight": written.pop("max_inflight")}
+    first, second = (load_config(config) for config in ({"a": {}}, {**top, "a": {**written, "backend": "Identity"}}))
+    assert first.max_inflight == second.max_inflight
+    for key in ("calls", *written):
+        assert getattr(first.nodes["a"], key) == getattr(second.nodes["a"], key)
+
+
 def test_a_file_with_a_backend_that_nobody_has_names_three(write: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         pipe(write('[a]\nbackend = "YoloDetector"'))

@@ -310,7 +310,8 @@ def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict
             elif value in _SCHEDULER_DEFAULTS:
                 logger.info("%s: ignored, this is how every pipe is scheduled", here)
             else:
-                raise here.error(f"the scheduler is not exchangeable; {nearest(str(value), _SCHEDULER_DEFAULTS)}")
+                hint = nearest(str(value), _SCHEDULER_DEFAULTS)
+                raise here.error(f"the scheduler is not exchangeable (a node's backend stands under 'backend'); {hint}")
     return cleaned
 
 
