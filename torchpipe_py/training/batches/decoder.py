@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpipe_py.errors import InvalidRequest, TorchpipeError
+from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import Data, pipe
@@ -175,10 +175,11 @@ def _outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sa
     error = request.get(TASK_ERROR_KEY)
     if isinstance(error, InvalidRequest):
         return sample.failed(WRONG, f"the pipe cannot take the sample: {error}")
-    if error is None and problem is not None:
+    if problem is not None and not isinstance(error, NoResult):
         # It raised: a defect in a backend, or in how the pipe is used.
-        code = problem.code if isinstance(problem, TorchpipeError) else type(problem).__name__
-        return sample.failed(WRONG, f"the pipe raised ({code}) {problem}")
+        raised = error or problem
+        code = raised.code if isinstance(raised, TorchpipeError) else type(raised).__name__
+        return sample.failed(WRONG, f"the pipe raised ({code}) {raised}")
     return sample.failed(CORRUPT, str(error) if error is not None else "the pipe gave no result")
 
 
