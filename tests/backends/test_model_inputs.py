@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture, save_model
-from onnx import helper
+from onnx import TensorProto, helper
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
 
@@ -124,6 +124,68 @@ def test_frames_are_stacked(models: Path) -> None:
         for data in given:
             run(item := {"data": data})
             torch.testing.assert_close(item["result"], wanted)
+
+
+def identity(path: Path, dims: list[int | str], dtype: int = TensorProto.FLOAT) -> str:
+    """A model that gives its input."""
+    return save_model(path, [helper.make_node("Identity", ["x"], ["y"])], {"x": dims}, {"y": dims}, dtype=dtype)
+
+
+@pytest.mark.parametrize("vector", [[1, 2, 3], (1.0, 2.0, 3.0), [np.float32(1), 2, 3], [[1, 2, 3]]])
+def test_a_list_of_numbers_is_a_vector(tmp_path: Path, vector: Any) -> None:
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 3])}) as run:
+        assert run({"data": vector})["result"].tolist() == [[1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("dims", "turned"),
+    [
+        (["N", 3, "H", "W"], True),
+        (["N", 3, 4, 3], False),
+        (["N", 3, 3, 4], True),
+        (["N", "H", "W", 3], False),
+        (["N", 3, 4, "C"], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: list[int | str], turned: bool, dtype: Any) -> None:
+    mat = picture(5 if "H" in dims else 3, 4).astype(dtype)
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", dims)}) as run:
+        result = run({"data": mat})["result"].numpy()
+    np.testing.assert_array_equal(result[0], mat.transpose(2, 0, 1) if turned else mat)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_mat_for_an_input_that_does_not_say_its_channels_is_refused(tmp_path: Path, dtype: Any) -> None:
+    mat = picture(5, 6).astype(dtype)
+    planes = np.ascontiguousarray(mat.transpose(2, 0, 1))
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", "A", "B", "C"])}) as run:
+        run(refused := {"data": mat})
+        for given in (torch.from_numpy(planes), planes[None], mat[None]):
+            np.testing.assert_array_equal(run({"data": given})["result"][0].numpy(), given.reshape(given.shape[-3:]))
+    assert "does not say where a Mat's channels belong" in str(refused["error"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "problem"),
+    [
+        (TensorProto.INT32, torch.tensor([1, 2**40]), "input 'x' takes int32, got int64 of 0..1099511627776"),
+        (TensorProto.INT8, [1, 300], "input 'x' takes int8, got int64 of 0..300"),
+        (TensorProto.UINT8, [1, -1], "input 'x' takes uint8, got int64 of -1..1"),
+        (TensorProto.UINT8, torch.tensor([1.5, 2.0]), "input 'x' takes uint8, got float32"),
+    ],
+)
+def test_numbers_that_the_input_cannot_hold(tmp_path: Path, dtype: int, value: Any, problem: str) -> None:
+    """Not wrapped around, and not cut off."""
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 2], dtype)}) as run:
+        run(item := {"data": value})
+        assert run({"data": [1, 2]})["result"].tolist() == [[1, 2]]
+    assert str(item["error"]) == problem
+
+
+def test_bfloat16_is_taken(tmp_path: Path) -> None:
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 2])}) as run:
+        assert run({"data": torch.tensor([1.5, 2.0], dtype=torch.bfloat16)})["result"].tolist() == [[1.5, 2.0]]
 
 
 def test_a_model_that_does_not_name_its_inputs_takes_lists() -> None:

@@ -113,6 +113,86 @@ def test_what_is_no_input(model: str, value: Any, message: str) -> None:
     assert message in str(item["error"])
 
 
+class Anchored(torch.nn.Module):
+    """Gives its own memory as the second output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors = torch.nn.Buffer(torch.ones(1, 2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2 * x, self.anchors.expand(x.shape[0], -1)
+
+
+def test_a_result_may_be_changed_in_place(tmp_path: Path) -> None:
+    torch.jit.trace(Anchored(), torch.ones(2, 2)).save(str(tmp_path / "model"))  # type: ignore[no-untyped-call]
+    config = {"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True, "max": 2}
+    with pipe({**config, "batching_timeout": 1000}) as run:
+        items: list[dict[str, Any]] = [{"data": torch.ones(2)} for _ in range(2)]
+        run(items)
+        items[0]["result"][1].zero_()
+        assert items[1]["result"][1].tolist() == [[1.0, 1.0]]
+        assert run({"data": torch.ones(2)})["result"][1].tolist() == [[1.0, 1.0]]
+
+
+class Looked(torch.nn.Module):
+    """Looks words up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 3)
+
+    def forward(self, scale: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return scale * self.table(words).sum(1)
+
+
+def test_inputs_have_the_types_that_the_program_says(tmp_path: Path) -> None:
+    module, batch = Looked().eval(), torch.export.Dim("batch", min=1, max=8)
+    example = torch.zeros(2, 1), torch.zeros(2, 4, dtype=torch.int64)
+    torch.export.save(
+        torch.export.export(module, example, dynamic_shapes=({0: batch}, {0: batch})), tmp_path / "model.pt2"
+    )
+    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model.pt2"), "trusted": True, "max": 2}) as run:
+        run(item := {"data": [[2.0], [1, 2, 3, 4]]})
+        run(refused := {"data": [[2.0], [1.5, 2.0, 3.0, 4.0]]})
+    torch.testing.assert_close(item["result"], module(torch.tensor([[2.0]]), torch.tensor([[1, 2, 3, 4]])).detach())
+    assert str(refused["error"]) == "input 'words' takes int64, got float64"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.tensor([1.5, 2.0]), "input 'x' takes uint8, got float32"),
+        (torch.tensor([1.5, 2.0], dtype=torch.bfloat16), "input 'x' takes uint8, got bfloat16"),
+        (torch.tensor([1, 300]), "input 'x' takes uint8, got int64 of 0..300"),
+        (np.array([1, -1]), "input 'x' takes uint8, got int64 of -1..1"),
+    ],
+)
+def test_numbers_that_the_input_cannot_hold(value: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        InputSpec("x", torch.uint8, (2,)).row_shape(value)
+    assert str(caught.value) == problem
+    InputSpec("x", torch.uint8, (2,)).row_shape(torch.tensor([1, 255]))
+
+
+@pytest.mark.parametrize("kind", ["script", "export"])
+def test_a_mat_of_floats_is_a_mat(tmp_path: Path, kind: str) -> None:
+    """Laid out where the program says the channels, refused where nobody does."""
+    mat = picture(5, 6).astype(np.float32)
+    if kind == "script":
+        torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "model"))
+    else:
+        batch = torch.export.Dim("batch", min=1, max=8)
+        program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2, 3, 5, 6),), dynamic_shapes=({0: batch},))
+        torch.export.save(program, tmp_path / "model")
+    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True}) as run:
+        run(item := {"data": mat})
+    if kind == "export":
+        np.testing.assert_array_equal(item["result"][0].numpy(), mat.transpose(2, 0, 1))
+    else:
+        assert "got 5x6x3 of float32, which may be a Mat; Mat2Tensor makes a Tensor of it" in str(item["error"])
+
+
 def test_files_that_are_no_models(tmp_path: Path) -> None:
     junk, empty = tmp_path / "junk.pt", tmp_path / "empty.pt2"
     junk.write_bytes(b"junk")

@@ -15,7 +15,7 @@ import numpy as np
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.models.batch_check import check_rows
-from torchpipe_py.backends.models.inputs import by_shapes, request_values
+from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, looks_like_mat, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
 from torchpipe_py.errors import InvalidRequest
@@ -59,12 +59,32 @@ class InputSpec:
         ):
             wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
             raise InvalidRequest(f"input {self.name!r} takes 1x{wanted}, got {'x'.join(map(str, value.shape))}")
+        if not self.dtype.is_floating_point and value.dtype != self.dtype:
+            self._check_integers(value)
         return shape
+
+    def _check_integers(self, value: Any) -> None:
+        """``InvalidRequest`` for numbers that are none of this input's integers."""
+        dtype = np.dtype(str(self.dtype).removeprefix("torch."))
+        if isinstance(value, np.ndarray):
+            check_numbers(value, dtype, self.name)
+        elif value.is_floating_point():
+            raise InvalidRequest(f"input {self.name!r} takes {dtype}, got {str(value.dtype).removeprefix('torch.')}")
+        elif not value.is_cuda:  # to look at those on a GPU is to wait for it
+            check_numbers(value.numpy(), dtype, self.name)
 
     def _row_shape(self, value: Any) -> tuple[int, ...]:
         if is_mat(value) and (self.dims is None or len(self.dims) == 3):
             shape = value.shape
             return (shape[2], shape[0], shape[1]) if len(shape) == 3 else (1, *shape)
+        if isinstance(value, np.ndarray) and value.ndim == 3 and looks_like_mat(value):
+            if self.dims is None or self.dims[0] is None:
+                raise InvalidRequest(
+                    f"input {self.name!r} takes a Tensor or a Mat of uint8, got {'x'.join(map(str, value.shape))} of "
+                    f"{value.dtype}, which may be a Mat; Mat2Tensor makes a Tensor of it"
+                )
+            if len(self.dims) == 3 and value.shape[2] == self.dims[0]:
+                return value.shape[2], value.shape[0], value.shape[1]
         try:
             shape = tuple(value.shape)
         except AttributeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,6 +64,8 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     data = item[TASK_DATA_KEY]
     if isinstance(data, Mapping):
         return [_value(data[name]) for name in _names(data, inputs)]
+    if isinstance(data, (list, tuple)) and data and all(isinstance(value, Number) for value in data):
+        data = [data]  # a vector: no input is a single number
     values = [_value(value) for value in data] if isinstance(data, (list, tuple)) else [data]
     if inputs and len(values) != len(inputs):
         raise InvalidRequest(f"the model has {len(inputs)} inputs, data holds {len(values)}: {_listed(inputs)}")
@@ -110,26 +113,65 @@ def is_image(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8 and value.shape[2] in (1, 3, 4)
 
 
-def as_array(value: Any, dims: Sequence[int | None], name: str) -> np.ndarray:
+def as_array(value: Any, dims: Sequence[int | None], dtype: np.dtype, name: str) -> np.ndarray:
     """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
 
-    A ``uint8`` array of three dimensions, for an input of four, is a Mat H×W×C. ``InvalidRequest`` for what
-    does not fit.
+    A Mat H×W×C, for an input of four dimensions, is laid out as ``dims`` say. ``InvalidRequest`` for what does not
+    fit, or loses more than precision in ``dtype``.
     """
     array = value if isinstance(value, np.ndarray) else _tensor_to_numpy(value, name)
-    if len(dims) == 4 and array.ndim == 3 and value is array and array.dtype == np.uint8:
-        array = array.transpose(2, 0, 1)  # a Mat
+    if len(dims) == 4 and array.ndim == 3 and value is array:
+        array = _laid_out(array, dims, name)
     if array.ndim == len(dims) - 1:
         array = array[None]
     shape = array.shape
-    fits = len(shape) == len(dims) and shape[0] == 1
-    if not fits or any(want is not None and want != have for want, have in zip(dims[1:], shape[1:], strict=True)):
+    if len(shape) != len(dims) or shape[0] != 1 or not _fits(shape[1:], dims[1:]):
         raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(np.shape(value))}")
+    check_numbers(array, dtype, name)
     return array
+
+
+def _laid_out(array: np.ndarray, dims: Sequence[int | None], name: str) -> np.ndarray:
+    """A Mat in the order of the dimensions that the input has; an array of another kind as it is."""
+    planes = array.transpose(2, 0, 1)
+    fits, planes_fit = _fits(array.shape, dims[1:]), _fits(planes.shape, dims[1:])
+    if not (fits and planes_fit):
+        return planes if planes_fit else array
+    if dims[1] is None and dims[3] is None and looks_like_mat(array):
+        raise InvalidRequest(
+            f"input {name!r} takes {shown_dims((1, *dims[1:]))}, which does not say where a Mat's channels belong; "
+            "a Tensor (Mat2Tensor makes one, 1xCxHxW) and an array of four dimensions are taken as they are"
+        )
+    return planes if array.dtype == np.uint8 and dims[1] is not None else array
+
+
+def looks_like_mat(array: np.ndarray) -> bool:
+    """Whether an array of three dimensions is H×W×C: all of ``uint8`` are."""
+    return array.dtype == np.uint8 or (array.shape[2] in (1, 3, 4) and array.shape[0] not in (1, 3, 4))
+
+
+def _fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
+    return all(want is None or want == have for want, have in zip(dims, shape, strict=True))
+
+
+def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
+    """``InvalidRequest`` for an array that loses more than precision in ``dtype``: fractions, or too large integers."""
+    if array.dtype == dtype:
+        return
+    if array.dtype.kind in "iu" and dtype.kind in "iu":
+        limits, least, most = np.iinfo(dtype), int(array.min(initial=0)), int(array.max(initial=0))
+        if not limits.min <= least <= most <= limits.max:
+            raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype} of {least}..{most}")
+    elif not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype}")
 
 
 def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:
     try:
-        return value.detach().cpu().numpy()  # type: ignore[no-any-return]
+        tensor = value.detach().cpu()
     except AttributeError:
         raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None
+    try:
+        return tensor.numpy()  # type: ignore[no-any-return]
+    except TypeError:  # NumPy has no bfloat16
+        return tensor.float().numpy()  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF3
 from torchpipe_py.backends.models.inputs import TensorSpec, as_array, by_shapes, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
-from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, nearest
+from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.values import to_int, to_strings
 
 logger = logging.getLogger("torchpipe_py")
@@ -37,7 +37,7 @@ _ON_DEVICE = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 class OnnxTensor(ModelBackend):
     """An ONNX model by ONNX Runtime: Tensors 1×C×H×W in, Tensors 1×… out, ``max`` items at a time.
 
-    Inputs are converted to the model's dtype where that loses nothing in kind (``uint8`` to ``float32``, say).
+    Inputs are converted to the model's dtype where that loses no more than precision (``uint8`` to ``float32``, say).
     The instances of a node share one session.
     """
 
@@ -192,10 +192,7 @@ class _Input:
 
     def array(self, value: Any) -> np.ndarray:
         """A value, 1×… or without its first dimension, as an array 1×… that fits this input, or ``InvalidRequest``."""
-        array = as_array(value, self.spec.dims, self.spec.name)
-        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
-            raise InvalidRequest(f"input {self.spec.name!r} takes {self.dtype}, got {array.dtype}")
-        return array
+        return as_array(value, self.spec.dims, self.dtype, self.spec.name)
 
     def stack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""
@@ -204,5 +201,5 @@ class _Input:
             self._buffer = np.empty((max(len(arrays), self._most), *shape), self.dtype)
         batch: np.ndarray = self._buffer[: len(arrays)]
         for row, array in zip(batch, arrays, strict=True):
-            np.copyto(row, array[0], casting="same_kind")
+            np.copyto(row, array[0], casting="unsafe")  # as_array has looked at the numbers
         return batch

@@ -22,11 +22,16 @@ def row_tensor(value: Any, shape: tuple[int, ...]) -> Any:
     """One request's value, a Mat, array or tensor, as a tensor of ``shape``, which has no batch dimension."""
     import torch
 
-    if len(shape) == 3 and is_mat(value):
+    if len(shape) == 3 and (is_mat(value) or _is_turned(value, shape)):
         value = value.reshape(*value.shape[:2], -1).transpose(2, 0, 1)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.copy())  # in one piece, and writable
     return value.detach().reshape(shape)
+
+
+def _is_turned(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value that is to have this shape is a Mat of another dtype than ``uint8``."""
+    return isinstance(value, np.ndarray) and value.ndim == 3 and value.shape != shape
 
 
 class StagedInput:

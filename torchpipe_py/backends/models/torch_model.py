@@ -104,14 +104,15 @@ class TorchTensor(CudaModel):
             super().run_group(shapes, items, rows)
             return
         # On the CPU: no buffers, no graphs.
-        columns = zip(shapes, zip(*rows, strict=True), strict=True)
+        columns = zip(self.input_specs(len(shapes)), shapes, zip(*rows, strict=True), strict=True)
         inputs = [
-            self._torch.stack([row_tensor(value, shape).to("cpu", self._dtype) for value in values])
-            for shape, values in columns
+            self._torch.stack([row_tensor(value, shape).to("cpu", spec.dtype) for value in values])
+            for spec, shape, values in columns
         ]
         outputs = self.enqueue(inputs)
         check_rows(outputs, self.output_names, len(items))
-        self.write_results(items, outputs)
+        # NOTE: an output may be memory of the model, which a result that is changed in place would change with it.
+        self.write_results(items, [output.clone() for output in outputs])
 
 
 @dataclass(frozen=True)
