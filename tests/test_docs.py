@@ -14,7 +14,9 @@ semicolons.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -164,7 +166,7 @@ class Reader:
                 stdout=file,
                 stderr=file,
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while "serving " not in log.read_text(encoding="utf-8"):
             assert self.service.poll() is None, log.read_text(encoding="utf-8")
             assert time.monotonic() < deadline
@@ -221,9 +223,12 @@ class Reader:
 
 
 def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    """None of those that the system gives to whoever asks for any, as other tests do meanwhile."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def name_of(page: Path) -> str:

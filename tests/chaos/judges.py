@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from chaos.tally import Tally, percentile
 
 TYPED = {"ok", "overloaded", "unavailable", "worker_died"}
-AFTER_KILL = 2.0  # seconds in which a kill may close a connection
+AFTER_KILL = 3.0  # seconds in which a kill may close a connection
 
 
 def answered(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> list[str]:

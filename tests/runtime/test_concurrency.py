@@ -11,7 +11,7 @@ from fakes import in_threads
 
 from torchpipe_py import DecodeError, pipe
 
-THREADS, CALLS = 64, 1000
+THREADS, CALLS = 64, 250
 
 
 @pytest.mark.timeout(110)

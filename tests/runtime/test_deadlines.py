@@ -12,6 +12,7 @@ from torchpipe_py import DeadlineExceeded, ItemBackend, pipe
 
 Data = dict[str, Any]
 SOON = 0.02
+TIME_TO_BEGIN = 1.0
 
 
 def test_a_met_deadline_changes_the_dict_as_without(register: Register) -> None:
@@ -66,7 +67,8 @@ def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
     data: Data = {"data": "slow", "mine": 1}
     with pipe({"a": {"backend": register(gate.backend), "next": "b"}, "b": {}}) as p, gate:
         with pytest.raises(DeadlineExceeded):
-            p(data, timeout=SOON)
+            p(data, timeout=TIME_TO_BEGIN)
+        gate.wait_entered()
         gate.open()
         p({"data": "last"})
         assert p.stats()["inflight"] == 0
@@ -79,7 +81,7 @@ def test_a_list_misses_its_deadline_together(register: Register) -> None:
     items: list[Data] = [{"data": "slow"}, {"data": "queued"}]
     with pipe({"backend": register(gate.backend)}) as p, gate:
         with pytest.raises(DeadlineExceeded):
-            p(items, timeout=SOON)
+            p(items, timeout=TIME_TO_BEGIN)
         assert p.stats()["inflight"] == 0
         errors = [item.pop("error") for item in items]
         gate.open()
@@ -120,7 +122,7 @@ def test_dispatch_looks_at_the_deadline_before_each_node(register: Register) -> 
 
 
 def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> None:
-    """Not exactly at the deadline, when it is missed; a busy machine may miss some, not all."""
+    """Not exactly at the deadline, when it is missed; a busy machine may miss one, and another that has more time."""
     slow_node = Gate(blocks=lambda data: data == "slow")
     batches = Gate(most=4, blocks=lambda data: False)
     config = {
@@ -129,8 +131,8 @@ def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> Non
     }
     with pipe(config) as p, slow_node:
         slow = slow_node.hold(p, {"data": "slow"})
-        errors = [error_of(p.submit({"data": "hurried"}, timeout=0.1)) for _ in range(10)]
+        timeouts = (0.1 * 1.5**number for number in range(10))
+        assert any(error_of(p.submit({"data": "hurried"}, timeout=timeout)) is None for timeout in timeouts)
         assert not slow.done()
         slow_node.open()
         outcome(slow)
-    assert None in errors

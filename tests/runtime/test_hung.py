@@ -57,14 +57,17 @@ def test_what_a_caller_runs_counts_as_well(register: Register) -> None:
 # -- the end of a program ---------------------------------------------------------------------------------------------
 
 HUNG = """
-import ctypes, os, sys, time
+import ctypes, os, sys, threading, time
 import torchpipe_py.runtime.runtime
 from torchpipe_py import Backend, DeadlineExceeded, pipe, register_backend
 
 torchpipe_py.runtime.runtime.LEAVE_SECONDS = 0.3
 
+entered = threading.Event()
+
 class Hangs(Backend):
     def forward(self, items):
+        entered.set()
         if items[0]["data"] == "sleep":
             time.sleep(10**6)
         ctypes.CDLL(None).pause()
@@ -73,10 +76,12 @@ register_backend(Hangs, "Hangs")
 config = {"broken": {"backend": "Hangs"}}
 
 def call(p, what="sleep"):
-    try:
-        p({"data": what}, timeout=0.1)
-    except DeadlineExceeded:
-        print("given up", flush=True)
+    entered.clear()
+    while not entered.is_set():  # the time may be over before it is run
+        try:
+            p({"data": what}, timeout=0.1)
+        except DeadlineExceeded:
+            print("given up", flush=True)
 
 """
 
@@ -86,7 +91,7 @@ ENDS = {
     "in C": "p = pipe(config); call(p, 'pause')",
     "closed": "p = pipe(config); call(p); assert p.close() is False; del p",
     "with": "with pipe(config) as p: call(p)",
-    "submitted": "p = pipe(config); p.submit({'data': 'sleep'}); time.sleep(0.1); print('given up')",
+    "submitted": "p = pipe(config); p.submit({'data': 'sleep'}); entered.wait(); print('given up')",
     "an exception": "p = pipe(config)\ncall(p)\nraise ValueError('mine')",
     "two pipes": "p, q = pipe(config), pipe(config); call(p); call(q)",
     "a forked child": "p = pipe(config); call(p)\nif os.fork():\n    assert os.wait()[1] == 0",

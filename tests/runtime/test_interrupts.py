@@ -181,7 +181,7 @@ def batched(restored: Registry) -> None:
     restored.register_backend(Batched, "Batched")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def no_collection() -> Iterator[None]:
     """What a collection calls is interrupted as well, and Python only prints that."""
     gc.collect()

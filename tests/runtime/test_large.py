@@ -76,8 +76,8 @@ def test_a_single_instance_takes_all_in_turn(register: Register, gate: Gate) -> 
 def test_those_that_are_over_keep_nobody_waiting(register: Register, gate: Gate) -> None:
     with pipe({"backend": register(gate.backend), "instance_num": 2}) as p, gate:
         first = gate.hold(p, {"data": "large 0"})
-        deadline = perf_counter() + 0.05
         late = p.submit({"data": "large 1"}, timeout=0.05)
+        deadline = perf_counter() + 0.05  # no sooner than that of the request
         last = p.submit({"data": "large 2"})
         while perf_counter() < deadline:
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -36,12 +37,24 @@ def started(command: list[str], *arguments: object) -> str:
         start_new_session=True,
     ) as process:
         try:
-            printed, _ = process.communicate(timeout=60)
+            printed, _ = process.communicate(timeout=100)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # torchrun's processes too
             raise
     assert process.returncode == 0, printed
     return printed
+
+
+def ran(capsys: pytest.CaptureFixture[str], script: str, *arguments: object) -> str:
+    """The same in this process, which has PyTorch already."""
+    capsys.readouterr()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert importlib.import_module(script).main(list(map(str, arguments))) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return capsys.readouterr().out
 
 
 def options(folder: Path, toml: str, *more: object) -> list[object]:
@@ -52,17 +65,19 @@ def accuracies(printed: str) -> list[tuple[float, int]]:
     return [(float(share), int(seen)) for share, seen in re.findall(r"accuracy ([\d.]+) of (\d+) images", printed)]
 
 
-def test_it_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
+def test_it_learns_and_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, toml = [sys.executable, str(SCRIPTS / "train.py")], write_toml(tmp_path)
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     printed = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", whole))
     assert len(accuracies(printed)) == 8
     assert accuracies(printed)[-1] == (1.0, 5)
 
-    first = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", parts, "--max-steps", 4))
+    first = ran(capsys, "train", *options(folder, toml, "--epochs", 8, "--checkpoint", parts, "--max-steps", 4))
     assert len(accuracies(first)) == 1
     assert torch.load(parts, weights_only=True)["loader"]["position"] == 1  # of the second epoch's three batches
-    second = started(script, *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
+    second = ran(capsys, "train", *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
     losses = re.compile(r"loss [\d.]+, accuracy [\d.]+")
     assert losses.findall(first) + losses.findall(second) == losses.findall(printed)
     unbroken, resumed = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
@@ -78,12 +93,10 @@ def test_two_processes(folder: Path, tmp_path: Path) -> None:
     assert [seen for _, seen in accuracies(printed)] == [4, 4]
 
 
-@pytest.mark.parametrize("name", ["train_amp.py", "train_dp.py"])
-def test_the_other_scripts(folder: Path, tmp_path: Path, name: str) -> None:
-    more = ["--devices", "cpu", "cpu"] if name == "train_dp.py" else ["--precision", "bf16"]
-    printed = started(
-        [sys.executable, str(SCRIPTS / name)], *options(folder, write_toml(tmp_path), "--epochs", 1, *more)
-    )
+@pytest.mark.parametrize("name", ["train_amp", "train_dp"])
+def test_the_other_scripts(folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--devices", "cpu", "cpu"] if name == "train_dp" else ["--precision", "bf16"]
+    printed = ran(capsys, name, *options(folder, write_toml(tmp_path), "--epochs", 1, *more))
     assert [seen for _, seen in accuracies(printed)] == [5]
 
 

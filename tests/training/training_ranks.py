@@ -38,7 +38,7 @@ def main(rank: int, folder: str, names: list[str]) -> None:
             told[name] = SCENARIOS[name](rank, home)
         except Exception as error:
             told[name] = (type(error).__name__, str(error))
-    (place / f"told_{rank}.pickle").write_bytes(pickle.dumps(told))
+        (place / f"told_{rank}.pickle").write_bytes(pickle.dumps(told))  # before the next one, which may be deadly
     dist.destroy_process_group()
 
 
