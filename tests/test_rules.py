@@ -819,7 +819,13 @@ JUMPS = [
                 {"result": ["xr", "yr", "zr"]},
                 at_a(["x", "y", "z"]),
             ).refuses(
-                Call(at_a("xyz"), BackendError), f"{before}ValueError: expected a list under 'data' to split, found str"
+                Call(at_a(["x!"]), BackendError), f"{before}BackendError: 'r': node 'r': Mark: ValueError: bad item x!"
+            ),
+            Rule(
+                f"§4 {backend}: what cannot be split is the request's error",
+                jump(backend),
+                {"error": "expected a list under 'data' to split, found str"},
+                at_a("xyz"),
             ),
             Rule(
                 f"§4 {backend}: a tuple is a list; an element that fails is named, with its node",
@@ -845,17 +851,20 @@ JUMPS = [
                 {"result": [31, 42]},
                 at_a([1, 2], k=[30, 40]),
             ).refuses(
-                Call(at_a([1, 2], k=[3]), BackendError),
-                f"{before}ValueError: the keys to split hold lists of different lengths: 'data' has 2, 'k' has 1",
+                Call(at_a([1, "x"], k=[30, 40]), BackendError),
+                f"{before}BackendError: element 1 of 2: 'r': node 'r': Sum: TypeError: ",
+            ),
+            Rule(
+                f"§4 {backend}: lists of different lengths are the request's error",
+                {"a": {"backend": backend, "jump": "r", "split": "data,k"}, "r": {"backend": "Sum"}},
+                {"error": "the keys to split hold lists of different lengths: 'data' has 2, 'k' has 1"},
+                at_a([1, 2], k=[3]),
             ),
             Rule(
                 f"§4 {backend}: other keys of the dict go along with every element",
                 {"a": {"backend": backend, "jump": "r", "split": ["data"]}, "r": {"backend": "Sum"}},
                 {"result": [31, 32]},
                 at_a([1, 2], k=30),
-            ).refuses(
-                Call(at_a([1, 2], k=3), BackendError, jump(backend, split="data,k")),
-                f"{before}ValueError: expected a list under 'k' to split, found int",
             ),
             Rule(
                 f"§4 {backend}: an empty split is one run on the dict as it is",
@@ -914,7 +923,7 @@ CALLS: list[Callable[[pipe, Any], Any]] = [
 
 def settled(data: Data) -> Data:
     """With the words of an error instead of the error."""
-    return {key: str(value) if isinstance(value, NoResult) else value for key, value in data.items()}
+    return {key: str(value) if isinstance(value, (NoResult, InvalidRequest)) else value for key, value in data.items()}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.text for rule in RULES])

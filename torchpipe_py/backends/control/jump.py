@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from torchpipe_py.backends.base import Data, DeferredBackend, Graphs, Param
-from torchpipe_py.errors import BackendError, ConfigError, DeadlineExceeded, PipeClosed, first_line
+from torchpipe_py.errors import BackendError, ConfigError, DeadlineExceeded, InvalidRequest, PipeClosed, first_line
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_keys, to_str
 
@@ -35,7 +35,10 @@ class Jump(DeferredBackend):
         self._graphs: Graphs = self.config.graphs
 
     def split(self, data: Data) -> Sequence[Data]:
-        """The dicts to run through the graph, none of them ``data`` itself; ``ValueError`` where that is impossible."""
+        """The dicts to run through the graph, none of them ``data`` itself.
+
+        ``InvalidRequest`` where ``data`` cannot be split is the request's outcome, its ``error``.
+        """
         return [dict(data)]
 
     def merge(self, data: Data, parts: Sequence[Data]) -> None:
@@ -43,17 +46,27 @@ class Jump(DeferredBackend):
         data.update(parts[0])
 
     def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
-        parts = self._split(item)
+        try:
+            parts = self._split(item)
+        except InvalidRequest as error:
+            item[TASK_ERROR_KEY] = error
+            done(None)
+            return
         if not parts:
             done(self._merged(item, parts, []))
             return
         self._graphs.run_graphs(self.jump, parts, lambda errors: done(self._merged(item, parts, errors)), request)
 
     def forward(self, items: list[Data]) -> None:
-        split = [self._split(item) for item in items]
-        errors = iter(self._graphs.wait_for_graphs(self.jump, [part for parts in split for part in parts]))
+        split: list[tuple[Data, list[Data]]] = []
+        for item in items:
+            try:
+                split.append((item, self._split(item)))
+            except InvalidRequest as error:
+                item[TASK_ERROR_KEY] = error
+        errors = iter(self._graphs.wait_for_graphs(self.jump, [part for _, parts in split for part in parts]))
         first = None
-        for item, parts in zip(items, split, strict=True):
+        for item, parts in split:
             first = first or self._merged(item, parts, [next(errors) for _ in parts])
         if first is not None:
             raise first
@@ -97,7 +110,8 @@ class MapReduce(Jump):
 
     Each run gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of
     ``merge`` holds the list of what the runs gave it. With an empty ``split`` there is one run, on the dict as it is.
-    An element without a result fails the request. An empty list gives empty lists.
+    An element without a result fails the request. An empty list gives empty lists. ``InvalidRequest`` for what is no
+    list, and for lists of different lengths.
     """
 
     split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
@@ -115,7 +129,7 @@ class MapReduce(Jump):
         counts = {key: len(elements) for key, elements in lists.items()}
         if len(set(counts.values())) > 1:
             lengths = ", ".join(f"{key!r} has {count}" for key, count in counts.items())
-            raise ValueError(f"the keys to split hold lists of different lengths: {lengths}")
+            raise InvalidRequest(f"the keys to split hold lists of different lengths: {lengths}")
         count = next(iter(counts.values()))
         return [{**data, **{key: lists[key][index] for key in lists}} for index in range(count)]
 
@@ -134,4 +148,4 @@ def _elements(data: Data, key: str) -> Sequence[Any]:
     if isinstance(value, (list, tuple)):
         return value
     kind = type(value).__name__ if key in data else "no such key"
-    raise ValueError(f"expected a list under {key!r} to split, found {kind}")
+    raise InvalidRequest(f"expected a list under {key!r} to split, found {kind}")

@@ -13,7 +13,7 @@ import numpy as np
 from torchpipe_py.backends.base import Data, ItemBackend, Param
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat
-from torchpipe_py.errors import ConfigError, first_line
+from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
 from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
@@ -46,7 +46,7 @@ class SaveMat(ItemBackend):
 
     ``color`` in the dict is honoured; a dict without holds a BGR Mat. The path is ``saved`` in the dict. The folder is
     made if it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be
-    written, ``ValueError`` for another number of channels, ``InvalidRequest`` for a Mat that is not ``uint8``.
+    written, ``InvalidRequest`` for another number of channels and for a Mat that is not ``uint8``.
     """
 
     save_dir = Param(to_str, doc="folder for the files")
@@ -65,7 +65,7 @@ class SaveMat(ItemBackend):
     def _png(self, mat: np.ndarray, color: str) -> memoryview:
         channels = mat.shape[2]
         if channels not in (1, 3, 4):
-            raise ValueError(f"a PNG has 1, 3 or 4 channels, the Mat has {channels}")
+            raise InvalidRequest(f"a PNG has 1, 3 or 4 channels, the Mat has {channels}")
         if color == "rgb" and channels > 1:
             mat = mat[:, :, [2, 1, 0, 3][:channels]]
         # What cv2.imwrite does, without its rule that the name of the unfinished file end in ".png" too.

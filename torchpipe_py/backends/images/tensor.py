@@ -58,7 +58,7 @@ class cvtColorTensor(ImageBackend):
 
     A dict without ``color`` holds an RGB Tensor, as ``DecodeTensor`` makes them; a Mat without ``color`` is BGR. A
     Tensor of one channel is gray. Gray is computed as ``cv2.cvtColor`` does it, of ``uint8`` to the bit. Sets
-    ``color``. ``ValueError`` for a Tensor that has neither one channel nor three.
+    ``color``. ``InvalidRequest`` for a Tensor that has neither one channel nor three.
     """
 
     color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
@@ -66,7 +66,7 @@ class cvtColorTensor(ImageBackend):
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
         channels = tensor.shape[1]
         if channels not in (1, 3):
-            raise ValueError(f"color {self.color} needs a Tensor of 1 or 3 channels, got {channels}")
+            raise InvalidRequest(f"color {self.color} needs a Tensor of 1 or 3 channels, got {channels}")
         color = "gray" if channels == 1 else item.get(TASK_COLOR_KEY, "rgb")
         if color != self.color:
             tensor = self._converted(tensor, color)
