@@ -277,6 +277,9 @@ class EchoPipe:
     def expected_wait(self) -> float:
         return 0.0
 
+    def stats(self) -> dict[str, Any]:
+        return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 1}}}
+
     def dispatch(self, data: dict[str, Any], on_done: Any, timeout: float | None = None) -> None:
         if not isinstance(data.get("node_name", ""), str) or data.get("node_name"):
             raise UnknownNode("no such root")

@@ -57,6 +57,16 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
 # -- servers --------------------------------------------------------------------------------------------------------
 
 
+class FakePipe:
+    """What a handler asks of a pipe beside ``dispatch``."""
+
+    def stats(self) -> dict[str, Any]:
+        return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 8}}}
+
+    def expected_wait(self) -> float:
+        return 0.0
+
+
 class LocalServer:
     """A `Server` on a loopback socket and a thread of this process: what a worker does, with its own acceptor."""
 

@@ -22,6 +22,7 @@ from service import (
     IDL,
     ROOT,
     Client,
+    FakePipe,
     LocalServer,
     Process,
     connect,
@@ -617,7 +618,7 @@ def test_label_and_score_may_be_numpy_scalars(register: Register):
         assert client.infer_batch(b"x") == ("3", 0.5)
 
 
-class Broken:
+class Broken(FakePipe):
     """A pipe whose `dispatch` raises what nobody declared."""
 
     def __init__(self, error: BaseException) -> None:
@@ -637,7 +638,7 @@ def test_a_handler_that_raises_is_answered(error):
         client.ping()
 
 
-class Once:
+class Once(FakePipe):
     """A pipe that finishes within `dispatch`."""
 
     def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:

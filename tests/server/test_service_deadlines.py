@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from fakes import Gate
-from service import IDL, Client, LocalServer, eventually, serving
+from service import IDL, Client, FakePipe, LocalServer, eventually, serving
 
 from torchpipe_py import Backend
 
@@ -123,7 +123,7 @@ def test_what_waits_behind_a_blocked_request_expires_in_its_queue(register: Regi
 # -- admission ------------------------------------------------------------------------------------------------------
 
 
-class Measured:
+class Measured(FakePipe):
     """A pipe that says how long a request would have to wait."""
 
     def __init__(self, seconds: float) -> None:

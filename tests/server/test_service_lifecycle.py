@@ -22,6 +22,7 @@ from service import (
     IDL,
     ROOT,
     Client,
+    FakePipe,
     LocalServer,
     Process,
     connect,
@@ -313,7 +314,7 @@ def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
         assert not server.thread.is_alive()
 
 
-class Busy:
+class Busy(FakePipe):
     """A pipe whose `dispatch` keeps the I/O thread until it is let go, then leaves the request in work."""
 
     def __init__(self) -> None:
@@ -428,7 +429,7 @@ class KeepingTicket:
         return False
 
 
-class Immediate:
+class Immediate(FakePipe):
     """Finishes within `dispatch`, as a pipe does whose other thread is faster than the caller."""
 
     def __init__(self) -> None:

@@ -25,6 +25,7 @@ from fakes import WAIT, Gate
 from service import (
     IDL,
     Client,
+    FakePipe,
     LocalServer,
     Process,
     connect,
@@ -672,7 +673,7 @@ class BadTicket:
         raise RuntimeError("a defect")
 
 
-class BadTickets:
+class BadTickets(FakePipe):
     def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
         return BadTicket(None if timeout is None else time.perf_counter() + timeout)
 

@@ -28,6 +28,7 @@ from torchpipe_server.worker.conversion import (
     to_values,
 )
 from torchpipe_server.worker.deadline import Deadlines
+from torchpipe_server.worker.many import Call, Turns
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -44,6 +45,7 @@ class InferenceHandler:
     ) -> None:  # fmt: skip
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._max_reply_bytes = max_batch, max_reply_bytes
+        self._turns = Turns(run)
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(service.ping_args, self._ping, self._raise),
@@ -94,8 +96,8 @@ class InferenceHandler:
         params = _given(args.params, "params")
         if len(params) > self._max_batch:
             raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch} (--max-batch)")
-        many = _Many(self, len(params), self._deadlines.seconds(args.deadline_ms), done)
-        many.start([{"data": item.data} for item in params])
+        many = _Many(self, [item.data for item in params], self._deadlines.seconds(args.deadline_ms), done)
+        many.start()
         return many
 
     def _infer(self, args: Any, done: Done) -> Cancellable:
@@ -153,42 +155,34 @@ class InferenceHandler:
 class _Many:
     """The requests of one ``infer_many``; the reply goes out when the last of them is finished."""
 
-    def __init__(self, handler: InferenceHandler, count: int, timeout: float | None, done: Done) -> None:
-        self._handler, self._timeout, self._done = handler, timeout, done
-        self._outcomes: list[Any] = [None] * count
-        self._left = count
+    def __init__(self, handler: InferenceHandler, images: list[bytes], timeout: float | None, done: Done) -> None:
+        self._handler, self._done = handler, done
+        self._outcomes: list[Any] = [None] * len(images)
+        self._left = len(images)
         self._lock = threading.Lock()
-        self._tickets: list[Cancellable] = []
+        self._call = Call([{"data": image} for image in images], timeout, self._finish)
 
     @property
     def deadline(self) -> float | None:
-        return self._tickets[0].deadline if self._tickets else None
+        return self._call.deadline
 
-    def start(self, items: list[dict[str, Any]]) -> None:
-        if not items:
+    def start(self) -> None:
+        if self._left:
+            self._handler._turns.start(self._call)
+        else:
             self._reply()
-        for index, data in enumerate(items):
-            try:
-                ticket = self._handler._pipe.dispatch(data, self._finisher(index), timeout=self._timeout)
-                self._tickets.append(ticket)
-            except Exception as error:
-                self._finisher(index)(data, error)
 
     def cancel(self, error: BaseException | None = None) -> None:
-        for ticket in self._tickets:
-            ticket.cancel(error)
+        self._handler._turns.cancel(self._call, error)
 
-    def _finisher(self, index: int) -> Callable[[dict[str, Any], BaseException | None], None]:
-        def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            result, failure = self._handler._outcome(data, error)
-            self._outcomes[index] = self._handler._idl.InferenceOutcome(result=result, error=failure)
-            with self._lock:
-                self._left -= 1
-                if self._left:
-                    return
-            self._reply()
-
-        return finish
+    def _finish(self, index: int, data: dict[str, Any], error: BaseException | None) -> None:
+        result, failure = self._handler._outcome(data, error)
+        self._outcomes[index] = self._handler._idl.InferenceOutcome(result=result, error=failure)
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._reply()
 
     def _reply(self) -> None:
         self._done(self._handler._idl.InferenceService.infer_many_result(success=self._outcomes))

@@ -20,7 +20,7 @@ import thriftpy2.rpc
 import torchpipe_server
 from conftest import Register
 from fakes import WAIT, Gate
-from service import FRAMINGS, ROOT, LocalServer, Process, eventually
+from service import FRAMINGS, ROOT, FakePipe, LocalServer, Process, eventually
 from thriftpy2.protocol import TBinaryProtocolFactory, TCompactProtocolFactory
 from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TBufferedTransportFactory, TFramedTransportFactory
@@ -488,7 +488,7 @@ def test_the_end_of_a_client_reaches_a_request_that_is_not_the_first(serve: Serv
             gate.batches.clear()
 
 
-class Faster:
+class Faster(FakePipe):
     """A pipe whose first request is finished by another thread before `dispatch` has returned; the second never is."""
 
     def __init__(self) -> None:
