@@ -215,7 +215,10 @@ def test_normalisation_needs_one_floating_image_input(sum_and_difference: str, m
     nodes = [helper.make_node("Identity", ["x"], ["y"])]
     dims: dict[str, list[int | str]] = {"x": ["N", 3, 2, 2]}
     bytes_ = save_model(models / "bytes.onnx", nodes, dims, {"y": dims["x"]}, dtype=TensorProto.UINT8)
-    for model, problem in ((sum_and_difference, "one input, it has 2"), (bytes_, "need a floating input")):
+    dims = {"x": ["N", "H", "W", 3]}
+    last = save_model(models / "last.onnx", nodes, dims, {"y": dims["x"]})
+    problems = {sum_and_difference: "one input, it has 2", bytes_: "need a floating input", last: "looks like NxHxWxC"}
+    for model, problem in problems.items():
         with pytest.raises(ConfigError, match=problem):
             pipe({"backend": "OnnxTensor", "model": model, "mean": 1})
 
@@ -343,11 +346,21 @@ def test_labels(classifier: str, tmp_path: Path) -> None:
     with pipe(config) as p:
         p(item)
     assert item["result"][0] == ["null", "ün", "deux", "trois", "quatre"][reference(classifier, x=value)[0].argmax()]
+    labels.write_bytes(b"caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"labels\.txt is no UTF-8 text: .* can't decode byte 0xe9"):
+        pipe(config)
     labels.write_text("one\ntwo\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"labels\.txt has 2 lines, the model has 5 classes"):
         pipe(config)
     with pytest.raises(ConfigError, match=r"key 'labels': no such file: none\.txt"):
         pipe({**config, "labels": "none.txt"})
+
+
+def test_one_logit_is_refused_before_any_request(models: Path) -> None:
+    nodes = [helper.make_node("ReduceMean", ["x"], ["y"], axes=[1])]
+    model = save_model(models / "logit.onnx", nodes, {"x": ["N", 3]}, {"y": ["N", 1]})
+    with pytest.raises(ConfigError, match="TopK of one class is always that class"):
+        pipe({"backend": "OnnxTensor", "model": model, "postprocessor": "TopK"})
 
 
 def test_softmax_max_takes_one_row_for_each_item(sum_and_difference: str, models: Path) -> None:

@@ -42,6 +42,22 @@ def labels(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK])
+def test_one_class_is_always_that_class(forward: Forward, cls: type) -> None:
+    """As of a model for yes or no with one logit: its probability would always be 1."""
+    with pytest.raises(ConfigError, match=f"{cls.__name__} of one class is always that class; Sigmoid gives its score"):
+        forward(make(cls, {}), [torch.tensor([[-5.0]])])
+    assert forward(make(Sigmoid, {}), [torch.tensor([[5.0]])])[0][0][1] == pytest.approx(0.9933, abs=1e-4)
+
+
+def test_a_label_file_of_windows(tmp_path: Path, forward: Forward) -> None:
+    """A byte order mark is no part of the first label, and a line ends where an editor says it does."""
+    path = tmp_path / "labels.txt"
+    path.write_bytes(b"\xef\xbb\xbfcat\r\nsea\x0blion\r\nox")
+    results = forward(make(TopK, {"labels": str(path)}), [torch.tensor([[3.0, 2.0, 1.0]])])
+    assert [label for label, _ in results[0]] == ["cat", "sea\x0blion", "ox"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cls", [ArgMax, SoftmaxArgMax])
 def test_the_label_of_the_largest_value(forward: Forward, labels: str, cls: type, dtype: torch.dtype) -> None:

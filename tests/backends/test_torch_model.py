@@ -118,7 +118,7 @@ class Anchored(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.anchors = torch.nn.Buffer(torch.ones(1, 2))
+        self.anchors = torch.ones(1, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return 2 * x, self.anchors.expand(x.shape[0], -1)

@@ -103,6 +103,13 @@ class BatchCheck:
             if problem := rows_problem([result.shape for result in results], outputs, least):
                 return problem
             alone.append([result[:1].copy() for result in results])
+        is_random = bool(self._differences([alone[0]], [alone[-1]], outputs))
+        if is_random:
+            logger.warning(
+                "%s: gives another output each time for the same input, as random numbers and dropout in training mode "
+                "do (export it after model.eval()); whether the items of a batch mix cannot be told",
+                self._model,
+            )
         if most == 1:
             return ""
         # Every item at several places, in no regular order.
@@ -116,12 +123,7 @@ class BatchCheck:
             )
         if problem := rows_problem([result.shape for result in batch], outputs, most):
             return problem
-        if self._differences([alone[0]], [alone[-1]], outputs):
-            logger.warning(
-                "%s: gives another output each time for the same input, as random numbers and dropout in training mode "
-                "do (export it after model.eval()); whether the items of a batch mix cannot be told",
-                self._model,
-            )
+        if is_random:
             return ""
         rows = [[result[place : place + 1] for result in batch] for place in range(most)]
         problem = self._differences(rows, [alone[which] for which in order], outputs)

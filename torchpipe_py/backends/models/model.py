@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,12 @@ from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
+    Labelling,
     Postprocessor,
     PostprocessorParam,
     Written,
     make_postprocessor,
+    read_labels,
     uses,
 )
 from torchpipe_py.errors import ConfigError, InvalidRequest
@@ -83,16 +84,20 @@ class ModelBackend(Backend):
             self._postprocess = make_postprocessor(self.postprocessor, config)
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Take what the model says of itself; ``ConfigError`` where ``min``, ``max`` or ``labels`` do not fit it."""
+        """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
         self.inputs, self.output_names = tuple(inputs), [spec.name for spec in outputs]
         check_declared(self.model, inputs, outputs, self.min(), self.max())
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         dims = outputs[0].dims if outputs else ()
-        if self.labels and len(dims) == 2 and dims[1] is not None:
-            count = len(Path(self.labels).read_text(encoding="utf-8").splitlines())
+        if len(dims) != 2 or dims[1] is None:
+            return
+        if self.labels:
+            count = len(read_labels(self.labels))
             if count != dims[1]:
                 raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {dims[1]} classes")
+        if isinstance(self._postprocess, Labelling):
+            self._postprocess.check((1, dims[1]))
 
     def known_shapes(self) -> Shapes | None:
         """The smallest shape of each input, without batch, as the model, ``min`` and ``max`` say it; else ``None``."""

@@ -81,6 +81,8 @@ def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> 
     if len(dims) != 4 or not np.issubdtype(dtype, np.floating):
         raise ConfigError(f"model {path}: mean and std need a floating input NxCxHxW; {name!r} is not")
     channels = dims[1].dim_value or None
+    if dims[3].dim_value in (1, 3, 4) and channels not in (1, 3, 4):
+        raise ConfigError(f"model {path}: mean and std need an input NxCxHxW; {name!r} looks like NxHxWxC")
     shifted, scaled = f"{name}_minus_mean", f"{name}_normalized"
     if any(output.name == name for output in graph.output):
         raise ConfigError(f"model {path}: its input is its output; there is nothing to normalise")

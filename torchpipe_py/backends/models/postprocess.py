@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,23 +103,35 @@ class SoftmaxCpu(Postprocessor):
         return _rows([tensors[0].clone()])
 
 
+def read_labels(path: str) -> list[str]:
+    """The lines of a label file; ``ConfigError`` where it is no UTF-8."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return [line.rstrip("\n") for line in file]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"labels: {path} is no UTF-8 text: {error}") from error
+
+
 class Labelling(Postprocessor):
     """What gives classes of the first output, N×C, their labels: lines of the label file, or else class indices."""
 
     uses: Collection[str] = ("labels",)
+    least_classes = 2
 
     def init(self, config: Mapping[str, Any]) -> None:
         path = config.get("labels")
-        self._labels = Path(path).read_text(encoding="utf-8").splitlines() if path else None
+        self._labels = read_labels(path) if path else None
 
     def label(self, index: int) -> int | str:
         """What the class is called."""
         return index if self._labels is None else self._labels[index]
 
     def check(self, shape: Sequence[int]) -> None:
-        """``ValueError`` for an output that is not N×C, or not of as many classes as there are labels."""
+        """``ValueError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
         if len(shape) != 2:
             raise ValueError(f"{type(self).__name__} takes an output NxC, got {'x'.join(map(str, shape))}")
+        if shape[1] < self.least_classes:
+            raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
         if self._labels is not None and len(self._labels) != shape[1]:
             raise ConfigError(f"{len(self._labels)} labels for {shape[1]} classes")
 
@@ -238,6 +249,7 @@ class Sigmoid(Labelling):
     """The classes whose sigmoid is ``threshold`` or more: a list of ``(label, score)``, best first, empty for none."""
 
     uses: Collection[str] = ("labels", "threshold")
+    least_classes = 1
 
     def init(self, config: Mapping[str, Any]) -> None:
         super().init(config)
