@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from importlib.metadata import version
 from typing import Any
+
+import torchpipe_py
 
 MEBIBYTE = 2**20
 
@@ -83,7 +84,7 @@ class _Join(argparse.Action):
 def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Options from the command line; wrong ones end the process with status 2 and a line that says why."""
     parser = argparse.ArgumentParser(prog="torchpipe-serve", description="Serve a pipeline over Thrift.")
-    parser.add_argument("--version", action="version", version=f"torchpipe_py {version('torchpipe_py')}")
+    parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     parser.add_argument("config", help="TOML file of the pipeline")
     for option in _SETTINGS:
         flag, kind, default = _flag(option), type(option.default), option.default

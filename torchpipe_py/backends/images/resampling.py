@@ -157,9 +157,11 @@ def resize_smoothly(tensor: Any, size: tuple[int, int], mode: str) -> Any:
     # NOTE: PyTorch resizes 8 bits as they are only on the CPU; there torchvision does so too.
     is_taken = dtype in (torch.float32, torch.float64) or (dtype == torch.uint8 and not tensor.is_cuda)
     given = tensor if is_taken else tensor.to(torch.float32)
-    resized = torch.nn.functional.interpolate(given, size, mode=mode, align_corners=False, antialias=True)
-    if is_taken:
-        return resized
-    if dtype == torch.uint8:
-        resized = resized.clamp(0, 255)  # bicubic can leave it
-    return (resized if dtype.is_floating_point else resized.round()).to(dtype)
+    if is_taken or dtype != torch.uint8:
+        resized = torch.nn.functional.interpolate(given, size, mode=mode, align_corners=False, antialias=True)
+        return (resized if dtype.is_floating_point or is_taken else resized.round()).to(dtype)
+    # NOTE: as the CPU and Pillow do it: rows first, and 8 bits again before the columns, since bicubic can leave them.
+    for part in ((tensor.shape[2], size[1]), size) if mode == "bicubic" else (size,):
+        given = torch.nn.functional.interpolate(given, part, mode=mode, align_corners=False, antialias=True)
+        given = given.clamp(0, 255).round()
+    return given.to(dtype)
