@@ -15,11 +15,12 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
 supervision=tests/server/supervisor/test_supervision.py
-processes=tests/test_working_directory.py
-run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision $processes & first=$!
-run server tests/server tests/loadtest --ignore=$supervision & second=$!
+docs=tests/test_docs.py
+directory=tests/test_working_directory.py
+run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision & first=$!
+run server $docs $directory tests/server tests/loadtest --ignore=$supervision & second=$!
 status=0
-run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$processes || status=$?
+run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$docs --ignore=$directory || status=$?
 wait $first || status=$?
 wait $second || status=$?
 cat "$logs"/slow "$logs"/server "$logs"/rest

@@ -19,10 +19,10 @@ Data = dict[str, Any]
 
 def test_a_batch_that_takes_too_long_is_ended(register: Register) -> None:
     """Stopped, the process would never answer."""
-    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_seconds": 1}) as p:
+    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_seconds": 2}) as p:
         p(item := {"data": "pid"})
         os.kill(item["result"][0], signal.SIGSTOP)
-        with pytest.raises(WorkerDied, match="took longer than 1 s and was ended"):
+        with pytest.raises(WorkerDied, match="took longer than 2 s and was ended"):
             p({"data": "pid"})
         p(other := {"data": "pid"})
         assert other["result"][0] != item["result"][0]

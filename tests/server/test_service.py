@@ -400,7 +400,7 @@ def test_a_finished_request_leaves_nothing_behind_until_its_deadline(register: R
             gc.collect()
             return sum(one() is not None for one in witnesses)
 
-        eventually(lambda: alive() <= 2, "finished requests are kept until their deadline", seconds=3)
+        eventually(lambda: alive() <= 2, "finished requests are kept until their deadline")
 
 
 # -- overload and disconnects ---------------------------------------------------------------------------------------

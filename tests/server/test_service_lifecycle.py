@@ -454,4 +454,4 @@ def test_a_silent_connection_keeps_nothing_of_its_last_request():
             gc.collect()
             return run.payloads[0]() is None
 
-        eventually(is_free, "the ticket of a finished request is kept", seconds=2)
+        eventually(is_free, "the ticket of a finished request is kept")

@@ -409,7 +409,7 @@ def test_a_worker_whose_loop_is_busy_is_left_alone(folder: Path) -> None:
     with serve(folder, "--hang-seconds", "2", "--handler", "code_of_a_test:Slow") as process:
         port = process.wait_started().port
         before = process.workers
-        clients = [Client(port) for _ in range(7)]
+        clients = [Client(port) for _ in range(5)]
         for client in clients:
             with pytest.raises(TApplicationException):
                 client.call("unknown")  # the worker has the connection
