@@ -19,11 +19,15 @@ SMALL_CHUNKS = 64
 CHUNK_BYTES = 1024
 """A body has so many chunks that are shorter, no more: each costs the same."""
 COSTLY_JSON_BYTES = 2**13
+COSTLY_QUERY_BYTES = 2**10
 
 _TARGET = re.compile(rb"(?:http://[^/?#]*)?([/*][^?#]*)(?:\?([^#]*))?")
 _HEAD_END = re.compile(rb"\n\r?\n")
 # TRAP: h11 takes quadratic time for a run of blanks, and for folded lines, which it makes one of: seconds for 8 KiB.
 _SLOW = re.compile(rb"[ \t]{64}|\n[ \t]")
+# The line before a chunk, behind the end of the last one. Groups: that of the last chunk, whole; the end of any.
+_CHUNK_LINE = re.compile(rb"(?:\r?\n)?(0{1,20}(?:[; \t][^\n]*)?\r\n)?[^\n]*(\n)?")
+_CHUNK_LINE_BYTES = 256
 
 
 class HttpError(ProtocolError):
@@ -50,20 +54,19 @@ class HttpRequest:
     """One request; ``answer`` makes its bytes, once, on any thread.
 
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
-    error: why there is no body, of a request that was not read to its end.
+    size: bytes of the head and of the body. error: why there is no body, of a request that was not read to its end.
     is_last: whether the connection ends behind its answer.
     """
 
-    __slots__ = ("_http", "body", "error", "fields", "is_last", "method", "parameters", "path", "query")
+    __slots__ = ("body", "error", "fields", "is_last", "method", "parameters", "path", "query", "size")
 
     framing, type, seqid = HTTP, CALL, 0
 
-    def __init__(self, http: h11.Connection | None = None) -> None:
-        self._http = http or h11.Connection(h11.SERVER)
+    def __init__(self) -> None:
         self.method, self.path, self.query = "", "", ""
         self.parameters: Mapping[str, str] = {}  # what its route calls parts of the path
         self.fields: Mapping[str, str] = {}
-        self.body = b""
+        self.body, self.size = b"", 0
         self.error: ProtocolError | None = None
         self.is_last = False
 
@@ -72,9 +75,6 @@ class HttpRequest:
         """What is left of one whose ``name`` alone is known; its answer is the connection's last."""
         request = cls()
         request.method, _, request.path = name.partition(" ")
-        if request.method == "HEAD":  # its answer has no body, which h11 is to know
-            request._http.receive_data(b"HEAD / HTTP/1.0\r\n\r\n")
-            request._http.next_event()
         request.is_last = True
         return request
 
@@ -89,11 +89,6 @@ class HttpRequest:
         return self.fields.get("host", "")
 
     @property
-    def size(self) -> int:
-        """Bytes of the body."""
-        return len(self.body)
-
-    @property
     def is_json(self) -> bool:
         """Whether the body is, as its kind says."""
         return self.fields.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
@@ -101,11 +96,12 @@ class HttpRequest:
     @property
     def is_costly(self) -> bool:
         """Whether it may take milliseconds to decode it."""
-        return self.size > (COSTLY_JSON_BYTES if self.is_json else COSTLY_BYTES)
+        most = COSTLY_JSON_BYTES if self.is_json else COSTLY_BYTES
+        return len(self.body) > most or len(self.query) > COSTLY_QUERY_BYTES
 
     def without_body(self) -> HttpRequest:
         """What an answer needs."""
-        head = HttpRequest(self._http)
+        head = HttpRequest()
         head.method, head.path, head.is_last, head.error = self.method, self.path, self.is_last, self.error
         return head
 
@@ -121,7 +117,10 @@ class HttpRequest:
         if is_last or self.is_last:
             fields.append(("Connection", "close"))
         reason = HTTPStatus(answer.status).phrase
-        http = self._http
+        http = h11.Connection(h11.SERVER)  # NOTE: the one that read the request holds all that came behind it as well
+        if self.method == "HEAD":  # whose answer has no body
+            http.receive_data(b"HEAD / HTTP/1.0\r\n\r\n")
+            http.next_event()
         data: bytes = http.send(h11.Response(status_code=answer.status, reason=reason.encode(), headers=fields))
         if self.method != "HEAD":
             data += http.send(h11.Data(answer.body))
@@ -134,8 +133,6 @@ class HttpRequest:
             raise HttpError(505, "this port speaks HTTP/1.1")
         if self.method not in methods:
             raise HttpError(501, f"{self.method[:20]} is not served, only {', '.join(sorted(methods))}")
-        if len(event.headers) > MAX_FIELDS:
-            raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
         fields: dict[str, str] = {}
         for name, value in event.headers:
             key, text = name.decode(), value.decode("latin-1")
@@ -164,6 +161,8 @@ class HttpReader:
         self._request: HttpRequest | None = None  # the one that is read
         self._body = bytearray()
         self._chunks = 0
+        self._is_at_line = False  # the body is chunked, and the next bytes are the line of a chunk, or fields
+        self._is_at_trailer = False  # they are fields, behind the last chunk
         self._held = 0  # bytes of the unfinished request that h11 has, and those of its body
         self._broken: HttpError | None = None
         self._is_over = False  # behind a request that is the last: what follows is nobody's
@@ -182,7 +181,7 @@ class HttpReader:
     def request(self) -> HttpRequest | None:
         """The unfinished request, to be answered with an error; its head may be unknown."""
         if self._request is None and (self._held or self._broken):
-            self._request = HttpRequest(self._http)
+            self._request = HttpRequest()
         return self._request
 
     def feed(self, data: Buffer) -> Iterator[HttpRequest]:
@@ -230,6 +229,8 @@ class HttpReader:
         request = self._request
         assert request is not None
         while True:
+            if self._is_at_line:
+                self._check_line()
             event = self._http.next_event()
             if isinstance(event, h11.Data):
                 self._take(event)
@@ -238,8 +239,9 @@ class HttpReader:
             else:
                 return None
         request.body = bytes(self._body)
+        request.size += len(request.body)
         rest, _ = self._http.trailing_data
-        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)  # the old one makes the answer, on another thread
+        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
         self._request, self._body, self._chunks, self._held = None, bytearray(), 0, len(rest)
         if request.is_last:
             self._is_over, self._held = True, 0
@@ -249,26 +251,35 @@ class HttpReader:
 
     def _begin(self) -> bool:
         """Read the head of a request; whether it is there."""
-        received = self._http.trailing_data[0]
-        end = _HEAD_END.search(received)
-        size = end.end() if end else len(received)
-        if size > MAX_HEAD_BYTES:  # h11 bounds only one that is not whole
-            raise HttpError(431, f"a head of more than {MAX_HEAD_BYTES} bytes")
-        if _SLOW.search(received, 0, size):
-            raise HttpError(400, "a header is folded, or has many blanks in a row")
+        size = _check_fields(self._http.trailing_data[0])
         event = self._http.next_event()
         if not isinstance(event, h11.Request):
             return False
-        request = self._request or HttpRequest(self._http)
-        self._request = request
+        request = self._request or HttpRequest()
+        self._request, request.size = request, size
         request.read_head(event, self._methods)
         if int(request.fields.get("content-length", 0)) > self._body_bytes:
             raise self._too_large()
+        self._is_at_line, self._is_at_trailer = "transfer-encoding" in request.fields, False
         return True
+
+    def _check_line(self) -> None:
+        """Bound what h11 is to read before a chunk, or behind the last one: its patterns go back there as well."""
+        received = self._http.trailing_data[0]
+        if not self._is_at_trailer:
+            line = _CHUNK_LINE.match(received, 0, _CHUNK_LINE_BYTES)
+            assert line is not None
+            if line[2] is None and line[1] is None and len(received) >= _CHUNK_LINE_BYTES:
+                raise HttpError(400, f"the line of a chunk has more than {_CHUNK_LINE_BYTES} bytes")
+            self._is_at_trailer = line[1] is not None
+            received = received[line.end(1) :]
+        if self._is_at_trailer:
+            _check_fields(b"\n" + received)  # an empty line may be the first
 
     def _take(self, piece: h11.Data) -> None:
         self._body += piece.data
         self._chunks += piece.chunk_start
+        self._is_at_line = piece.chunk_end
         if len(self._body) > self._body_bytes:
             raise self._too_large()
         if self._chunks > SMALL_CHUNKS + len(self._body) // CHUNK_BYTES:
@@ -278,3 +289,16 @@ class HttpReader:
         if self._body_bytes:
             return HttpError(413, f"a body of more than {self._body_bytes} bytes (--max-message-bytes)", "too_large")
         return HttpError(413, "a request has no body here", "too_large")
+
+
+def _check_fields(received: bytes) -> int:
+    """How many bytes of it are a head, all as long as its end is not there. Raises ``HttpError`` for a costly one."""
+    end = _HEAD_END.search(received)
+    size = end.end() if end else len(received)
+    if size > MAX_HEAD_BYTES:  # h11 bounds only one that is not whole
+        raise HttpError(431, f"a head of more than {MAX_HEAD_BYTES} bytes")
+    if received.count(b"\n", 0, size) > MAX_FIELDS + 2:
+        raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
+    if _SLOW.search(received, 0, size):
+        raise HttpError(400, "a header is folded, or has many blanks in a row")
+    return size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 
 import pytest
 from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpReader, HttpRequest
@@ -68,6 +69,56 @@ def test_bodies_in_any_pieces(data: bytes, size: int):
     assert reader.pending_bytes == 0
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10**6])
+def test_trailers_are_read_and_forgotten(size: int):
+    ends = (b"0\r\nA: b\r\nC: d\r\n\r\n", b"00;a=b\r\n\r\n", b"0\r\n\r\n")
+    one = b"".join(POST + b"Transfer-Encoding: chunked\r\n\r\n1;x\r\ny\r\n" + end for end in ends)
+    stream, reader, found = one * 2 + GET * 70, HttpReader(frozenset({"GET", "POST"}), 10), []
+    for start in range(0, len(stream), size):
+        found += told(read(stream[start : start + size], reader))
+    assert found == [("POST", "/infer", "", "a", b"y")] * 6 + [("GET", "/stats", "a=1", "here:80", b"")] * 70
+
+
+LONG_LINES = {
+    "an extension": (b"1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
+    "blanks in an extension": (b"1;" + b" " * 20_000 + b"\n\r\n", 400),
+    "an extension of the second": (b"1\r\nx\r\n1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
+    "an extension of the last": (b"0;" + b"a" * 300 + b"\r\n\r\n", 400),
+    "blanks in a trailer": (b"0\r\nA: b" + b" " * 64 + b"c\r\n\r\n", 400),
+    "a folded trailer": (b"1\r\nx\r\n0\r\nA: b\r\n c\r\n\r\n", 400),
+    "many trailers": (b"0\r\n" + b"A: b\r\n" * (MAX_FIELDS + 2) + b"\r\n", 431),
+    "a large trailer": (b"0\r\nA: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10**6])
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_lines_between_chunks_are_bounded_as_a_head_is(name: str, size: int):
+    """The patterns that they are read with took seconds for 20 KB of blanks."""
+    body, status = LONG_LINES[name]
+    stream = POST + b"Transfer-Encoding: chunked\r\n\r\n" + body
+    reader = HttpReader(frozenset({"POST"}), 10)
+    statuses = set()
+    for start in range(0, len(stream), size):
+        try:
+            assert read(stream[start : start + size], reader) == []
+        except HttpError as error:
+            statuses.add(error.status)
+    assert statuses == {status}
+
+
+def test_requests_that_wait_do_not_hold_what_came_behind_them():
+    reader = HttpReader(METHODS, 0)
+    tracemalloc.start()
+    try:
+        requests = reader.feed(GET * 2000)
+        waiting = [next(requests) for _ in range(64)]
+        assert tracemalloc.get_traced_memory()[0] < 2**20, "64 copies of 100 KB"
+    finally:
+        tracemalloc.stop()
+    assert sum(request.size for request in waiting) == 64 * len(GET), "their heads are memory as well"
+
+
 @pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
 def test_a_body_of_the_limit_and_of_one_byte_more(data: bytes):
     assert len(read(data, HttpReader(frozenset({"POST"}), len(BODY)))) == 1
@@ -97,6 +148,8 @@ def test_a_large_body_is_costly_and_one_of_json_sooner():
     assert is_costly(2**18 + 1, "image/jpeg")
     assert not is_costly(1000, "application/json")
     assert is_costly(60_000, "Application/JSON; charset=utf-8")
+    (request,) = read(GET.replace(b"a=1", b"%" * 2000))
+    assert request.is_costly, "so is a long query"
 
 
 def test_a_client_that_waits_is_asked_for_its_body():
