@@ -92,6 +92,13 @@ class Server:
         if self._ending_until is not None:
             self._leave_when_idle(connection)
 
+    def see_off(self, sock: socket.socket, slot: int, journal: Entry) -> None:
+        """Close the connection, whose last answer is written, once its client has had the time to read it."""
+        connection = Connection(sock, Stream(self._protocols), journal, slot, is_refused=False)
+        self._connections.add(connection)
+        connection.end_after_replies()
+        self._guard(connection, self._advance)
+
     def drain(self) -> None:
         """Answer everything that was accepted, for ``drain_seconds`` at most, and close."""
         if not self._is_draining:

@@ -131,7 +131,11 @@ class Connections:
             error = WorkerDied("the worker process ended while it had the request")
             reply, name, outcome = self._fallback.protocols.of(request).reply(request, error)
             self._fallback_server.counters.add(name, outcome, 0.0, "")
-            is_lost = not self._write(slot, reply) or is_lost
+            is_written = self._write(slot, reply)
+            if is_written and request.is_last and not self._is_ending:
+                self._fallback_server.see_off(self._borrow(slot), slot, self.journal.entry(slot))
+                return True
+            is_lost = is_lost or not is_written
         if is_lost or self._is_ending:
             self._close(slot)
         else:
@@ -215,8 +219,10 @@ class Connections:
     def _give_to_fallback(self, slot: int) -> None:
         """Answer its requests with errors until there is a worker."""
         del self._held[slot]
-        sock = _Borrowed(fileno=self._sockets[slot].fileno())
-        self._fallback_server.adopt(sock, slot, self.journal.entry(slot))
+        self._fallback_server.adopt(self._borrow(slot), slot, self.journal.entry(slot))
+
+    def _borrow(self, slot: int) -> _Borrowed:
+        return _Borrowed(fileno=self._sockets[slot].fileno())
 
     def _left_fallback(self, slot: int, is_closed: bool) -> None:
         if is_closed:
