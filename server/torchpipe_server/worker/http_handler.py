@@ -18,7 +18,7 @@ from torchpipe_server.worker.forms import read_form
 from torchpipe_server.worker.json_values import NUMBER_BYTES, from_json, parse_json, to_json
 from torchpipe_server.worker.openapi import openapi
 
-_OPTIONS = ("node_name", "deadline_ms", "outputs", "uuid")
+_OPTIONS = ("node_name", "deadline_ms", "outputs")
 
 
 class Asked(NamedTuple):
@@ -58,7 +58,10 @@ class HttpHandler:
     def _read(self, request: HttpRequest) -> Asked:
         kind, _, _ = request.fields.get("content-type", "").partition(";")
         kind = kind.strip().lower()
-        options: dict[str, Any] = dict(parse_qsl(request.query, keep_blank_values=True, max_num_fields=16))
+        try:
+            options: dict[str, Any] = dict(parse_qsl(request.query, keep_blank_values=True, max_num_fields=16))
+        except ValueError:
+            raise InvalidRequest("the query has more than 16 parameters") from None
         if kind == "application/json":
             data = self._read_json(request.body, options)
         elif kind == "multipart/form-data":
@@ -75,6 +78,7 @@ class HttpHandler:
             if key not in ("inputs", *_OPTIONS):
                 raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
         options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
+        check_names("inputs", value["inputs"])
         return {key: from_json(key, given) for key, given in value["inputs"].items()}
 
     def _answer(self, data: dict[str, Any], keys: list[str]) -> HttpAnswer:
@@ -100,7 +104,6 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | Non
     keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         raise InvalidRequest("outputs are names, separated by commas or in a list")
-    check_names("inputs", data)
     check_names("outputs", keys)
     node_name = options.get("node_name")
     if node_name is not None:
@@ -116,7 +119,7 @@ def _milliseconds(given: Any) -> float | None:
         return None
     try:
         milliseconds = float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         milliseconds = math.nan
     if not 0 < milliseconds < math.inf:
         raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")

@@ -18,6 +18,8 @@ from torchpipe_server.worker.conversion import DTYPES, MOST_DIMENSIONS, MOST_TEN
 
 NUMBER_BYTES = 4
 """An array's bytes become about so many times as many."""
+MOST_CONTAINERS = 2**16
+"""Lists and objects of one body: what is made of them costs more than their bytes."""
 
 
 def parse_json(body: bytes, most_bytes: int) -> Any:
@@ -26,6 +28,8 @@ def parse_json(body: bytes, most_bytes: int) -> Any:
         raise RequestTooLargeError(
             f"JSON of {len(body)} bytes; the limit is {most_bytes} (--max-text-bytes): send large values as binary"
         )
+    if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:  # those within texts too: it is not parsed yet
+        raise RequestTooLargeError(f"JSON of more than {MOST_CONTAINERS} lists and objects: write arrays flat")
     try:
         return json.loads(body)
     except RecursionError:

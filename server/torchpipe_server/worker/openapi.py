@@ -56,7 +56,6 @@ def openapi() -> dict[str, Any]:
             "outputs": {"type": "array", "items": _TEXT},
             "node_name": _TEXT,
             "deadline_ms": _NUMBER,
-            "uuid": _TEXT,
         },
     }
     form = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", "format": "binary"}}}
