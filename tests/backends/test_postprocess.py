@@ -103,7 +103,7 @@ def test_all_classes_above_the_threshold(forward: Forward, labels: str) -> None:
 
 @pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid])
 def test_outputs_and_labels_that_do_not_fit(forward: Forward, labels: str, cls: type) -> None:
-    with pytest.raises(ConfigError, match="4 labels for 3 classes"):
+    with pytest.raises(ConfigError, match="has 4 lines, the model has 3 classes"):
         forward(make(cls, {"labels": labels}), [LOGITS[:, :3]])
     with pytest.raises(ValueError, match=f"{cls.__name__} takes an output NxC, got 3"):
         forward(make(cls, {}), [LOGITS[:, 0]])

@@ -16,7 +16,7 @@ import torch
 from conftest import picture
 from torch_files import Small, save_small
 
-from torchpipe_py import ConfigError, InvalidRequest, pipe
+from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.models.cuda_model import InputSpec, batch_sizes
 from torchpipe_py.backends.models.torch_model import load_module
 
@@ -191,6 +191,31 @@ def test_a_mat_of_floats_is_a_mat(tmp_path: Path, kind: str) -> None:
         np.testing.assert_array_equal(item["result"][0].numpy(), mat.transpose(2, 0, 1))
     else:
         assert "got 5x6x3 of float32, which may be a Mat; Mat2Tensor makes a Tensor of it" in str(item["error"])
+
+
+class Nested(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return x, [x]
+
+
+def test_an_output_that_is_no_tensor(tmp_path: Path) -> None:
+    batch = torch.export.Dim("batch", min=1, max=8)
+    program = torch.export.export(Nested(), (torch.zeros(2, 3),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    problem = pytest.raises(BackendError, match="has an output of type list; expected tensors, or a list or dict of")
+    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model.pt2"), "trusted": True}) as run, problem:
+        run({"data": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(("shape", "shown"), [((1, 1, 4, 4), "1x4x4"), ((1, 3), "3"), ((1, 2, 4, 4), "2x4x4")])
+def test_mean_makes_no_channels(tmp_path: Path, shape: tuple[int, ...], shown: str) -> None:
+    """Broadcast over the three numbers, one channel would become three, and a vector an image."""
+    torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "model"))
+    config = {"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True, "mean": "10, 20, 30"}
+    with pipe(config) as run:
+        run(item := {"data": torch.zeros(shape)})
+        assert run({"data": torch.full((1, 3, 1, 1), 40.0)})["result"].flatten().tolist() == [30.0, 20.0, 10.0]
+    assert str(item["error"]) == f"mean and std are for CxHxW, 3 numbers here; got {shown}"
 
 
 def test_files_that_are_no_models(tmp_path: Path) -> None:

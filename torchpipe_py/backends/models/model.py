@@ -19,10 +19,9 @@ from torchpipe_py.backends.models.postprocess import (
     PostprocessorParam,
     Written,
     make_postprocessor,
-    read_labels,
     uses,
 )
-from torchpipe_py.errors import ConfigError, InvalidRequest
+from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
@@ -90,13 +89,7 @@ class ModelBackend(Backend):
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         dims = outputs[0].dims if outputs else ()
-        if len(dims) != 2 or dims[1] is None:
-            return
-        if self.labels:
-            count = len(read_labels(self.labels))
-            if count != dims[1]:
-                raise ConfigError(f"labels: {self.labels} has {count} lines, the model has {dims[1]} classes")
-        if isinstance(self._postprocess, Labelling):
+        if len(dims) == 2 and dims[1] is not None and isinstance(self._postprocess, Labelling):
             self._postprocess.check((1, dims[1]))
 
     def known_shapes(self) -> Shapes | None:
@@ -111,7 +104,10 @@ class ModelBackend(Backend):
         return tuple(shapes) or None
 
     def check_shapes(self, shapes: Shapes) -> None:
-        """``InvalidRequest`` for inputs of these shapes, without batch, where ``min`` and ``max`` do not allow them."""
+        """``InvalidRequest`` for inputs of these shapes, without batch, that ``min``, ``max`` or ``mean`` forbid."""
+        numbers = max(len(self.mean), len(self.std))
+        if numbers and (len(shapes[0]) < 3 or numbers not in (1, shapes[0][-3])):
+            raise InvalidRequest(f"mean and std are for CxHxW, {numbers} numbers here; got {shown_dims(shapes[0])}")
         if not allows(self.min_batch, self.max_batch, shapes):
             given = ", ".join(map(shown_dims, shapes))
             raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")

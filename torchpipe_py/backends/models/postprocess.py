@@ -119,8 +119,8 @@ class Labelling(Postprocessor):
     least_classes = 2
 
     def init(self, config: Mapping[str, Any]) -> None:
-        path = config.get("labels")
-        self._labels = read_labels(path) if path else None
+        self._path = config.get("labels")
+        self._labels = read_labels(self._path) if self._path else None
 
     def label(self, index: int) -> int | str:
         """What the class is called."""
@@ -133,7 +133,8 @@ class Labelling(Postprocessor):
         if shape[1] < self.least_classes:
             raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
         if self._labels is not None and len(self._labels) != shape[1]:
-            raise ConfigError(f"{len(self._labels)} labels for {shape[1]} classes")
+            lines = f"{self._path} has {len(self._labels)} lines"
+            raise ConfigError(f"labels: {lines}, the model has {shape[1]} classes")
 
 
 class SoftmaxMax(Labelling):

@@ -96,8 +96,15 @@ class TorchTensor(CudaModel):
                 f"{self.model} cannot be captured as a CUDA graph ({first_line(error)}); set cuda_graph = false"
             ) from error
         if isinstance(outputs, dict):
-            return list(outputs.values())
-        return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+            outputs = list(outputs.values())
+        outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        for output in outputs:
+            if not isinstance(output, self._torch.Tensor):
+                kind = type(output).__name__
+                raise TypeError(
+                    f"{self.model} has an output of type {kind}; expected tensors, or a list or dict of them"
+                )
+        return outputs
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
         if self._guard is not None:
