@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -38,6 +39,24 @@ def test_an_unknown_option_names_the_call_and_the_nearest_option(dataset: ImageF
 
 
 # -- bad samples ------------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "animated PNG": bytes.fromhex("89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55")
+    + bytes.fromhex("000000086163544c0000000200000000f38d9370"),
+    "a billion pixels": b"BM" + struct.pack("<IHHIIiiHHII", 54, 0, 0, 54, 40, 30_000, 30_000, 1, 8, 1, 0) + bytes(16),
+    "another format": b"GIF89a" + struct.pack("<HHBBB", 32_767, 32_767, 0x80, 0, 0) + bytes(16),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_hostile_pictures_are_bad_samples(tmp_path: Path, toml: str, workers: int, share: float) -> None:
+    dataset = write_images(tmp_path / "images", 8)
+    for index, content in zip((1, 4, 6), HOSTILE.values(), strict=True):
+        (tmp_path / "images" / f"image_{index:03}.jpg").write_bytes(content)
+    options: dict[str, Any] = {"transforms_cpu": OnTheCpu(), "cpu_percentage": share, "bad_samples": "skip"}
+    with wrapped(dataset, toml, workers=workers, **options) as loader:
+        assert [index for batch in loader for index in batch.indices.tolist()] == [0, 2, 3, 5, 7]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
