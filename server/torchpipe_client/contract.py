@@ -20,7 +20,14 @@ except ImportError as error:
 MAX_REPLY_BYTES = 256 * 2**20
 """No service answers with more, unless it was told to; what speaks no framed Thrift seems to announce more."""
 
-_FRAME = struct.Struct(">i")
+_MAX_VALUES = 2**18
+"""Fields and elements of an answer. A list may announce two billion that take no bytes, and minutes to be read."""
+_MAX_DEPTH = 64
+
+_FRAME = _INT = struct.Struct(">i")
+_STRING, _STRUCT, _MAP, _SET, _LIST = 11, 12, 13, 14, 15
+_SIZES = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8}
+"""Bytes of Thrift's types that have always as many."""
 _MAX_CALL_BYTES = 2**31 - 1
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -68,6 +75,9 @@ def decode_reply(method: str, sequence: int, message: bytes) -> Any:
     try:
         protocol = TBinaryProtocol(TMemoryBuffer(message))
         name, kind, answered = protocol.read_message_begin()
+        if message[0] < 0x80:
+            raise ValueError("it has no version")  # as only old services answer, to calls without one
+        _Bounds(message).value(_STRUCT, 12 + _INT.unpack_from(message, 4)[0])
         is_error = kind == TMessageType.EXCEPTION
         result = TApplicationException() if is_error else getattr(_SERVICE, f"{method}_result")()
         protocol.read_struct(result)
@@ -83,6 +93,54 @@ def decode_reply(method: str, sequence: int, message: bytes) -> Any:
     if success is None and method != "ping":
         raise BadReply(f"an answer to {method} with neither a result nor an error")
     return success
+
+
+class _Bounds:
+    """Finds the ends of an answer's values before they are decoded: the decoder goes on for as long as they say.
+
+    Raises ``ValueError``, ``IndexError`` or ``struct.error`` for too many values, or none of Thrift's.
+    """
+
+    def __init__(self, message: bytes) -> None:
+        self._message, self._left = message, _MAX_VALUES
+
+    def value(self, kind: int, at: int, depth: int = 0) -> int:
+        """Where a value of the type ends that begins at ``at``."""
+        message = self._message
+        if kind in _SIZES:
+            return at + _SIZES[kind]
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+        if kind == _STRING:
+            return at + _INT.size + self._size(at)
+        if kind == _STRUCT:
+            while field := message[at]:
+                self._count(1)
+                at = self.value(field, at + 3, depth + 1)
+            return at + 1
+        if kind in (_LIST, _SET):
+            types, at = message[at : at + 1], at + 1
+        elif kind == _MAP:
+            types, at = message[at : at + 2], at + 2
+        else:
+            raise ValueError(f"a value of type {kind}")
+        size, at = self._size(at), at + _INT.size
+        self._count(size * len(types))
+        for _ in range(size):
+            for one in types:
+                at = self.value(one, at, depth + 1)
+        return at
+
+    def _size(self, at: int) -> int:
+        size: int = _INT.unpack_from(self._message, at)[0]
+        if size < 0:
+            raise ValueError(f"a size of {size}")
+        return size
+
+    def _count(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise ValueError(f"more than {_MAX_VALUES} values")
 
 
 class FrameReader:
