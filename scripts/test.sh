@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
 #   bash scripts/test.sh [pytest arguments]
-# Without arguments all tests run, in three parts side by side: most of the time they wait.
+# Without arguments all tests run, in four parts side by side: most of the time they wait.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -15,13 +15,15 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
 supervision=tests/server/supervisor/test_supervision.py
-docs=tests/test_docs.py
-directory=tests/test_working_directory.py
+pages=tests/test_docs.py
 run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision & first=$!
-run server $docs $directory tests/server tests/loadtest --ignore=$supervision & second=$!
+run server tests/server tests/loadtest --ignore=$supervision & second=$!
+run pages $pages tests/test_working_directory.py & third=$!
 status=0
-run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$docs --ignore=$directory || status=$?
+run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$pages \
+  --ignore=tests/test_working_directory.py || status=$?
 wait $first || status=$?
 wait $second || status=$?
-cat "$logs"/slow "$logs"/server "$logs"/rest
+wait $third || status=$?
+cat "$logs"/{slow,server,pages,rest}
 exit $status
