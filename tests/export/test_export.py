@@ -115,6 +115,29 @@ def test_files_that_are_there_stay_unless_forced(folder: Path, refused: Refused)
     assert (folder / "model.onnx").read_bytes() != written
 
 
+def test_older_files_are_not_what_is_checked(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the working directory have the names of what is made."""
+    assert main(["export", "tiny", "--weights", "random"]) == 0
+    (folder / "model.onnx").write_bytes(b"another")
+    assert main(["export", "tiny", "--weights", "random", "--force"]) == 0
+    assert "in the working directory and beside" not in caplog.text
+
+
+WRITTEN = {
+    "fixed.py": "fixed.py: name the function in it that returns the model: fixed.py:function; MODEL is",
+    "whole.pt": "a file of weights goes with the model that it is of: torchpipe export MODEL --weights whole.pt",
+    "model.onnx": "model.onnx: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model",
+    "fixed.Fixed": "fixed.Fixed: perhaps fixed:Fixed is meant; MODEL is file.py:function, package.module:function",
+    "a/model": "a/model: no such model; MODEL is file.py:function",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_how_a_model_is_written(refused: Refused, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    assert WRITTEN[name] in refused(name)
+
+
 def test_a_function_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a file or a module of the working directory, with weights or without, in training mode or not."""
     text = "def build():\n return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Dropout(), nn.Linear(48, 3))"
@@ -225,7 +248,7 @@ OUTPUTS = {
     "one": ("x.mean()", "output 0 is a number for a batch of 3; it must begin with 3"),
     "dict": ("{'out': x}", "forward returns a dict; expected a Tensor, or a tuple of Tensors"),
     "nan": ("x.mean((2, 3)) / 0 * 0", "output 0 holds NaN or infinity for random images"),
-    "size": ("x @ torch.zeros(9, 9)", "the model does not take images of 3x8x8: RuntimeError"),
+    "size": ("x @ torch.zeros(9, 9)", "; --resize HxW says what it takes"),
     "constant": ("torch.stack([one.mean((1, 2)) for one in x])", "does not run at batches of 1, 3, 7"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from torchpipe_py.export.toml import to_toml
 from torchpipe_py.export.transforms import Transform
 from torchpipe_py.export.zoo import find_classifier, transform_of
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.config import parse_toml
 
+FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
 PIXELS = ("transforms", "resize", "crop", "interpolation")
 
 
@@ -61,7 +64,7 @@ def run_export(args: argparse.Namespace) -> int:
         node = model_node(made, transform, bool(labels), args.postprocessor if postprocessor else "")
         text = to_toml(followed_by(tables, node), _comments(transform))
         made.toml.write_text(f"# {title}\n\n{text}", encoding="utf-8")
-        plan_pipeline(made.toml)
+        _check_written(made)
         files.take(made)
     shape = "".join(f"x{side}" for side in size)
     megabytes = files.model.stat().st_size / 1e6
@@ -72,6 +75,16 @@ def run_export(args: argparse.Namespace) -> int:
         print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are numbers of classes")
     print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
     return 0
+
+
+def _check_written(made: Files) -> None:
+    """Plan the TOML with the files that were made for it, whatever the working directory has of their names."""
+    tables = parse_toml(made.toml)
+    *_, model = tables.values()
+    for key in ("model", "model::cache", "labels"):
+        if key in model:
+            model[key] = str(made.toml.with_name(model[key]))
+    plan_pipeline(tables)
 
 
 def _check_alone(args: argparse.Namespace) -> None:
@@ -89,11 +102,28 @@ def _postprocessor(name: str) -> type | str:
 
 def _source(args: argparse.Namespace) -> Source:
     if ":" not in args.source:
+        _check_name(args.source)
         return find_classifier(args.source, args.weights, args.transforms)
     transform, origin = Transform(), "torchvision's usual one; is it yours?"
     if args.transforms is not None:
         transform, origin = transform_of(args.transforms)
     return find_module(args.source, args.weights, transform, origin)
+
+
+def _check_name(source: str) -> None:
+    """``ExportError`` that says how to write a MODEL, for what is no name of torchvision's."""
+    name, suffix = os.path.splitext(source)
+    if source.isidentifier():
+        return
+    if suffix == ".onnx":
+        raise ExportError(f"{source}: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model")
+    if suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        hint = f"a file of weights goes with the model that it is of: torchpipe export MODEL --weights {source}"
+    elif suffix == ".py":
+        hint = f"name the function in it that returns the model: {source}:function"
+    else:
+        hint = f"perhaps {name}:{suffix[1:]} is meant" if suffix else "no such model"
+    raise ExportError(f"{source}: {hint}; MODEL is {FORMS}")
 
 
 def _changed(transform: Transform, args: argparse.Namespace) -> Transform:

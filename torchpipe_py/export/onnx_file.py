@@ -149,7 +149,10 @@ def check_batch(model: Any, size: Size) -> list[Any]:
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(f"the model does not take images of {_shown(images.shape[1:])}: {one_line(error)}") from error
+        raise ExportError(
+            f"the model does not take images of {_shown(images.shape[1:])}: {one_line(error)}; "
+            "--resize HxW says what it takes, and --color gray that it takes one channel"
+        ) from error
     for index, output in enumerate(outputs):
         if not output.ndim or len(output) != 3:
             raise ExportError(f"output {index} is {_shown(output.shape)} for a batch of 3; it must begin with 3")

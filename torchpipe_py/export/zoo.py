@@ -96,7 +96,9 @@ def torchvision_models() -> Any:
             "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({one_line(error)})"
         )
         version = torch.__version__.partition("+")[0]
-        raise ExportError(f"torchvision {why}: pip install torchvision 'torch=={version}'") from error
+        raise ExportError(
+            f"torchvision {why}: pip install torchvision 'torch=={version}'; a model of yours is file.py:function"
+        ) from error
 
 
 @contextmanager
