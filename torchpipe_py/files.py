@@ -1,9 +1,10 @@
-"""Files that are written whole."""
+"""Files that are written whole, and what a file of a model is that cannot be read."""
 
 from __future__ import annotations
 
 import os
 import uuid
+import zipfile
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode: int = 0o666) -> None:
@@ -23,3 +24,42 @@ def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode
         if os.path.exists(unfinished):
             os.unlink(unfinished)
         raise
+
+
+def file_kind(path: str | os.PathLike[str]) -> str:
+    """What a file is where a model is expected, by how it begins, and what to do with it; empty where that is open."""
+    with open(path, "rb") as file:
+        start = file.read(512)
+    if not start:
+        return "it is empty"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of git-lfs to the file: git lfs pull fetches that"
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "it is an HTML page, as a download leaves that was refused"
+    checkpoint = f"torchpipe export MODEL --weights {os.fspath(path)} makes an ONNX file of it"
+    if start.startswith(b"PK\x03\x04"):
+        return _archive_kind(path, checkpoint)
+    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return f"it is a pickle, as old PyTorch checkpoints are: {checkpoint}"
+    if start[:1] == b"\x08":  # the first field of a ModelProto, its version
+        return "it begins as an ONNX file does; OnnxTensor takes one that is whole"
+    return ""
+
+
+def is_checkpoint(names: list[str]) -> bool:
+    """Whether an archive with these names is a state dict, or whatever else ``torch.save`` writes."""
+    ends = {name.rpartition("/")[2] for name in names if name.count("/") == 1}
+    return "data.pkl" in ends and "constants.pkl" not in ends
+
+
+def _archive_kind(path: str | os.PathLike[str], checkpoint: str) -> str:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile:
+        return "it is a zip archive, as PyTorch checkpoints are, cut short or damaged"
+    if is_checkpoint(names):
+        return f"it is a PyTorch checkpoint: {checkpoint}"
+    if any(name.endswith(("constants.pkl", "/archive_format", "serialized_exported_program.json")) for name in names):
+        return "it is TorchScript or a .pt2 file: TorchTensor takes it"
+    return "it is a zip archive"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,35 @@ def test_a_file_that_is_no_model(tmp_path: Path, config: dict[str, Any]) -> None
     path.write_text("no model")
     with pytest.raises(ConfigError, match=f"model {path}: "):
         pipe({"backend": "OnnxTensor", "model": str(path), **config})
+
+
+@pytest.mark.parametrize("config", [{}, {"mean": 1}])
+def test_what_a_file_is_that_is_no_model(tmp_path: Path, classifier: str, config: dict[str, Any]) -> None:
+    path = tmp_path / "model.onnx"
+    whole = Path(classifier).read_bytes()
+    checkpoint = f"torchpipe export MODEL --weights {path} makes an ONNX file of it"
+    state = {"weight": torch.zeros(2)}
+
+    def script(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("model/constants.pkl", b"")
+
+    for write, said in (
+        (lambda: torch.save(state, path), f"it is a PyTorch checkpoint: {checkpoint}"),
+        (lambda: torch.save(state, path, _use_new_zipfile_serialization=False), f"it is a pickle, .*: {checkpoint}"),
+        (lambda: path.write_bytes(b"PK\x03\x04" + bytes(600)), "it is a zip archive, .*cut short or damaged"),
+        (lambda: path.write_text("\n<!DOCTYPE html><p>Sign in"), "it is an HTML page"),
+        (lambda: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+        (lambda: path.write_bytes(whole[: len(whole) // 2]), "begins as an ONNX file does; OnnxTensor takes .* whole"),
+        (lambda: script(path), r"TorchScript or a \.pt2 file: TorchTensor takes it"),
+    ):
+        write()
+        with pytest.raises(ConfigError, match=f"model {path}: .*{said}"):
+            pipe({"backend": "OnnxTensor", "model": str(path), **config})
+    if not config:
+        path.write_bytes(b"")
+        with pytest.raises(ConfigError, match="it is empty"):
+            pipe({"backend": "OnnxTensor", "model": str(path)})
 
 
 def test_one_session_for_all_instances(classifier: str, monkeypatch: pytest.MonkeyPatch) -> None:

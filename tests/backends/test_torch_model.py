@@ -229,6 +229,17 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         pipe({"backend": "TorchTensor", "trusted": True, "model": str(empty)})
 
 
+def test_a_checkpoint_is_told_before_it_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(2)}, path)
+    said = f"it is a PyTorch checkpoint: torchpipe export MODEL --weights {path} makes an ONNX file of it"
+    with pytest.raises(ConfigError, match=rf"neither TorchScript nor \.pt2: {said}"):
+        pipe({"backend": "TorchTensor", "model": str(path)})
+    path.write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="git lfs pull"):
+        pipe({"backend": "TorchTensor", "model": str(path)})
+
+
 def hostile_script(folder: Path, victim: Path) -> Path:
     """A TorchScript file whose ``__setstate__`` writes into another file."""
     source = folder / "hostile_script.py"

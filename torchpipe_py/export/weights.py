@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.export.errors import ExportError, one_line
+from torchpipe_py.files import file_kind
 
 STATE_KEYS = ("state_dict", "model", "model_state", "model_state_dict", "weights", "net")
 """Under which a checkpoint may have its state dict, the first of them that is there."""
@@ -113,7 +114,8 @@ def _load(path: Path) -> Any:
         raise ExportError(f"{path}: no such file")
     with path.open("rb") as file:
         if not file.read(4).startswith(SAVED):
-            raise ExportError(f"{path}: no file of torch.save")
+            kind = file_kind(path)
+            raise ExportError(f"{path}: no file of torch.save{kind and f': {kind}'}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -45,7 +45,7 @@ def check_declared(
         if fixed is not None and not least == most == fixed:
             raise ConfigError(
                 f"model {model}: input {spec.name!r} has a fixed batch of {fixed}, but the range is {least}..{most}; "
-                "export it with a dynamic batch"
+                f"export it with a dynamic batch{', or set max = 1' if least == fixed == 1 else ''}"
             )
     for spec in outputs:
         fixed = spec.dims[0] if spec.dims else None

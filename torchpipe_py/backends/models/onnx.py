@@ -16,6 +16,7 @@ from torchpipe_py.backends.models.inputs import TensorSpec, as_array, by_shapes,
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.files import file_kind
 from torchpipe_py.values import to_int, to_strings
 
 logger = logging.getLogger("torchpipe_py")
@@ -121,7 +122,8 @@ class OnnxTensor(ModelBackend):
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {error}") from error
+            why = (file_kind(self.model) if "rotobuf" in str(error) else "") or error
+            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from error
         missing = [name for name in names if name not in session.get_providers()]
         if missing and self.providers:
             raise BackendUnavailable(f"{missing[0]} is installed, but ONNX Runtime cannot start it here")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.files import file_kind
 
 
 def keep_telemetry_off() -> None:
@@ -59,7 +60,8 @@ def _load(path: str) -> Any:
     try:
         return onnx.load(path)
     except Exception as error:
-        raise ConfigError(f"model {path}: not an ONNX file: {error}") from error
+        why = (file_kind(path) if type(error).__name__ == "DecodeError" else "") or error
+        raise ConfigError(f"model {path}: not an ONNX file: {why}") from error
 
 
 def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:

@@ -166,6 +166,8 @@ def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
     if len(shape) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, shape, strict=False)):
         got = "x".join(map(str, shape))
         hint = "; export it with a dynamic batch" if dims and dims[0] > 0 else ""
+        if dims and dims[0] == 1 and shape[1:] == dims[1:]:
+            hint += ", or set max = 1"
         raise ConfigError(f"{model}: input {name!r} is {wanted}, min and max say {got}{hint}")
     if -1 in shape:
         raise ConfigError(f"{model}: input {name!r} is {wanted}; give its range in min and max, like 1x3x224x224")

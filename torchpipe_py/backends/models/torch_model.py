@@ -14,6 +14,7 @@ from torchpipe_py.backends.models.inputs import TensorSpec
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.staging import row_tensor
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
+from torchpipe_py.files import file_kind, is_checkpoint
 from torchpipe_py.values import to_bool, to_str
 
 # Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
@@ -189,7 +190,9 @@ def _kind(path: str) -> Literal["torchscript", "export", "aotinductor"]:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {error}") from error
+        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {file_kind(path) or error}") from error
+    if is_checkpoint(names):
+        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {file_kind(path)}")
     if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
         return "aotinductor"
     return "torchscript" if any(name.endswith("constants.pkl") for name in names) else "export"
