@@ -411,7 +411,8 @@ CONFIGURATION = [
         {"data": "xrr", "result": "xrrr"},
     ).refuses(
         {"rac": mark("r"), "rec.2": {}},
-        "node 'rec.2': a logical node (name.alias) of 'rec', which is not there; did you mean 'rac'?",
+        "node 'rec.2': a logical node (name.alias) of 'rec', which is not there, or is a table without a key; "
+        "did you mean 'rac'?",
     ),
     Rule(
         "§3: default scheduler names are accepted and ignored",

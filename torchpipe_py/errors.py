@@ -269,7 +269,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
     # Cut: the time grows with the product of the lengths, and the name may be a client's.
     word = name[:_SHOWN].lower()
-    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.5 if len(names) <= _LISTED else 0.7)
+    # Of a few letters half may be wrong; of more, chance alone has half in common.
+    cutoff = 0.7 if len(names) > _LISTED else 0.6 if len(word) > 4 else 0.5
+    close = difflib.get_close_matches(word, lowered, n=1, cutoff=cutoff)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
     if not names:

@@ -6,6 +6,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -123,12 +124,15 @@ def test_half_an_image_has_one_outcome(kind: str, part: float) -> None:
     assert item["result"].shape == (20, 30, 3) if "result" in item else isinstance(item["error"], DecodeError)
 
 
-@pytest.mark.parametrize("data", ["text", 3, None, np.zeros((4, 4), np.uint8), np.zeros(4, np.float32), [1, 2]])
+@pytest.mark.parametrize(
+    "data", ["a.jpg", Path("a.jpg"), 3, None, np.zeros((4, 4), np.uint8), np.zeros(4, np.float32), [1, 2]]
+)
 def test_things_that_are_no_bytes(data: Any) -> None:
     item = run("DecodeMat", data)
     assert "result" not in item
     assert isinstance(item["error"], InvalidRequest)
     assert "expected encoded bytes, got" in str(item["error"])
+    assert ("Path(...).read_bytes()" in str(item["error"])) is isinstance(data, (str, Path))
 
 
 # -- colors -------------------------------------------------------------------------------------------------------

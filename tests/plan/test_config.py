@@ -210,6 +210,20 @@ def test_a_file_with_a_backend_that_nobody_has_names_three(write: Write) -> None
     assert re.fullmatch(r"the nearest of \d+: \w+, \w+, \w+ \(one of your own is registered before: .*\)", hint)
 
 
+def test_all_names_of_an_expression_that_are_no_backends_are_told(write: Write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe(write('[a]\nbackend = "S[DecodeMat,Resize,OnnxModel,Resize]"'))
+    assert re.findall(r"^.*node 'a': key 'backend': no backend '(\w+)'; ", str(caught.value), re.MULTILINE) == [
+        "Resize",
+        "OnnxModel",
+    ]
+
+
+def test_a_top_level_key_that_no_node_takes_and_no_key_is_like() -> None:
+    with pytest.raises(ConfigError, match=r"global: key 'precision': no node takes it; valid: .*decode_isolation"):
+        pipe({"precision": "fp16", "a": {"backend": "Identity"}})
+
+
 def test_the_backend_of_a_logical_node_is_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """As in the C++ library; somebody who expects otherwise is told."""
     plans({"a": {"backend": "Identity", "next": "a.2"}, "a.2": {"backend": "S[Identity]"}})

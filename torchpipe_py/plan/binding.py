@@ -118,6 +118,12 @@ class Binder:
             filters=tuple(self._filter(arg, cls) for arg in call.args),
         )
 
+    def check_names(self, call: Call) -> None:
+        """Tell every name in an expression that is no backend; ``bind`` ends at the first one."""
+        for each in call.walk():
+            with self.problems.gathered():
+                self._find(each)
+
     def wrapper(self, name: str) -> BackendPlan:
         """The plan of a backend that is to stand around another one, though the node does not name it."""
         call = Call(name)

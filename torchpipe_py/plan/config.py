@@ -222,7 +222,9 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str],
             return  # what is wrong with it has been said
         physical = {name for name, other in nodes.items() if other.owner == name}
         hint = nearest(node.owner, physical)
-        raise node.place.error(f"a logical node (name.alias) of {node.owner!r}, which is not there; {hint}")
+        raise node.place.error(
+            f"a logical node (name.alias) of {node.owner!r}, which is not there, or is a table without a key; {hint}"
+        )
     if "backend" in node.own and node.calls != owner.calls:
         named, runs = ("&".join(map(str, spec.calls)) for spec in (node, owner))
         place = node.at("backend")

@@ -5,6 +5,7 @@ A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8`` or ``float32``; its ``c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,8 @@ def encoded_bytes(value: Any) -> np.ndarray:
             return np.ascontiguousarray(value)
         raise InvalidRequest(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
     if not isinstance(value, (bytearray, memoryview)):
-        raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}")
+        hint = "; of a file they are Path(...).read_bytes()" if isinstance(value, (str, os.PathLike)) else ""
+        raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}{hint}")
     return np.frombuffer(value, UINT8)
 
 
