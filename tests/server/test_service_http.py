@@ -134,6 +134,7 @@ def test_curl(demo: LocalServer, tmp_path):
         except FileNotFoundError:
             pytest.skip("no curl")
         assert json.loads(done.stdout)["label"] == "ring", (arguments, done.stderr)
+        assert done.stdout.endswith(b"}\n")
 
 
 def form(*parts: tuple[str, str | None, bytes]) -> tuple[bytes, str]:

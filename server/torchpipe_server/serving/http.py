@@ -200,5 +200,5 @@ def _request_id(request: HttpRequest) -> str:
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
-    """``value`` as JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
-    return HttpAnswer(status, JSON, json.dumps(value, allow_nan=False).encode(), headers or {})
+    """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
+    return HttpAnswer(status, JSON, f"{json.dumps(value, allow_nan=False)}\n".encode(), headers or {})
