@@ -84,7 +84,7 @@ class LocalServer:
         if make_methods:
             served = Served(make_methods(self.loop), Routes(()))
         else:
-            served = make_served(self.loop) if make_served else self._served(run, settings)
+            served = make_served(self.loop) if make_served else self._served(run or FakePipe(), settings)
         self.server = Server(self.loop, served, settings, lambda slot, is_closed: self.slots.release(slot))
         self.loop.steps.append(self._step)
         self.error: BaseException | None = None
