@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -150,7 +150,7 @@ class AsyncPool:
             await self._slots.acquire()
             return
         try:
-            await asyncio.wait_for(self._slots.acquire(), attempts.left())
+            await _within(attempts.left(), self._slots.acquire(), lambda _: self._slots.release())
         except asyncio.TimeoutError:
             most = f"all {self._most} connections were in use for {attempts.timeout:g} s (max_connections)"
             raise TimedOut(most) from None
@@ -170,12 +170,33 @@ class AsyncPool:
         seconds = min(attempts.connect_timeout, attempts.left())
         opening = loop.create_connection(lambda: AsyncConnection(address), address.host, address.port, ssl=self._tls)
         try:
-            _, connection = await asyncio.wait_for(opening, seconds)
+            _, connection = await _within(seconds, opening, lambda made: made[1].close())
         except asyncio.TimeoutError:
             raise NotConnected(f"cannot connect to {address}: no answer within {seconds:.3g} s") from None
         except OSError as error:
             raise not_connected(address, error) from error
         return connection
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
+    """What ``work`` makes; ``asyncio.TimeoutError`` after so many seconds. What it makes in vain goes to ``undo``.
+
+    NOTE: before Python 3.12 ``asyncio.wait_for`` forgets a cancellation that comes together with the result.
+    """
+    task = asyncio.ensure_future(work)
+
+    def end(task: asyncio.Task[T]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            undo(task.result())
+
+    try:
+        if not (await asyncio.wait({task}, timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+    except BaseException:
+        task.cancel()
+        task.add_done_callback(end)
+        raise
+    return task.result()
 
 
 class AsyncClient:

@@ -246,6 +246,26 @@ def test_an_interrupted_call_gives_its_connection_up():
         assert [call.connection for call in server.calls] == [1, 2]
 
 
+def test_a_call_is_cancelled_at_every_turn():
+    """Also in the turn in which its connection, or its place among them, comes."""
+
+    async def run(address: str, turns: int, most: int) -> None:
+        async with AsyncClient(address, max_connections=most, timeout=WAIT) as client:
+            calls = [asyncio.ensure_future(client.ping()) for _ in range(3)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            assert [type(end) for end in await asyncio.gather(*calls, return_exceptions=True)] == [
+                asyncio.CancelledError
+            ] * 3
+
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as silent:
+        for turns in range(1, 40):
+            for most in (1, 3):
+                asyncio.run(run(f"127.0.0.1:{silent.getsockname()[1]}", turns, most))
+
+
 def test_a_cancelled_call_gives_its_connection_up():
     async def work(server: FlakyServer) -> None:
         async with AsyncClient(server.address, max_connections=1) as client:
