@@ -122,7 +122,8 @@ class OnnxTensor(ModelBackend):
         except ConfigError:
             raise
         except Exception as error:
-            why = (file_kind(self.model) if "rotobuf" in str(error) else "") or error
+            is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
+            why = (file_kind(self.model) if is_no_model else "") or error
             raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from error
         missing = [name for name in names if name not in session.get_providers()]
         if missing and self.providers:
