@@ -59,6 +59,7 @@ class Template:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_stopped = threading.Event()  # the process, for the thread that has started it
+        self._launcher: threading.Thread | None = None
 
     def enter(self) -> None:
         """One more user."""
@@ -159,7 +160,9 @@ class Template:
                 launched.set_result(process)
                 is_stopped.wait()
 
-        threading.Thread(target=run, name="torchpipe_py template", daemon=True).start()
+        launcher = threading.Thread(target=run, name="torchpipe_py template", daemon=True)
+        launcher.start()
+        self._launcher = launcher
         return launched.result()
 
     def _stop(self) -> None:
@@ -169,6 +172,9 @@ class Template:
             process.kill()
             process.wait()
         self._is_stopped.set()
+        if self._launcher is not None:
+            self._launcher.join()
+            self._launcher = None
         if control is not None:
             control.close()
 
