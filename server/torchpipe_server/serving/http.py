@@ -36,7 +36,6 @@ STATUSES = {
     "method_not_allowed": 405,
     "too_slow": 408,
     "too_large": 413,
-    "unsupported_type": 415,
     "no_result": 422,
     "overloaded": 429,
     "cancelled": 503,
