@@ -505,9 +505,11 @@ def test_mutants_of_requests_end_in_an_answer_or_an_end(values: LocalServer):
 
 def test_a_worker_that_dies_with_a_request(tmp_path):
     (tmp_path / "hangs.py").write_text(
-        "import time\nfrom torchpipe_py import Backend, register_backend\n\n\n"
+        "import time\nfrom pathlib import Path\nfrom torchpipe_py import Backend, register_backend\n\n\n"
         "@register_backend\nclass Hangs(Backend):\n    def forward(self, items):\n"
-        "        time.sleep(600 * (items[0]['data'] == b'hang'))\n        items[0]['result'] = 1\n"
+        "        if items[0]['data'] == b'hang':\n"
+        "            Path(__file__).with_name('entered').touch()\n            time.sleep(600)\n"
+        "        items[0]['result'] = 1\n"
     )
     config = tmp_path / "hangs.toml"
     config.write_text('[node]\nbackend = "Hangs"\n')
@@ -516,6 +518,7 @@ def test_a_worker_that_dies_with_a_request(tmp_path):
         assert ask(process.port, b"x") == (200, {"result": 1})
         with connect(process.port) as sock:
             sock.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nhang")
+            eventually((tmp_path / "entered").exists)  # a request that no worker has read yet is one for the next
             (worker,) = process.workers
             os.kill(worker, signal.SIGKILL)
             received = sock.recv(4096)
