@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py import registry
-from torchpipe_py.backends.models.postprocess import uses
-from torchpipe_py.errors import nearest
+from torchpipe_py.backends.models.postprocess import read_labels, uses
+from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.export.config import followed_by, model_node, read_preprocessing
 from torchpipe_py.export.errors import ExportError
 from torchpipe_py.export.files import Files
@@ -143,8 +143,8 @@ def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[
     if path is None:
         return source.labels if len(source.labels) == classes else ()
     try:
-        labels = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        labels = read_labels(str(path))
+    except (OSError, ConfigError) as error:
         raise ExportError(f"--labels {path}: {getattr(error, 'strerror', None) or 'no text in UTF-8'}") from error
     if classes is None:
         raise ExportError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
