@@ -23,6 +23,7 @@ PACKAGE = [
     "backends",
     "runtime",
     "drawing export loadtest parity training",
+    "ray",
     "cli",
 ]
 CLIENT = ["address errors", "contract", "values", "calls attempts", "connection", "aio client"]
@@ -143,7 +144,7 @@ def test_an_import_that_goes_up_is_found() -> None:
 
 def test_heavy_libraries_are_imported_inside_functions() -> None:
     for name, path in modules(ROOT / "torchpipe_py").items():
-        heavy = {"cv2", "torch", "onnx", "onnxruntime", "tensorrt", "PIL", "torchvision", "lmdb"}
+        heavy = {"cv2", "torch", "onnx", "onnxruntime", "tensorrt", "PIL", "torchvision", "lmdb", "ray"}
         if name.split(".")[0] == "training":
             heavy.remove("torch")  # without which there is nothing to train; nobody else imports these modules
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -169,8 +170,8 @@ def test_the_package_never_imports_the_server() -> None:
 
 
 def test_importing_the_package_imports_no_heavy_library() -> None:
-    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL")
-    code = f"import sys, torchpipe_py; print([name for name in {heavy} if name in sys.modules])"
+    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray")
+    code = f"import sys, torchpipe_py, torchpipe_py.ray; print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

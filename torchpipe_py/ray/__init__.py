@@ -1,0 +1,19 @@
+"""Pipes on a Ray cluster: ``app`` and ``PipeDeployment`` for Ray Serve, ``PipeMapper`` for Ray Data.
+
+Nothing of Ray is imported before one of the names is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["PipeDeployment", "PipeMapper", "app"]
+
+_MODULES = {"PipeDeployment": "serve", "PipeMapper": "data", "app": "serve"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
