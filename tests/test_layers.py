@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = [
     "errors files html idl keys",
     "values filters",
-    "images",
+    "http images",
     "backends.base",
     "registry",
     "plan",
@@ -33,7 +33,10 @@ TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
-SERVER_MAY_IMPORT = {"", "errors", "idl", "runtime.statistics", "drawing.depict"}
+SERVER_MAY_IMPORT = {
+    *("", "errors", "idl", "http", "http.errors", "http.infer", "http.values"),
+    *("runtime.deadlines", "runtime.statistics", "drawing.depict"),
+}
 """Of ``torchpipe_py``, whose public names are those of ""."""
 
 

@@ -24,11 +24,11 @@ from typing import Any
 import psutil
 from torchpipe_server.serving.service import ThriftService
 from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, ProtocolError
-from torchpipe_server.worker.deadline import Deadlines
 from torchpipe_server.worker.handler import InferenceHandler
 
 from torchpipe_py.errors import DecodeError, UnknownNode
 from torchpipe_py.idl import load_idl
+from torchpipe_py.runtime.deadlines import Deadlines
 
 SEEDS = Path(__file__).parent / "seeds"
 LIMITS = Limits(message_bytes=2**20, string_bytes=2**20, text_bytes=2**12, items=2**12)

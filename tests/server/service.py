@@ -31,12 +31,12 @@ from torchpipe_server.serving.protocols import Served
 from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
-from torchpipe_server.worker.deadline import Deadlines
 from torchpipe_server.worker.handler import InferenceHandler
 from torchpipe_server.worker.http_handler import HttpHandler
 
 from torchpipe_py import pipe
 from torchpipe_py.idl import load_idl
+from torchpipe_py.runtime.deadlines import Deadlines
 
 ROOT = Path(__file__).parents[2]
 DEMO = "configs/demo.toml"

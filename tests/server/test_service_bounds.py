@@ -13,10 +13,10 @@ from conftest import Register
 from fakes import Gate
 from service import IDL, Client, eventually, narrow, pack_call, pack_string, serving
 from thrift.Thrift import TApplicationException
-from torchpipe_server.serving.service import describe_error
 
 from torchpipe_py import Backend, pipe
 from torchpipe_py.errors import UnknownNode
+from torchpipe_py.http.errors import describe_error
 
 MEBIBYTE = 2**20
 LONG = "x" * 2000

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from email.utils import formatdate
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import InvalidRequest, TorchpipeError, nearest
-from torchpipe_server.serving.service import (
-    OK,
-    Cancellable,
-    Done,
-    Method,
-    Reply,
-    ReplyTooLargeError,
-    describe_error,
-)
+from torchpipe_py.errors import TorchpipeError, nearest
+from torchpipe_py.http import answers
+from torchpipe_py.http.errors import ReplyTooLargeError
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, reply_bound
 from torchpipe_server.wire.codec import TEXT_BYTES
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
 from torchpipe_server.wire.protocol import ProtocolError
 
-logger = logging.getLogger("torchpipe_server")
-
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 JSON = "application/json"
-
-STATUSES = {
-    "not_found": 404,
-    "unknown_node": 404,
-    "method_not_allowed": 405,
-    "too_slow": 408,
-    "too_large": 413,
-    "no_result": 422,
-    "overloaded": 429,
-    "cancelled": 503,
-    "closed": 503,
-    "unavailable": 503,
-    "worker_died": 503,
-    "deadline_exceeded": 504,
-    "backend_error": 500,
-    "backend_unavailable": 500,
-    "config": 500,
-    "internal": 500,
-}
-"""Of an error's code. The rest, what is wrong with a request, is 400."""
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
@@ -63,12 +31,6 @@ class RouteError(TorchpipeError):
         self.allowed = allowed
         if allowed:
             self.code = "method_not_allowed"
-
-
-class RequestTooLargeError(InvalidRequest):
-    """A part of a request that is larger than it may be."""
-
-    code = "too_large"
 
 
 class Route(NamedTuple):
@@ -120,7 +82,7 @@ class HttpService:
     """Routes, called by HTTP requests. One for all connections; ``reply`` is for any thread, the rest for one."""
 
     def __init__(self, routes: Routes, body_bytes: int, reply_bytes: int) -> None:
-        self._routes, self._body_bytes, self._reply_bytes = routes, body_bytes, reply_bytes
+        self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
         self.decoded_bytes = 0  # that what is made of the request decoded last takes beyond it, about
 
     def reader(self) -> HttpReader:
@@ -145,8 +107,8 @@ class HttpService:
         except RouteError:
             name = "http"  # NOTE: what a client makes up must not become a name among the counters.
         outcome = OK
-        if isinstance(result, HttpAnswer) and len(result.body) > self._reply_bytes:
-            result = ReplyTooLargeError(len(result.body), self._reply_bytes)
+        if isinstance(result, HttpAnswer) and len(result.body) > self._reply.bytes:
+            result = ReplyTooLargeError(len(result.body), self._reply)
         if isinstance(result, BaseException):
             outcome, result = code_of(result), error_answer(result)
         return request.answer(result, {"Date": formatdate(usegmt=True)}), name, outcome
@@ -154,34 +116,22 @@ class HttpService:
 
 def code_of(error: BaseException) -> str:
     """What the error is counted as."""
-    if isinstance(error, CancelledError):
-        return "cancelled"
-    return str(error.kind if isinstance(error, ProtocolError) else getattr(error, "code", "internal"))
+    return error.kind if isinstance(error, ProtocolError) else answers.code_of(error)
 
 
 def error_answer(error: BaseException) -> HttpAnswer:
     """``{"error": …, "code": …, "retry_after_ms": …}`` under the status that belongs to the code."""
-    code = code_of(error)
-    status = error.status if isinstance(error, HttpError) else STATUSES.get(code, 400)
-    if isinstance(error, ReplyTooLargeError):
-        status = 500
-    text = error.detail if isinstance(error, ProtocolError) else describe_error(error)
-    if isinstance(error, RouteError):
-        text = str(error)  # in which a path is no folder of this machine
-    if code == "internal":
-        logger.error("a request failed", exc_info=error)
-        text = f"{type(error).__name__}: {text}"
-    body: dict[str, Any] = {"error": text, "code": code}
-    headers = {}
-    retry_after_ms = getattr(error, "retry_after_ms", None)
-    if retry_after_ms is None and status in (429, 503):
-        retry_after_ms = 1000
-    if retry_after_ms is not None:
-        body["retry_after_ms"] = retry_after_ms
-        headers["Retry-After"] = str(math.ceil(retry_after_ms / 1000))
-    if isinstance(error, RouteError) and error.allowed:
-        headers["Allow"] = ", ".join(error.allowed)
-    return json_answer(body, status, headers)
+    if isinstance(error, HttpError):
+        failure = answers.failure_of(error.status, error.kind, error.detail)
+    elif isinstance(error, ProtocolError):
+        failure = answers.failure_of(answers.STATUSES.get(error.kind, 400), error.kind, error.detail)
+    elif isinstance(error, RouteError):  # in which a path is no folder of this machine
+        failure = answers.failure_of(answers.STATUSES[error.code], error.code, str(error))
+        if error.allowed:
+            failure.headers["Allow"] = ", ".join(error.allowed)
+    else:
+        failure = answers.failure(error)
+    return json_answer(failure.body, failure.status, failure.headers)
 
 
 def route(verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None]) -> Route:
@@ -200,4 +150,4 @@ def _request_id(request: HttpRequest) -> str:
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
     """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
-    return HttpAnswer(status, JSON, f"{json.dumps(value, allow_nan=False)}\n".encode(), headers or {})
+    return HttpAnswer(status, JSON, answers.to_line(value), headers or {})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, Protocol
 
 from thriftpy2.thrift import TApplicationException
 
-from torchpipe_py.errors import InvalidRequest, NoResult, Overloaded, TorchpipeError, message_of
+from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
+from torchpipe_py.http.errors import Bound, ReplyTooLargeError, describe_error
 from torchpipe_server.wire.codec import BadArgumentsError, Codec
 from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, MessageReader
 
@@ -49,24 +49,20 @@ class UnknownMethodError(Exception):
     """A message for a method that the service does not have."""
 
 
-class ReplyTooLargeError(NoResult):
-    """A result that is there, and too large to be sent."""
-
-    code = "too_large"
-
-    def __init__(self, size: int, limit: int) -> None:
-        super().__init__(f"the result has {size} bytes; the limit of a reply is {limit} (--max-reply-bytes)")
-
-
 Reply = tuple[bytes, str, str]
 """For the client: the bytes. For the counters: the method and the outcome."""
+
+
+def reply_bound(size: int) -> Bound:
+    """The bound of a reply, under the name that users know."""
+    return Bound(size, "--max-reply-bytes")
 
 
 class ThriftService:
     """Methods, called by Thrift messages. One for all connections; ``reply`` is for any thread, the rest for one."""
 
     def __init__(self, methods: Mapping[str, Method], limits: Limits, reply_bytes: int = 64 * 2**20) -> None:
-        self._methods, self._limits, self._reply_bytes = methods, limits, reply_bytes
+        self._methods, self._limits, self._reply = methods, limits, reply_bound(reply_bytes)
         self._codec = Codec(limits)
 
     def reader(self) -> MessageReader:
@@ -111,12 +107,12 @@ class ThriftService:
         assert method is not None
         try:
             data = b"" if message.type == ONEWAY else self._codec.encode_reply(message, result)
-            if len(data) <= self._reply_bytes:
+            if len(data) <= self._reply.bytes:
                 return data, message.name, method.outcome(result)
         except Exception as error:
             logger.exception("a result of %s cannot be encoded", message.name)
             return self._exception(message, TApplicationException.INTERNAL_ERROR, describe_error(error), "internal")
-        return self.reply(message, ReplyTooLargeError(len(data), self._reply_bytes))
+        return self.reply(message, ReplyTooLargeError(len(data), self._reply))
 
     def _undeclared(self, message: Message, error: BaseException) -> Reply:
         """An error that the method does not declare becomes what every client understands."""
@@ -133,28 +129,3 @@ class ThriftService:
         data = b"" if message.type == ONEWAY else self._codec.encode_exception(message, error)
         # NOTE: what a client makes up must not become a name among the counters.
         return data, message.name if message.name in self._methods else "unknown", outcome
-
-
-def reason(data: Mapping[str, Any], key: str) -> BaseException:
-    """Why a finished request has no value under ``key``; backends write what they like under ``error``."""
-    error = data.get("error")
-    if isinstance(error, BaseException):
-        return error
-    return NoResult(f"the request has no {key!r}" if error is None else str(error))
-
-
-_TEXT_CHARACTERS = 1024
-_FOLDERS = re.compile(
-    r"""(?<=['"])/(?:[^'"/\n]*/)*"""  # in quotes, where a name may hold a space
-    r"""|(?<![\w.~/-])/(?:[^\s/'":;,<>()\[\]]+/)+"""
-)
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
-
-
-def describe_error(error: BaseException) -> str:
-    """The error's text for a client: its first line, cut where it is long, without folders and addresses."""
-    line = message_of(error, 2 * _TEXT_CHARACTERS).strip().split("\n", 1)[0]
-    line = _ADDRESS.sub("0x…", _FOLDERS.sub("", line))
-    if len(line) > _TEXT_CHARACTERS:
-        line = f"{line[:_TEXT_CHARACTERS]}…"
-    return line

@@ -10,10 +10,11 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.http.errors import describe_error
 from torchpipe_server.serving.http import HttpService, Route, Routes
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.serving.protocols import Protocols, Served
-from torchpipe_server.serving.service import Done, Method, ThriftService, describe_error
+from torchpipe_server.serving.service import Done, Method, ThriftService
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.protocol import Limits
 

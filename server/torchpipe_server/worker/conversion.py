@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,44 +11,9 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import nearest
-from torchpipe_server.serving.service import reason
-
-# Data types that PyTorch and NumPy share; only these cross the wire.
-DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
-
-NAME_CHARACTERS = 1024  # of a uuid, a key or a node's name
-MOST_VALUES = 256  # inputs of a request, and outputs
-MOST_TENSORS = 256  # in one value
-MOST_DIMENSIONS = 32
+from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
-
-
-def check_names(what: str, names: Collection[str]) -> None:
-    """Raises ``InvalidRequest`` for too many of them, or one that is too long."""
-    if len(names) > MOST_VALUES:
-        raise InvalidRequest(f"{len(names)} {what}; the limit is {MOST_VALUES}")
-    for name in names:
-        check_name(what, name)
-
-
-def check_name(what: str, name: str) -> None:
-    """Raises ``InvalidRequest`` for one that is too long."""
-    if len(name) > NAME_CHARACTERS:
-        raise InvalidRequest(f"{what}: a name of {len(name)} characters; the limit is {NAME_CHARACTERS}")
-
-
-def size_of(value: Any) -> int:
-    """About how many bytes ``to_values`` would make of it; 0 where that is not known before."""
-    if isinstance(value, torch.Tensor):
-        return int(value.numel() * value.element_size())
-    if isinstance(value, np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, (bytes, bytearray, str)):
-        return len(value)
-    if isinstance(value, (list, tuple)):
-        return sum(size_of(item) for item in value if isinstance(item, (torch.Tensor, np.ndarray)))
-    return 0
 
 
 def to_python(value: Any) -> Any:
@@ -108,20 +72,6 @@ def _pair(value: Any) -> list[Any]:
     return [label if isinstance(label, str) else int(label), score if math.isfinite(score) else None]
 
 
-def plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy and PyTorch as JSON can say them."""
-    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} in it")
-
-
-def output_of(data: Mapping[str, Any], key: str) -> Any:
-    """The value under ``key``; without a result, the error that says why."""
-    if key in data:
-        return data[key]
-    raise reason(data, key)
-
-
 def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
     """``(label, score)`` as it is; of a list of such pairs the first; a label alone with its ``score``.
 
@@ -145,16 +95,6 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
 def is_ranking(value: Any) -> bool:
     """Whether ``value`` is a list of pairs of a label and a number."""
     return isinstance(value, list) and bool(value) and all(map(is_label_and_score, value))
-
-
-def is_label_and_score(value: Any) -> bool:
-    """Whether ``value`` is a pair of a label and a number."""
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and isinstance(value[0], (str, int, np.integer))
-        and isinstance(value[1], (int, float, np.number))
-    )
 
 
 def _to_tensor(tensor: Any) -> torch.Tensor:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, TorchpipeError, import_code, pipe
 from torchpipe_py.errors import nearest
+from torchpipe_py.http.errors import reason
 from torchpipe_server.serving.http import METHODS, Route, json_answer, route
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reason
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")

@@ -10,24 +10,11 @@ from typing import Any
 
 from torchpipe_py import InvalidRequest, TorchpipeError, pipe
 from torchpipe_py.errors import message_of
-from torchpipe_server.serving.service import (
-    OK,
-    Cancellable,
-    Done,
-    Method,
-    ReplyTooLargeError,
-    describe_error,
-)
-from torchpipe_server.worker.conversion import (
-    check_name,
-    check_names,
-    output_of,
-    size_of,
-    to_label_and_score,
-    to_python,
-    to_values,
-)
-from torchpipe_server.worker.deadline import Deadlines
+from torchpipe_py.http.errors import ReplyTooLargeError, describe_error
+from torchpipe_py.http.values import check_name, check_names, output_of, size_of
+from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound
+from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
 from torchpipe_server.worker.many import Call, Turns
 
 logger = logging.getLogger("torchpipe_server")
@@ -44,7 +31,7 @@ class InferenceHandler:
         max_reply_bytes: int = 64 * 2**20,
     ) -> None:  # fmt: skip
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
-        self._max_batch, self._max_reply_bytes = max_batch, max_reply_bytes
+        self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
         self._turns = Turns(run)
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
@@ -124,8 +111,8 @@ class InferenceHandler:
             outputs: dict[str, Any] = {}
             values = {key: output_of(data, key) for key in keys}
             size = sum(map(size_of, values.values()))
-            if size > self._max_reply_bytes:
-                raise ReplyTooLargeError(size, self._max_reply_bytes)
+            if size > self._reply.bytes:
+                raise ReplyTooLargeError(size, self._reply)
             for key, value in values.items():
                 outputs.update(to_values(self._idl, key, value))
         except BaseException as failure:

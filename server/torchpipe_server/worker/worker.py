@@ -191,7 +191,7 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
 
         return make_own
     from torchpipe_py.idl import load_idl
-    from torchpipe_server.worker.deadline import Deadlines
+    from torchpipe_py.runtime.deadlines import Deadlines
     from torchpipe_server.worker.handler import InferenceHandler
     from torchpipe_server.worker.http_handler import HttpHandler
 

@@ -6,15 +6,16 @@ import base64
 import binascii
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.errors import nearest
-from torchpipe_server.serving.http import RequestTooLargeError
-from torchpipe_server.worker.conversion import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
+from torchpipe_py.errors import InvalidRequest, NoResult, nearest
+from torchpipe_py.http.errors import Bound, RequestTooLargeError
+from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
+
+if TYPE_CHECKING:
+    import torch
 
 NUMBER_BYTES = 4
 """An array's bytes become about so many times as many."""
@@ -22,11 +23,11 @@ MOST_CONTAINERS = 2**16
 """Lists and objects of one body: what is made of them costs more than their bytes."""
 
 
-def parse_json(body: bytes, most_bytes: int) -> Any:
-    """The value; ``InvalidRequest`` for what is none, or is larger than the I/O thread should read."""
-    if len(body) > most_bytes:
+def parse_json(body: bytes, most: Bound) -> Any:
+    """The value; ``InvalidRequest`` for what is none, or is larger than ``most``."""
+    if len(body) > most.bytes:
         raise RequestTooLargeError(
-            f"JSON of {len(body)} bytes; the limit is {most_bytes} (--max-text-bytes): send large values as binary"
+            f"JSON of {len(body)} bytes; the limit is {most.bytes} ({most.name}): send large values as binary"
         )
     if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:  # those within texts too: it is not parsed yet
         raise RequestTooLargeError(f"JSON of more than {MOST_CONTAINERS} lists and objects: write arrays flat")
@@ -58,6 +59,8 @@ def from_json(key: str, value: Any) -> Any:
 
 def tensor_from(key: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
     """An array of NumPy's name for its type, its shape, and its numbers in C order, flat or nested."""
+    import torch
+
     where = f"{key[:40]!r}: "
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InvalidRequest(f"{where}dtype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], DTYPES)}")
@@ -87,6 +90,8 @@ def to_json(key: str, value: Any) -> dict[str, Any]:
 
 
 def _to_json(key: str, value: Any) -> Any:
+    import torch
+
     if isinstance(value, (torch.Tensor, np.ndarray)):
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
         if array.dtype.name not in DTYPES:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from torchpipe_py import Overloaded, pipe
+from torchpipe_py.errors import Overloaded
+from torchpipe_py.runtime.pipe import pipe
 
 
 class Deadlines:

@@ -6,7 +6,7 @@ from typing import Any
 
 from multipart import MultipartError, PushMultipartParser, parse_options_header
 
-from torchpipe_py import InvalidRequest
+from torchpipe_py.errors import InvalidRequest
 
 MOST_PARTS = 16
 TEXT_BYTES = 4096  # of a part that is no file

@@ -1,0 +1,1 @@
+"""What `POST /infer` takes and answers, without a connection: for the service and for Ray Serve."""

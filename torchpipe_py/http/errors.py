@@ -1,0 +1,55 @@
+"""Errors as those read them who sent the request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torchpipe_py.errors import InvalidRequest, NoResult, message_of
+
+_TEXT_CHARACTERS = 1024
+_FOLDERS = re.compile(
+    r"""(?<=['"])/(?:[^'"/\n]*/)*"""  # in quotes, where a name may hold a space
+    r"""|(?<![\w.~/-])/(?:[^\s/'":;,<>()\[\]]+/)+"""
+)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
+
+
+class Bound(NamedTuple):
+    """So many bytes at most; ``name`` is what the operator calls the setting."""
+
+    bytes: int
+    name: str
+
+
+class RequestTooLargeError(InvalidRequest):
+    """A part of a request that is larger than it may be."""
+
+    code = "too_large"
+
+
+class ReplyTooLargeError(NoResult):
+    """A result that is there, and too large to be sent."""
+
+    code = "too_large"
+
+    def __init__(self, size: int, bound: Bound) -> None:
+        super().__init__(f"the result has {size} bytes; the limit of a reply is {bound.bytes} ({bound.name})")
+
+
+def reason(data: Mapping[str, Any], key: str) -> BaseException:
+    """Why a finished request has no value under ``key``; backends write what they like under ``error``."""
+    error = data.get("error")
+    if isinstance(error, BaseException):
+        return error
+    return NoResult(f"the request has no {key!r}" if error is None else str(error))
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's text for a client: its first line, cut where it is long, without folders and addresses."""
+    line = message_of(error, 2 * _TEXT_CHARACTERS).strip().split("\n", 1)[0]
+    line = _ADDRESS.sub("0x…", _FOLDERS.sub("", line))
+    if len(line) > _TEXT_CHARACTERS:
+        line = f"{line[:_TEXT_CHARACTERS]}…"
+    return line

@@ -1,0 +1,100 @@
+"""``POST /infer``: an image or a dict over HTTP, what the pipe made of it as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.http.errors import Bound, ReplyTooLargeError
+from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, parse_json, to_json
+from torchpipe_py.http.values import check_name, check_names, output_of, size_of
+
+_OPTIONS = ("node_name", "deadline_ms", "outputs")
+
+
+class Asked(NamedTuple):
+    """What a request wants: ``data`` for the pipe, the ``keys`` of it that come back, within ``deadline_ms``."""
+
+    data: dict[str, Any]
+    keys: list[str]
+    deadline_ms: float | None
+
+
+def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
+    """What a request wants, or ``InvalidRequest``. ``text`` bounds JSON.
+
+    ``fields`` are the headers, their names in lower case.
+    """
+    content_type = fields.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
+    try:
+        options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
+    except ValueError:
+        raise InvalidRequest("the query has more than 16 parameters") from None
+    if kind == "application/json":
+        data = _read_json(body, options, text)
+    elif kind == "multipart/form-data":
+        # Here, so that whoever takes no forms needs no library for them.
+        from torchpipe_py.http.forms import read_form
+
+        data = read_form(content_type, body, options)
+    else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
+        data = {"data": body}
+    return _asked(data, options, fields.get("x-deadline-ms"))
+
+
+def outputs_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> dict[str, Any]:
+    """The members of the answer; raises what is under ``error`` where a key is not there."""
+    values = {key: output_of(data, key) for key in keys}
+    size = NUMBER_BYTES * sum(map(size_of, values.values()))
+    if size > reply.bytes:
+        raise ReplyTooLargeError(size, reply)
+    outputs: dict[str, Any] = {}
+    for key, value in values.items():
+        outputs.update(to_json(key, value))
+    return outputs
+
+
+def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, Any]:
+    value = parse_json(body, text)
+    if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
+        raise InvalidRequest('the body is no object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
+    for key in value:
+        if key not in ("inputs", *_OPTIONS):
+            raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
+    options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
+    check_names("inputs", value["inputs"])
+    return {key: from_json(key, given) for key, given in value["inputs"].items()}
+
+
+def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None) -> Asked:
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; the parameters are {', '.join(_OPTIONS)}")
+    outputs = options.get("outputs") or "result"
+    keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
+        raise InvalidRequest("outputs are names, separated by commas or in a list")
+    check_names("outputs", keys)
+    node_name = options.get("node_name")
+    if node_name is not None:
+        if not isinstance(node_name, str):
+            raise InvalidRequest("node_name is not a text")
+        check_name("node_name", node_name)
+        data["node_name"] = node_name
+    return Asked(data, list(dict.fromkeys(keys)), _milliseconds(options.get("deadline_ms", deadline)))
+
+
+def _milliseconds(given: Any) -> float | None:
+    if given is None:
+        return None
+    try:
+        milliseconds = float(given)
+    except (TypeError, ValueError, OverflowError):
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")
+    return milliseconds
