@@ -65,8 +65,12 @@ class LoaderOptions:
             raise ValueError(f"cpu_percentage is a share from 0 to 1 (0.1: a tenth), got {self.cpu_percentage}")
         if self.cpu_percentage > 0 and self.transforms_cpu is None:
             raise ValueError(f"cpu_percentage is {self.cpu_percentage}, so transforms_cpu must be given")
-        if self.bad_samples not in BAD_SAMPLES:
-            hint = nearest(str(self.bad_samples), BAD_SAMPLES)
-            raise ValueError(f"bad_samples {self.bad_samples!r} is not known; {hint}")
+        check_bad_samples(self.bad_samples)
         if self.prefetch < 0:
             raise ValueError(f"prefetch is a number of batches from 0 up, got {self.prefetch}")
+
+
+def check_bad_samples(policy: str) -> None:
+    """``ValueError`` for a policy that there is not."""
+    if policy not in BAD_SAMPLES:
+        raise ValueError(f"bad_samples {policy!r} is not known; {nearest(str(policy), BAD_SAMPLES)}")

@@ -14,7 +14,7 @@ from torchpipe_py.training.batches.statistics import LoaderStatistics
 from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.data.randomness import BATCH, SAMPLE, forked, key_of
 from torchpipe_py.training.data.transforms import shape_text
-from torchpipe_py.training.errors import BadSample, TrainingError
+from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.prefetch.cuda import SideStreams, moved_to
 
@@ -131,11 +131,10 @@ class Batcher:
             if not sample.kind:
                 continue
             name = self._name_of(sample.index)
-            if sample.kind == WRONG:
-                raise TrainingError(f"{name}: {sample.reason}")
-            self._statistics.bad_sample(epoch, sample.index, name, sample.kind, sample.reason)
-            if self._options.bad_samples == "raise":
-                raise BadSample(sample.index, name, sample.kind, sample.reason)
+            if sample.kind != WRONG:
+                self._statistics.bad_sample(epoch, sample.index, name, sample.kind, sample.reason)
+            if sample.kind == WRONG or self._options.bad_samples == "raise":
+                raise sample.error(name)
 
     def _on_device(self, sample: Sample, planned: PlannedBatch, epoch: int, seed: Callable[[int], None]) -> Sample:
         if sample.image is None:

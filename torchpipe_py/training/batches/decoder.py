@@ -75,7 +75,7 @@ class Decoder:
     def _try_out(self) -> Any:
         request = {TASK_DATA_KEY: small_jpeg()}
         self._pipes[0](request)
-        sample = _outcome(Sample(0), request, None)
+        sample = _with_image(outcome(Sample(0), request, None))
         if sample.image is None:
             raise TrainingError(f"the pipe gave no image for a small JPEG: {sample.reason}")
         return sample.image
@@ -129,7 +129,7 @@ class Decoding:
             self.abandon()  # which waits for nothing, but after an error
         problem = self._problem
         decoded = [
-            sample if request is None else _outcome(sample, request, problem)
+            sample if request is None else _with_image(outcome(sample, request, problem))
             for sample, request in zip(self._samples, self._requests, strict=True)
         ]
         if problem is not None and not any(sample.kind == WRONG for sample in decoded):
@@ -158,20 +158,26 @@ def shares_of(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
     return [items[start * size : (start + 1) * size] for start in range(count)]
 
 
-def small_jpeg() -> bytes:
-    """64×64 pixels, gray to colourful."""
+def small_mat(height: int = 64, width: int = 64) -> np.ndarray:
+    """A Mat, gray to colourful."""
+    down = np.linspace(0, 252, height, dtype=np.uint8)[:, None].repeat(width, 1)
+    across = np.linspace(0, 252, width, dtype=np.uint8)[None].repeat(height, 0)
+    return np.stack([across, down, np.full_like(down, 128)], axis=2)
+
+
+def small_jpeg(height: int = 64, width: int = 64) -> bytes:
+    """``small_mat``, encoded."""
     import cv2
 
-    ramp = np.arange(64, dtype=np.uint8) * 4
-    mat = np.stack([np.tile(ramp, (64, 1)), np.tile(ramp[:, None], (1, 64)), np.full((64, 64), 128, np.uint8)], axis=2)
-    done, encoded = cv2.imencode(".jpg", mat)
+    done, encoded = cv2.imencode(".jpg", small_mat(height, width))
     assert done
     return bytes(encoded)
 
 
-def _outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
+def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
+    """The sample with the ``result`` of its request, or why it has none; ``problem`` is what the pipe raised."""
     if TASK_RESULT_KEY in request:
-        return _with_image(sample, request[TASK_RESULT_KEY])
+        return sample.with_image(request[TASK_RESULT_KEY])
     error = request.get(TASK_ERROR_KEY)
     if isinstance(error, InvalidRequest):
         return sample.failed(WRONG, f"the pipe cannot take the sample: {error}")
@@ -183,11 +189,15 @@ def _outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sa
     return sample.failed(CORRUPT, str(error) if error is not None else "the pipe gave no result")
 
 
-def _with_image(sample: Sample, result: Any) -> Sample:
+def _with_image(sample: Sample) -> Sample:
+    """The sample, if its result is one that can be trained on."""
+    if sample.kind:
+        return sample
+    result = sample.image
     if not isinstance(result, torch.Tensor):
         problem = f"the result of the TOML is a {type(result).__name__}, not a Tensor"
         return sample.failed(WRONG, f"{problem}; end it with Mat2Tensor, and leave the model out")
     if result.ndim not in (3, 4) or (result.ndim == 4 and result.shape[0] != 1):
         shape = "x".join(map(str, result.shape))
         return sample.failed(WRONG, f"the result of the TOML has shape {shape}, not 1xCxHxW; leave the model out")
-    return sample.with_image(result)
+    return sample

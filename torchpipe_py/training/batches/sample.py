@@ -12,9 +12,10 @@ from torch.utils.data import get_worker_info
 from torchpipe_py.errors import DecodeError, first_line
 from torchpipe_py.training.data.datasets import decode_rgb
 from torchpipe_py.training.data.randomness import SAMPLE, forked, key_of
-from torchpipe_py.training.errors import TrainingError, UnreadableFile
+from torchpipe_py.training.errors import BadSample, TrainingError, UnreadableFile
 
 UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
+NO_BYTES = "the dataset gave no bytes"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Sample:
     def failed(self, kind: str, reason: str) -> Sample:
         """The same sample without an image."""
         return Sample(self.index, None, self.label, kind, reason)
+
+    def error(self, name: str) -> TrainingError:
+        """What is raised of a sample without an image; messages call it ``name``."""
+        if self.kind == WRONG:
+            return TrainingError(f"{name}: {self.reason}")
+        return BadSample(self.index, name, self.kind, self.reason)
 
 
 class SampleKey(NamedTuple):
@@ -70,7 +77,7 @@ class SampleReader:
             return sample.failed(WRONG, _not_bytes(encoded))
         sample = Sample(key.sample, bytes(encoded), label)
         if not sample.image:
-            return sample.failed(EMPTY, "the dataset gave no bytes")
+            return sample.failed(EMPTY, NO_BYTES)
         # NOTE: random transforms need the global generators, which in this process belong to the training loop.
         return self.transformed(sample, key.epoch) if key.on_cpu and get_worker_info() is not None else sample
 
