@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = [
     "errors files html idl keys",
     "values filters",
-    "http images",
+    "http images backends.signature",
     "backends.base",
     "registry",
     "plan",

@@ -2,6 +2,7 @@
 
 from torchpipe_py.backends.base import Backend, Isolation, ItemBackend, Param
 from torchpipe_py.backends.control.jump import Jump, MapReduce
+from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.errors import (
     BackendError,
     BackendUnavailable,
@@ -58,7 +59,9 @@ __all__ = [
     "PipeClosed",
     "Registry",
     "SetupError",
+    "Signature",
     "Status",
+    "TensorSpec",
     "Ticket",
     "TorchpipeError",
     "UnknownNode",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, registry
+from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, Signature, TensorSpec, registry
 from torchpipe_py.values import to_str
 
 Data = dict[str, Any]
@@ -27,6 +27,9 @@ class Obedient(Backend):
 
     def max(self) -> int:
         return 4
+
+    def signature(self) -> Signature:
+        return Signature(outputs=(TensorSpec("pid"),))
 
     def plain(self, item: Data) -> Any:
         return item["data"]

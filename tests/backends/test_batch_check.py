@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, ConfigError, pipe
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, BatchCheck
-from torchpipe_py.backends.models.inputs import TensorSpec
+from torchpipe_py.backends.signature import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

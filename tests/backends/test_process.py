@@ -29,6 +29,8 @@ from torchpipe_py import (
     BackendUnavailable,
     ConfigError,
     DecodeError,
+    Signature,
+    TensorSpec,
     WorkerDied,
     import_code,
     pipe,
@@ -163,6 +165,10 @@ def test_a_batch_goes_as_one(obedient: Process) -> None:
     obedient.forward(items)
     assert [item["result"][1:] for item in items] == [(4, number) for number in range(4)]
     assert (obedient.min(), obedient.max()) == (1, 4)
+
+
+def test_what_the_backend_takes_and_gives_is_known_here(obedient: Process) -> None:
+    assert obedient.signature() == Signature(outputs=(TensorSpec("pid"),))
 
 
 def test_each_instance_has_a_process(register: Register, tmp_path: Path) -> None:

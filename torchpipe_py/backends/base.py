@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 
@@ -225,6 +226,10 @@ class Backend:
     def any_thread(self) -> bool:
         """Whether ``forward`` may run on another thread than ``setup``; asked after it. One hand-over less."""
         return False
+
+    def signature(self) -> Signature:
+        """What ``data`` and ``result`` hold, as far as it can say; asked after ``setup``, by any thread."""
+        return Signature()
 
     def batch_key(self, item: Data) -> Hashable:
         """What items of one batch have in common: by default shape and dtype of their tensors.

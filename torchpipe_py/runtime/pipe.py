@@ -14,6 +14,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
@@ -140,6 +141,13 @@ class pipe:
     def min(self) -> int:
         """The smallest batch any node forms."""
         return min(node.min for node in self._runtime.nodes.values())
+
+    def signature(self, node_name: str | None = None) -> Signature:
+        """What ``data`` and ``result`` of a request to this root hold, as far as its backends can say.
+
+        ``UnknownNode`` where the root is none, or missing where there are several.
+        """
+        return self._runtime.signature(self._root(self._only_root if node_name is None else node_name))
 
     def expected_wait(self) -> float:
         """Seconds until the slowest node is through with what it holds now, by the compute times measured so far.

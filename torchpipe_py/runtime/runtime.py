@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import (
     BackendError,
     BackendUnavailable,
@@ -384,6 +385,16 @@ class Runtime:
             if done:
                 seconds = max(seconds, node.lane.load() * spent / done / len(records))
         return seconds
+
+    def signature(self, root: str) -> Signature:
+        """The inputs of the graph's root, and the outputs of its end, where it has one only."""
+        ends = [name for name, roots in self.graph.reached_from.items() if root in roots]
+        ends = [name for name in ends if not self.graph.successors[name]]
+        outputs = self._signature_of(ends[0]).outputs if len(ends) == 1 else ()
+        return Signature(self._signature_of(root).inputs, outputs)
+
+    def _signature_of(self, name: str) -> Signature:
+        return self.nodes[self.plans[name].spec.owner].instances[0].backend.signature()
 
     def describe(self) -> str:
         """The graph, a line for each node."""

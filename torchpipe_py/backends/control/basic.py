@@ -16,6 +16,7 @@ from torchpipe_py.backends.base import (
     close_all,
     run_padded,
 )
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.filters import Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -58,6 +59,9 @@ class Wrapper(Backend):
 
     def any_thread(self) -> bool:
         return self.inner.any_thread()
+
+    def signature(self) -> Signature:
+        return self.inner.signature()
 
     def batch_key(self, item: Data) -> Hashable:
         return self.inner.batch_key(item)
@@ -162,6 +166,10 @@ class Sequential(Backend):
 
     def any_thread(self) -> bool:
         return all(child.any_thread() for child in self.config.children)
+
+    def signature(self) -> Signature:
+        first, last = self.config.children[0].signature(), self.config.children[-1].signature()
+        return Signature(first.inputs, last.outputs)
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Data, Param
 from torchpipe_py.backends.control.basic import Wrapper
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.filters import Filter
 from torchpipe_py.keys import TASK_RESULT_KEY
@@ -30,7 +31,8 @@ class Python(Wrapper):
 
 
 class PythonClass(Backend):
-    """Makes a backend of a class that has ``forward(list_of_dicts)``, perhaps ``init(config)``, ``max`` and ``min``.
+    """Makes a backend of a class that has ``forward(list_of_dicts)``, perhaps ``init(config)``, ``max``, ``min`` and
+    ``signature``.
 
     Attributes that the class annotates (``sigma: float = 1.0``) are its parameters: converted, checked, and set on each
     instance before ``init``; one without a value is required. A class without any takes every key of its node.
@@ -73,6 +75,10 @@ class PythonClass(Backend):
     def close(self) -> None:
         if hasattr(self._object, "close"):
             self._object.close()
+
+    def signature(self) -> Signature:
+        says: Signature = self._object.signature() if hasattr(self._object, "signature") else super().signature()
+        return says
 
     def max(self) -> int:
         return self._limit("max")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, close_all, run_padded
 from torchpipe_py.backends.control.basic import Wrapper
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_list
 
@@ -102,6 +103,9 @@ class Composed(Backend):
 
     def any_thread(self) -> bool:
         return all(child.any_thread() for child in self.config.children)
+
+    def signature(self) -> Signature:
+        return self.config.children[0].signature()
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)

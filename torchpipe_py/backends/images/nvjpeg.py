@@ -11,6 +11,7 @@ from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.images.jpeg import GpuJpeg, read_header
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
 from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, max_pixels, to_color
+from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -102,6 +103,9 @@ class DecodeTensor(GuardedBackend):
 
     def max(self) -> int:
         return int(self.max_batch)
+
+    def signature(self) -> Signature:
+        return ENCODED_IMAGE
 
     def forward_guarded(self, items: list[Data]) -> None:
         good: list[tuple[Data, bytes, GpuJpeg]] = []

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
 from torchpipe_py.backends.images.geometry import MAX_SIDE
+from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, declares_large, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
@@ -140,6 +141,9 @@ class DecodeMat(StatelessBackend):
 
     def setup(self) -> None:
         self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
+
+    def signature(self) -> Signature:
+        return ENCODED_IMAGE
 
     def is_large(self, item: Data) -> bool:
         return declares_large(item[TASK_DATA_KEY], self.max_pixels)

@@ -14,6 +14,7 @@ from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend, Param
 from torchpipe_py.backends.images.opencv import encoded_bytes
 from torchpipe_py.backends.isolation import wire
 from torchpipe_py.backends.process.setup import Setup, pickle_plan
+from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -72,6 +73,9 @@ class Isolated(ItemBackend):
         decoder = self._start()
         if self.config.instance == 0 and not decoder.is_filtered:
             logger.warning("%s: this system filters no system calls; only limits confine a decoder", self.config.label)
+
+    def signature(self) -> Signature:
+        return ENCODED_IMAGE
 
     def is_large(self, item: Data) -> bool:
         return self.config.children[0].is_large(item)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, first_line
 
 logger = logging.getLogger("torchpipe_py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_str
 

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Number
 from typing import Any, TypeVar
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import InvalidRequest, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 
 Shapes = TypeVar("Shapes")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a model says of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
-
-    ``dtype`` is a name that NumPy and PyTorch share, or ``bfloat16``; empty if unknown.
-    """
-
-    name: str
-    dims: tuple[int | None, ...] = ()
-    dtype: str = ""
-
-    def __str__(self) -> str:
-        return " ".join([self.name, *([shown_dims((1, *self.dims[1:]))] if self.dims else []), self.dtype]).strip()
-
-
-def shown_dims(dims: Sequence[int | None]) -> str:
-    """A shape as messages have it: ``1x3x?x?``."""
-    return "x".join("?" if dim is None else str(dim) for dim in dims) or "a scalar"
 
 
 def by_shapes(

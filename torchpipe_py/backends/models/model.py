@@ -11,7 +11,6 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, Remark
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
-from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
     Labelling,
@@ -21,6 +20,7 @@ from torchpipe_py.backends.models.postprocess import (
     make_postprocessor,
     uses,
 )
+from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
@@ -73,6 +73,7 @@ class ModelBackend(Backend):
         return min(params["min_batch"].batches()), max(params["max_batch"].batches())
 
     inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
     _is_checked = False
 
@@ -84,13 +85,19 @@ class ModelBackend(Backend):
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
-        self.inputs, self.output_names = tuple(inputs), [spec.name for spec in outputs]
+        self.inputs, self.outputs, self.output_names = tuple(inputs), tuple(outputs), [spec.name for spec in outputs]
         check_declared(self.model, inputs, outputs, self.min(), self.max())
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         dims = outputs[0].dims if outputs else ()
         if len(dims) == 2 and dims[1] is not None and isinstance(self._postprocess, Labelling):
             self._postprocess.check((1, dims[1]))
+
+    def signature(self) -> Signature:
+        gives = getattr(self._postprocess, "gives", None)
+        if self._postprocess is None:
+            return Signature(tuple(self.inputs), tuple(self.outputs))
+        return Signature(tuple(self.inputs), () if gives is None else tuple(gives(self.outputs)))
 
     def known_shapes(self) -> Shapes | None:
         """The smallest shape of each input, without batch, as the model, ``min`` and ``max`` say it; else ``None``."""

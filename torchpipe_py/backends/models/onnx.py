@@ -12,9 +12,10 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
-from torchpipe_py.backends.models.inputs import TensorSpec, as_array, by_shapes, request_values
+from torchpipe_py.backends.models.inputs import as_array, by_shapes, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
+from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.files import file_kind
 from torchpipe_py.values import to_int, to_strings
@@ -167,7 +168,8 @@ class OnnxTensor(ModelBackend):
 def _output_spec(value: Any) -> TensorSpec:
     if not value.type.startswith("tensor("):
         raise ConfigError(f"output {value.name!r} is a {value.type}; outputs are tensors")
-    return TensorSpec(value.name, _dims(value))
+    dtype = _DTYPES.get(value.type)
+    return TensorSpec(value.name, _dims(value), "" if dtype is None else np.dtype(dtype).name)
 
 
 def _dims(value: Any) -> tuple[int | None, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Param, Postprocessors
+from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec
 from torchpipe_py.errors import ConfigError, nearest
 
 
@@ -28,6 +30,10 @@ class Postprocessor:
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """What a result holds, of a model with these outputs; nothing where that cannot be said."""
+        return ()
 
 
 class Written(dict[str, Any]):
@@ -85,6 +91,9 @@ class Cpu(Postprocessor):
     def on_host(self, tensors: list[Any]) -> list[Any]:
         return _rows([tensor.clone() for tensor in tensors])
 
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return outputs
+
 
 class SoftmaxCpu(Postprocessor):
     """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
@@ -101,6 +110,9 @@ class SoftmaxCpu(Postprocessor):
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         return _rows([tensors[0].clone()])
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return [replace(output, dtype="float32") for output in outputs[:1]]
 
 
 def read_labels(path: str) -> list[str]:
@@ -153,6 +165,9 @@ class SoftmaxMax(Labelling):
         rows = tensors[0].tolist()
         return self._labelled([int(row[1]) for row in rows], [row[0] for row in rows])
 
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return LABEL_AND_SCORE
+
     def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
         return list(zip(map(self.label, indices), scores, strict=True))
 
@@ -196,6 +211,9 @@ class ArgMax(SoftmaxMax):
 
     def _scores_on_host(self, output: Any) -> np.ndarray:
         return on_host(output)
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return ()
 
     def _check_map(self) -> None:
         if self._labels is not None:
@@ -242,6 +260,9 @@ class TopK(Labelling):
         scores, indices = tensors[0].unbind(1)
         return self._labelled(indices.int().tolist(), scores.tolist())
 
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return RANKING
+
     def _labelled(self, indices: list[list[int]], scores: list[list[float]]) -> list[Any]:
         return [list(zip(map(self.label, row), found, strict=True)) for row, found in zip(indices, scores, strict=True)]
 
@@ -266,6 +287,9 @@ class Sigmoid(Labelling):
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         return self._labelled(tensors[0].numpy())
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return RANKING
 
     def _labelled(self, logits: np.ndarray) -> list[Any]:
         scores = 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid; exp would overflow

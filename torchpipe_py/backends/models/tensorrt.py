@@ -9,7 +9,6 @@ from typing import Any
 from torchpipe_py.backends.base import BatchRange, Param
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
-from torchpipe_py.backends.models.inputs import TensorSpec, shown_dims
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.backends.models.tensorrt_api import (
@@ -20,6 +19,7 @@ from torchpipe_py.backends.models.tensorrt_api import (
     profile_range,
 )
 from torchpipe_py.backends.models.tensorrt_engine import EngineSpec, cached_engine, load_engine
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, InvalidRequest
 from torchpipe_py.values import to_int, to_str, to_strings
 

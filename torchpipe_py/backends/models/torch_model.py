@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.models.batch_check import BFLOAT16, EXACT, HALF, TF32, check_rows
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
-from torchpipe_py.backends.models.inputs import TensorSpec
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.staging import row_tensor
+from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
 from torchpipe_py.files import file_kind, is_checkpoint
 from torchpipe_py.values import to_bool, to_str

@@ -19,6 +19,7 @@ from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param, tens
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
 from torchpipe_py.backends.process.worker import ItemOutcome
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_DATA_KEY
@@ -64,7 +65,7 @@ class Process(Backend):
         super().__init__(config)
         self._colors: tuple[str | None, ...] = ()
         self._worker: WorkerProcess | None = None
-        self._range = (1, 1)
+        self._range, self._signature = (1, 1), Signature()
 
     def prefer_color(self, color: str | None) -> str | None:
         self._colors = (color,)
@@ -116,6 +117,9 @@ class Process(Backend):
     def min(self) -> int:
         return self._range[0]
 
+    def signature(self) -> Signature:
+        return self._signature
+
     def batch_key(self, item: Data) -> Hashable:
         try:
             return self.config.children[0].batch_key(item)
@@ -145,7 +149,7 @@ class Process(Backend):
     def _start(self, timeout: float | None = None) -> WorkerProcess:
         worker = WorkerProcess(self.config.label)
         try:
-            self._range = worker.call(worker.pack("setup", self._setup), timeout)
+            self._range, self._signature = worker.call(worker.pack("setup", self._setup), timeout)
         except BaseException:
             worker.kill()
             raise

@@ -16,10 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchpipe_py import registry
-from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
 from torchpipe_py.backends.process.setup import Setup, load_main
 from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
+from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, Failure, first_line
 
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
@@ -99,7 +100,7 @@ class _BackendServer:
             packed = self._channel.pack(("failed", Failure.of(_stuck(answer[1], error))))
         self._channel.post(packed)
 
-    def _set_up(self, setup: Setup) -> tuple[int, int]:
+    def _set_up(self, setup: Setup) -> tuple[BatchRange, Signature]:
         sys.argv[:] = setup.argv
         logging.getLogger("torchpipe_py").setLevel(setup.log_level)
         if setup.main is not None:
@@ -118,7 +119,7 @@ class _BackendServer:
             backend.prefer_color(color)
         try:
             backend.setup()
-            limits = backend.min(), backend.max()
+            told = (backend.min(), backend.max()), backend.signature()
             if setup.max_memory:
                 limit_memory(setup.max_memory)
         except BaseException:
@@ -126,7 +127,7 @@ class _BackendServer:
                 backend.close()
             raise
         self._backend = backend
-        return limits
+        return told
 
     def _forward(self, items: list[Data]) -> list[ItemOutcome]:
         assert self._backend is not None
