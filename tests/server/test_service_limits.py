@@ -202,7 +202,7 @@ GARBAGE = {
     "tls": HELLO,
     "zeros": b"\0" * 100,
     "ones": b"\xff" * 100,
-    "text": b"hello, world\r\n",
+    "text": b"hello, world\r\n\r\n",
     "huge frame": b"\x7f\xff\xff\xff\x80\x01\0\x01\0\0\0\x04ping\0\0\0\x01",
     "negative frame": b"\xff\xff\xff\xf0\x80\x01\0\x01",
     "empty name": struct.pack(">III", 0x80010001, 0, 1) + b"\0",
@@ -650,7 +650,7 @@ def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch)
     feed = torchpipe_server.serving.service.MessageReader.feed
 
     def failing(self: Any, data: bytes) -> Any:
-        if b"poison" in data:
+        if b"\x80poison" in data:
             raise RuntimeError("a defect")
         return feed(self, data)
 
@@ -658,7 +658,7 @@ def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch)
     with serving(length) as server, Client(server.port) as other:
         other.ping()
         with connect(server.port) as sock:
-            sock.sendall(b"poison")
+            sock.sendall(b"\x80poison")
             assert_dies(sock)
         other.ping()
 

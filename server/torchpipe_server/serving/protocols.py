@@ -11,6 +11,7 @@ from torchpipe_server.wire.protocol import HTTP, Framing, ProtocolError
 from torchpipe_server.wire.scanner import Buffer
 
 TELLING_BYTES = 5  # no request of any protocol is shorter
+_TEXT = frozenset(b"\t\r\n" + bytes(range(0x20, 0x7F)))
 
 
 class Served(NamedTuple):
@@ -91,12 +92,11 @@ class Protocols:
 
     def told_by(self, data: Buffer) -> Service | None:
         """The one that a client means whose stream begins so; ``None`` while it may be several."""
-        if not 0x41 <= data[0] <= 0x5A:
-            return self.thrift  # no letter: HTTP's methods begin with one
-        if len(data) < TELLING_BYTES:
-            return None
-        # A frame or a name of a gigabyte and more, if it is not a word.
-        return self._http if bytes(data[:TELLING_BYTES]).isascii() and data[4] >= 0x20 else self.thrift
+        start = bytes(data[:TELLING_BYTES])
+        if not _TEXT.issuperset(start):
+            return self.thrift
+        # Text is HTTP: it would be a name of 150 MB and more, or a frame, in which the fifth byte is none.
+        return self._http if len(start) == TELLING_BYTES else None
 
 
 class Stream:

@@ -21,13 +21,17 @@ CHUNK_BYTES = 1024
 COSTLY_JSON_BYTES = 2**13
 COSTLY_QUERY_BYTES = 2**10
 
-_TARGET = re.compile(rb"(?:http://[^/?#]*)?([/*][^?#]*)(?:\?([^#]*))?")
+_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+;=%-]*)(?::\d*)?"
+_FIELD_HOST = re.compile(_HOST, re.ASCII)
+# Groups: the host, the path, the query.
+_TARGET = re.compile(rf"(?:(?i:https?)://(?![/?:]|$)({_HOST})(?=[/?]|$))?(/[^?#]*|\*)?(?:\?([^#]*))?", re.ASCII)
 _HEAD_END = re.compile(rb"\n\r?\n")
 # TRAP: h11 takes quadratic time for a run of blanks, and for folded lines, which it makes one of: seconds for 8 KiB.
 _SLOW = re.compile(rb"[ \t]{64}|\n[ \t]")
-# The line before a chunk, behind the end of the last one. Groups: that of the last chunk, whole; the end of any.
-_CHUNK_LINE = re.compile(rb"(?:\r?\n)?(0{1,20}(?:[; \t][^\n]*)?\r\n)?[^\n]*(\n)?")
+# The line before a chunk, behind the end of the last one. Group: its size.
+_CHUNK_LINE = re.compile(rb"(?:\r?\n)?([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n]*)?\r\n")
 _CHUNK_LINE_BYTES = 256
+_EMPTY_LINES = re.compile(rb"(?:\r?\n)+")
 
 
 class HttpError(ProtocolError):
@@ -119,7 +123,7 @@ class HttpRequest:
         reason = HTTPStatus(answer.status).phrase
         http = h11.Connection(h11.SERVER)  # NOTE: the one that read the request holds all that came behind it as well
         if self.method == "HEAD":  # whose answer has no body
-            http.receive_data(b"HEAD / HTTP/1.0\r\n\r\n")
+            http.receive_data(b"HEAD / HTTP/1.1\r\nHost:\r\n\r\n")
             http.next_event()
         data: bytes = http.send(h11.Response(status_code=answer.status, reason=reason.encode(), headers=fields))
         if self.method != "HEAD":
@@ -141,12 +145,22 @@ class HttpRequest:
         # NOTE: two programs may answer differently where such a body ends.
         if "transfer-encoding" in fields and "content-length" in fields:
             raise HttpError(400, "both Content-Length and Transfer-Encoding")
-        target = _TARGET.match(event.target)
-        if target is None:
-            raise HttpError(400, "the target is not a path")
-        self.path, self.query = target[1].decode(), (target[2] or b"").decode()
+        self._read_target(event.target.decode())
         options = {option.strip().lower() for option in fields.get("connection", "").split(",")}
         self.is_last = event.http_version < b"1.1" or "close" in options
+
+    def _read_target(self, text: str) -> None:
+        target = _TARGET.fullmatch(text)
+        if target is None or (target[1] is None and target[2] is None):
+            raise HttpError(400, "the target is not a path")
+        host, path, query = target.groups()
+        if path == "*" and (self.method != "OPTIONS" or host is not None):
+            raise HttpError(400, f"the target * is for OPTIONS, not {self.method}")
+        if _FIELD_HOST.fullmatch(self.host) is None:
+            raise HttpError(400, "the field Host is no name of a host")
+        if host is not None:
+            self.fields = {**self.fields, "host": host}
+        self.path, self.query = path or "/", query or ""
 
 
 class HttpReader:
@@ -240,18 +254,27 @@ class HttpReader:
                 return None
         request.body = bytes(self._body)
         request.size += len(request.body)
-        rest, _ = self._http.trailing_data
-        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
-        self._request, self._body, self._chunks, self._held = None, bytearray(), 0, len(rest)
-        if request.is_last:
-            self._is_over, self._held = True, 0
-        elif rest:  # h11 takes nothing for the end
-            self._http.receive_data(rest)
+        self._is_over = request.is_last
+        self._renew(b"" if self._is_over else self._http.trailing_data[0])
+        self._request, self._body, self._chunks = None, bytearray(), 0
         return request
+
+    def _renew(self, rest: bytes) -> None:
+        """Go on behind a request, or before one, with what was received there."""
+        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+        self._held = len(rest)
+        if rest:  # h11 takes nothing for the end
+            self._http.receive_data(rest)
 
     def _begin(self) -> bool:
         """Read the head of a request; whether it is there."""
-        size = _check_fields(self._http.trailing_data[0])
+        received = self._http.trailing_data[0]
+        if (empty := _EMPTY_LINES.match(received)) is not None:
+            received = received[empty.end() :]
+            self._renew(received)
+        if received == b"\r":  # h11 takes it for a wrong line at once
+            return False
+        size = _check_fields(received)
         event = self._http.next_event()
         if not isinstance(event, h11.Request):
             return False
@@ -268,11 +291,17 @@ class HttpReader:
         received = self._http.trailing_data[0]
         if not self._is_at_trailer:
             line = _CHUNK_LINE.match(received, 0, _CHUNK_LINE_BYTES)
-            assert line is not None
-            if line[2] is None and line[1] is None and len(received) >= _CHUNK_LINE_BYTES:
-                raise HttpError(400, f"the line of a chunk has more than {_CHUNK_LINE_BYTES} bytes")
-            self._is_at_trailer = line[1] is not None
-            received = received[line.end(1) :]
+            if line is None:
+                if b"\n" in received[:_CHUNK_LINE_BYTES].lstrip(b"\r\n"):
+                    raise HttpError(400, "the line of a chunk is no size, or does not end with CR LF")
+                if len(received) >= _CHUNK_LINE_BYTES:
+                    raise HttpError(400, f"the line of a chunk has more than {_CHUNK_LINE_BYTES} bytes")
+                return
+            size = int(line[1], 16)
+            if len(self._body) + size > self._body_bytes:
+                raise self._too_large()
+            self._is_at_line = self._is_at_trailer = size == 0
+            received = received[line.end() :]
         if self._is_at_trailer:
             _check_fields(b"\n" + received)  # an empty line may be the first
 
@@ -296,6 +325,8 @@ def _check_fields(received: bytes) -> int:
     end = _HEAD_END.search(received)
     size = end.end() if end else len(received)
     if size > MAX_HEAD_BYTES:  # h11 bounds only one that is not whole
+        if b"\n" not in received[:MAX_HEAD_BYTES]:
+            raise HttpError(414, f"a target of more than {MAX_HEAD_BYTES} bytes")
         raise HttpError(431, f"a head of more than {MAX_HEAD_BYTES} bytes")
     if received.count(b"\n", 0, size) > MAX_FIELDS + 2:
         raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")

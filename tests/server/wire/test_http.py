@@ -48,6 +48,16 @@ def test_requests_one_behind_the_other():
     assert reader.pending_bytes == 2
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 10**6])
+def test_empty_lines_between_requests_are_nothing(size: int):
+    stream, reader, found = b"\r\n" + GET + b"\n\r\n" + GET + b"\r\n\r\n", HttpReader(METHODS, 0), []
+    for start in range(0, len(stream), size):
+        found += told(read(stream[start : start + size], reader))
+    assert found == [("GET", "/stats", "a=1", "here:80", b"")] * 2
+    assert reader.pending_bytes == 0
+    assert reader.request is None
+
+
 BODY = bytes(range(256)) * 300
 POST = b"POST /infer HTTP/1.1\r\nHost: a\r\n"
 SIZED = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
@@ -162,17 +172,20 @@ def test_a_client_that_waits_is_asked_for_its_body():
 
 
 @pytest.mark.parametrize(
-    ("head", "path"),
+    ("target", "host", "path", "query"),
     [
-        (b"GET http://evil.example/live HTTP/1.1", "/live"),
-        (b"GET //live HTTP/1.1", "//live"),
-        (b"GET /a%00b HTTP/1.1", "/a%00b"),
-        (b"GET * HTTP/1.1", "*"),
+        (b"http://b.example:80/live", "b.example:80", "/live", ""),
+        (b"https://[::1]?a", "[::1]", "/", "a"),
+        (b"http://b", "b", "/", ""),
+        (b"//live", "a", "//live", ""),
+        (b"/http://b/", "a", "/http://b/", ""),
+        (b"/a%00b??", "a", "/a%00b", "?"),
     ],
 )
-def test_targets(head: bytes, path: str):
-    (request,) = read(head + HOST + b"\r\n")
-    assert request.path == path
+def test_targets(target: bytes, host: str, path: str, query: str):
+    """The host of the target stands for that of the field: RFC 9112, 3.2.2."""
+    (request,) = read(b"GET " + target + b" HTTP/1.1" + HOST + b"\r\n")
+    assert (request.host, request.path, request.query) == (host, path, query)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +229,15 @@ WRONG = {
     "both": (b"GET / HTTP/1.1" + HOST + b"content-length: 0\r\ntransfer-encoding: chunked\r\n\r\n", 400),
     "another method": (b"POST / HTTP/1.1" + HOST + b"\r\n", 501),
     "a tunnel": (b"CONNECT here:80 HTTP/1.1" + HOST + b"\r\n", 501),
-    "a long line": (b"GET /" + b"a" * MAX_HEAD_BYTES, 431),
+    "a long line": (b"GET /" + b"a" * MAX_HEAD_BYTES, 414),
     "large fields": (b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEAD_BYTES, 431),
     "many fields": (b"GET / HTTP/1.1" + HOST + b"a:\r\n" * MAX_FIELDS + b"\r\n", 431),
     "no host": (b"GET / HTTP/1.1\r\n\r\n", 400),
     "another coding": (b"GET / HTTP/1.1" + HOST + b"transfer-encoding: x\r\n\r\n", 501),
     "a long length": (b"GET / HTTP/1.1" + HOST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", 400),
     "a target that is none": (b"GET here HTTP/1.1" + HOST + b"\r\n", 400),
-    "an empty line": (b"\r\n" + GET, 400),
+    "an asterisk": (b"GET * HTTP/1.1" + HOST + b"\r\n", 400),
+    "a carriage return before the request": (b"\r" + GET, 400),
 }
 
 
