@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torchpipe_py.backends.base import Data, DeferredBackend, run_padded
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied, describe
@@ -31,6 +32,15 @@ _PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that
 
 Fail = Callable[[Request, BaseException], object]
 
+T = TypeVar("T")
+
+
+class Around(Protocol):
+    """Runs a backend on requests, as of the time it started, in a context of their own."""
+
+    def __call__(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T: ...
+
+
 logger = logging.getLogger("torchpipe_py")
 
 
@@ -41,7 +51,7 @@ class Lane:
     it; ``fail(request, error)`` completes what cannot go on. ``upstream`` holds the lanes from which a request can
     still reach this one, perhaps itself; it and ``deliver`` are set before the first request. ``waiting``, shared by
     the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
-    leaders for whom nothing is under way any more.
+    leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
     """
 
     idle: IdleStack[Instance] | Leadership
@@ -54,6 +64,7 @@ class Lane:
         self.instances = instances
         self.fail = fail
         self.is_closing = False
+        self.around: Around | None = None
         self._waiting = waiting
         self._queue: deque[Request] = deque()
         self._reached: set[Request] = set()  # requests that callers are about to run here
@@ -163,6 +174,8 @@ class Lane:
 
     def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
         instance.record.failed += 1
+        if request.links is not None and request.links.timeline is not None:
+            request.links.timeline.fail(request.node, error)
         with suppress(BaseException):  # what the dict's class does, or the backend did to it
             request.data.pop(TASK_RESULT_KEY, None)
         self.fail(request, error if self._is_no_defect(request, error) else self._backend_error(error))
@@ -320,7 +333,10 @@ class SingleLane(Lane):
         instance.deadline = request.deadline
         try:
             try:
-                instance.backend.forward([request.data])
+                if self.around is None:
+                    instance.backend.forward([request.data])
+                else:
+                    self.around((request,), start, partial(instance.backend.forward, [request.data]))
             finally:
                 instance.record.single(request, start, perf_counter())
         except BaseException as error:
@@ -350,7 +366,10 @@ class DeferredLane(SingleLane):
 
         assert isinstance(backend, DeferredBackend)
         try:
-            backend.start(request.data, finish, request)
+            if self.around is None:
+                backend.start(request.data, finish, request)
+            else:
+                self.around((request,), start, partial(backend.start, request.data, finish, request))
         except BaseException as error:
             self._fail_defect(instance, request, error)
         record.computed(perf_counter() - start)  # what it waits for, is other nodes' time
@@ -451,7 +470,10 @@ class BatchingLane(Lane):
         requests = [request for request in batch if self._starts(instance, request, start)]
         if not requests:
             return
-        errors = self._forward(instance, requests)
+        if self.around is None:
+            errors = self._forward(instance, requests)
+        else:
+            errors = self.around(requests, start, partial(self._forward, instance, requests))
         now = perf_counter()
         instance.last_compute = now - start
         instance.record.batch(requests, collected, start, now)

@@ -8,11 +8,13 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, DeferredBackend, Graphs, Shared
+from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.control.ranges import Composed
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes import BatchingLane, DeferredLane, Fail, Lane, SingleLane
+from torchpipe_py.runtime.lanes import Around, BatchingLane, DeferredLane, Fail, Lane, SingleLane
 from torchpipe_py.runtime.statistics import summed
+from torchpipe_py.runtime.tracing import Recorder
 
 
 class Node:
@@ -74,6 +76,17 @@ class Node:
         for instance in self.instances:
             instance.open(None)  # for those that were not let do so yet
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether one of its backends is none of this package's."""
+        return any(_is_own_code(instance.backend) for instance in self.instances)
+
+    def instrument(self, recorder: Recorder, around: Around | None) -> None:
+        """Tell ``recorder`` of each batch from now on, and run ``forward`` by ``around``."""
+        for instance in self.instances:
+            instance.record.traces = (*instance.record.traces, recorder)
+        self.lane.around = around
+
     def current_instance(self) -> Instance | None:
         """The instance whose thread, or whose stand-in, is calling."""
         return next((instance for instance in self.instances if instance.is_current), None)
@@ -95,6 +108,11 @@ class Node:
             "oldest_batch_s": max(instance.running_s(now) for instance in self.instances),
             **summed([instance.record for instance in self.instances]),
         }
+
+
+def _is_own_code(backend: Backend) -> bool:
+    is_builtin = type(backend).__module__.startswith("torchpipe_py.") and not isinstance(backend, PythonClass)
+    return not is_builtin or any(map(_is_own_code, backend.config.children))
 
 
 def creators(plan: NodePlan, graphs: Graphs) -> list[Callable[[int], Backend]]:

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
@@ -23,7 +23,13 @@ from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.request import CallerThread, Countdown, OnDone, Request, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.signals import is_main_thread
-from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
+from torchpipe_py.runtime.statistics import Record
+from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Recorder, Trace
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from torchpipe_py.runtime.spans import Spans
 
 Data = dict[str, Any]
 
@@ -59,6 +65,8 @@ class pipe:
         self._roots = self._runtime.graph.roots
         entered = [name for name in self._roots if name not in self._runtime.graph.jumped_to]
         self._only_root = entered[0] if len(entered) == 1 else None
+        self._make_request: Callable[[Data, OnDone, str, float | None], Request] = Request
+        self._spans: Spans | None = None
 
     def __call__(self, data: Given, timeout: float | None = None) -> Given:
         """Run one request, or several, and wait until all are finished; returns ``data``."""
@@ -174,17 +182,39 @@ class pipe:
         ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
         """
         records = [instance.record for node in self._runtime.nodes.values() for instance in node.instances]
-        if any(record.trace is not None and not record.trace.is_over for record in records):
+        if any(isinstance(trace, Trace) and not trace.is_over for record in records for trace in record.traces):
             raise RuntimeError("the pipe is being traced already")
         trace = Trace(limit)
         try:
             for record in records:
-                record.trace = trace
+                record.traces = (trace, *_beside_traces(record))
             yield trace
         finally:
             trace.is_over = True
             for record in records:
-                record.trace = None
+                record.traces = _beside_traces(record)
+
+    def instrument(self, tracer_provider: TracerProvider | None = None) -> None:
+        """Make OpenTelemetry spans of the requests from now on, as children of the span that is current at each call.
+
+        A parent's sampled flag is honoured; without a parent the sampler of ``tracer_provider`` decides, in place of
+        which the global one is taken. ``close`` makes the spans that are left. ``ImportError`` without OpenTelemetry,
+        ``RuntimeError`` where the pipe makes spans already.
+        """
+        if self._spans is not None:
+            raise RuntimeError("the pipe makes spans already")
+        try:
+            from opentelemetry.trace import get_tracer_provider
+
+            from torchpipe_py.runtime.spans import Spans
+        except ImportError as error:
+            raise ImportError(f"spans need OpenTelemetry (pip install 'torchpipe_py[otel]'): {error}") from error
+        runtime = self._runtime
+        labels = {name: plan.label for name, plan in runtime.plans.items()}
+        spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels)
+        weakref.finalize(self, spans.stop).atexit = False
+        runtime.instrument(spans, spans.around)
+        self._make_request = spans.request
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
@@ -195,6 +225,8 @@ class pipe:
         ended = self._runtime.close(timeout)
         if ended or self._runtime.is_left:
             self._finalizer.detach()
+        if self._spans is not None:
+            self._spans.close()
         return ended
 
     def __enter__(self) -> pipe:
@@ -228,7 +260,7 @@ class pipe:
             raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}")
         data.pop(TASK_RESULT_KEY, None)
         data.pop(TASK_ERROR_KEY, None)
-        return Request(data, on_done, root, deadline)
+        return self._make_request(data, on_done, root, deadline)
 
     def _root(self, name: object) -> str:
         if name is None:
@@ -255,6 +287,11 @@ class Ticket:
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
         return self._runtime.complete(self._request, error or CancelledError())
+
+
+def _beside_traces(record: Record) -> tuple[Recorder, ...]:
+    """What else is told of batches. NOTE: a trace whose end was interrupted is still among them."""
+    return tuple([recorder for recorder in record.traces if not isinstance(recorder, Trace)])
 
 
 def _checked_list(data: Any) -> list[Data]:

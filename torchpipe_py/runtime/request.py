@@ -13,6 +13,7 @@ from typing import Protocol
 from torchpipe_py.backends.base import Data
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.graph import Hidden
+from torchpipe_py.runtime.timeline import Timeline
 
 OnDone = Callable[[Data, BaseException | None], object]
 """Called once, when a request is completed: with the dict it came with, and its error."""
@@ -25,7 +26,8 @@ class Request:
     given up at its deadline cannot change the caller's dict later.
     ``node`` is the root it enters, then the logical node it is at. ``deadline`` and ``arrived`` (the entry into the
     current node's queue) are ``time.perf_counter`` seconds. ``caller`` is set while it is on the thread of its
-    blocked caller. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps.
+    blocked caller. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps
+    and makes no spans.
     """
 
     __slots__ = (
@@ -69,14 +71,16 @@ class Links:
 
     ``branches`` is what they have in common, once the request has forked. ``is_inner`` marks a request that a node of
     another graph started: ``parent`` is the request that waits for it, if any, and has it among its ``children``.
+    ``timeline`` is there where spans are made of it.
     """
 
-    __slots__ = ("branches", "children", "is_inner", "parent")
+    __slots__ = ("branches", "children", "is_inner", "parent", "timeline")
 
     def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
         self.parent, self.is_inner = parent, is_inner
         self.branches: Branches | None = None
         self.children: list[Request] = []
+        self.timeline: Timeline | None = None
 
 
 def callers_request(request: Request) -> Request:

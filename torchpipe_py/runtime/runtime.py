@@ -32,7 +32,7 @@ from torchpipe_py.filters import Filter
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes import BatchingLane
+from torchpipe_py.runtime.lanes import Around, BatchingLane, DeferredLane
 from torchpipe_py.runtime.node import Node, creators
 from torchpipe_py.runtime.request import (
     Branches,
@@ -45,6 +45,7 @@ from torchpipe_py.runtime.request import (
 )
 from torchpipe_py.runtime.routes import Enter, Routes
 from torchpipe_py.runtime.signals import is_interrupt, is_main_thread
+from torchpipe_py.runtime.tracing import Recorder
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -127,6 +128,17 @@ class Runtime:
         for owner, lane in lanes.items():
             above = {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
             lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
+
+    def instrument(self, recorder: Recorder, around: Around) -> None:
+        """Tell ``recorder`` of each batch from now on.
+
+        Backends that are not this package's are run by ``around``, and with them the jumps that lead to them: the rest
+        makes no spans inside ``forward``.
+        """
+        own = {name for name, node in self.nodes.items() if node.has_own_code}
+        for name, node in self.nodes.items():
+            jumps = bool(own) and isinstance(node.lane, DeferredLane)
+            node.instrument(recorder, around if jumps or name in own else None)
 
     def _setup_error(self, name: str) -> BaseException | None:
         error = self.nodes[name].wait_setup()
@@ -245,7 +257,9 @@ class Runtime:
         except BaseException as error:  # the handler of a signal may raise anywhere
             for request in requests:
                 request.on_done = nobody_waits
-                self.complete(request, error)
+                if not self.complete(request, error):
+                    request.error = error
+                    self._let_go(request, None)
             raise
 
     def _admit(self, requests: Sequence[Request]) -> None:
@@ -316,6 +330,8 @@ class Runtime:
             for child in links.children:
                 self.complete(child, CancelledError())
             links.children.clear()
+            if links.timeline is not None:
+                links.timeline.end(request.error, request.data)
         if branches is not None:
             # Branches that are still under way know the request; without this it would be a cycle that holds all dicts.
             request.links = None
@@ -337,10 +353,13 @@ class Runtime:
         """
         requests: list[Request] = []
         countdown = Countdown(len(items), lambda data, error: on_done([request.error for request in requests]))
-        for item in items:
+        timeline = None if parent is None else parent.linked().timeline
+        for index, item in enumerate(items):
             request = Request(item, countdown, root)
             request.links = Links(parent, is_inner=True)
             if parent is not None:
+                if timeline is not None:
+                    request.links.timeline = timeline.element(root, parent.node, index)
                 request.deadline = parent.deadline
                 parent.linked().children.append(request)
             requests.append(request)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torchpipe_py.runtime.request import Request
-from torchpipe_py.runtime.tracing import Trace
+from torchpipe_py.runtime.tracing import Recorder
 
 COUNTS = 28
 """Counters of a histogram of times: up to 2**27 µs, two minutes; the last one counts everything beyond."""
@@ -29,7 +29,7 @@ class Record:
     """
 
     def __init__(self, node: str, instance: int) -> None:
-        self.trace: Trace | None = None
+        self.traces: tuple[Recorder, ...] = ()
         self._node, self._instance = node, instance
         self.singles = 0  # requests that ran alone where no batch can form; what follows counts batches and theirs
         self.requests = self.batches = self.failed = self.expired = 0
@@ -45,8 +45,8 @@ class Record:
         self.compute_time += computed
         self.queue_counts[bucket(queued)] += 1
         self.compute_counts[bucket(computed)] += 1
-        if self.trace is not None:
-            self.trace.record(self._node, self._instance, (request,), start, start, end)
+        for trace in self.traces:
+            trace.record(self._node, self._instance, (request,), start, start, end)
 
     def batch(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
         """A batch ran, of which a leader took the first request at ``collected``."""
@@ -75,9 +75,9 @@ class Record:
         self.compute_counts[bucket(seconds)] += 1
 
     def traced(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
-        """Enter the batch into the trace, if there is one."""
-        if self.trace is not None:
-            self.trace.record(self._node, self._instance, requests, collected, start, end)
+        """Enter the batch into the traces, if there are any."""
+        for trace in self.traces:
+            trace.record(self._node, self._instance, requests, collected, start, end)
 
 
 def summed(records: Sequence[Record]) -> dict[str, Any]:

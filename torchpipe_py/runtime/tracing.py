@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torchpipe_py.runtime.request import Request, callers_request
 
@@ -37,6 +37,20 @@ class Span:
     collected: float
     started: float
     ended: float
+
+
+class Recorder(Protocol):
+    """What is told of each batch."""
+
+    def record(
+        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
+    ) -> None:
+        """A batch has run; times of ``time.perf_counter``. From any thread."""
+
+
+def taken_at(arrived: float, collected: float, started: float) -> float:
+    """When a request left the queue: what comes while its batch waits for company has not queued."""
+    return min(started, max(arrived, collected))
 
 
 class Trace:
@@ -77,7 +91,7 @@ class Trace:
                     batch,
                     len(requests),
                     arrived - begin,
-                    min(started, max(arrived, collected)) - begin,
+                    taken_at(arrived, collected, started) - begin,
                     started - begin,
                     ended - begin,
                 )

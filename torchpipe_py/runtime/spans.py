@@ -1,0 +1,196 @@
+"""OpenTelemetry's spans of the requests of a pipe, made from the times that its instances record anyway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from time import perf_counter_ns, time_ns
+from typing import Any, TypeVar
+
+from opentelemetry import context as contexts
+from opentelemetry import trace
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.errors import log_failure, logger
+from torchpipe_py.runtime.request import Links, OnDone, Request
+from torchpipe_py.runtime.timeline import Outcome, Timeline, Visit, error_in
+from torchpipe_py.runtime.tracing import taken_at
+
+MOST_WAITING = 1024
+"""Finished requests whose spans are still to be made; of more than that no spans are made."""
+
+T = TypeVar("T")
+
+
+class Spans:
+    """Records the requests that are sampled; a thread of its own makes spans of each when it is finished.
+
+    ``labels`` has the backends of the nodes, for the spans' attributes.
+    """
+
+    def __init__(self, provider: trace.TracerProvider, labels: Mapping[str, str]) -> None:
+        self._tracer, self._labels = provider.get_tracer("torchpipe_py"), labels
+        self._finished: SimpleQueue[Timeline | None] = SimpleQueue()
+        self._dropped = 0
+        self._lock = threading.Lock()
+        self._since_1970 = 0  # nanoseconds, where perf_counter is 0
+        self._thread = threading.Thread(target=self._main, name="torchpipe-spans", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Make the spans of what is finished, for so long at most, and end the thread. May be called again."""
+        self.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def stop(self) -> None:
+        """``close`` without waiting for it."""
+        self._finished.put(None)
+
+    # -- while a request is under way -----------------------------------------------------------------------------
+
+    def request(self, data: Data, on_done: OnDone, root: str, deadline: float | None) -> Request:
+        """A request, traced if its parent is: the span that is current here. Without one the sampler decides."""
+        request = Request(data, on_done, root, deadline)
+        parent = trace.get_current_span().get_span_context()
+        if parent.is_valid and not parent.trace_flags.sampled:
+            return request
+        span = self._tracer.start_span(f"pipe {root}")
+        if span.is_recording():
+            self._since_1970 = time_ns() - perf_counter_ns()
+            links = request.links = Links()
+            links.timeline = Timeline(root, self._finish)
+            links.timeline.span = span
+        return request
+
+    def record(
+        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
+    ) -> None:
+        """A batch has run; times of ``time.perf_counter``. From any thread."""
+        for request in requests:
+            timeline = timeline_of(request)
+            if timeline is not None:
+                taken, error = taken_at(request.arrived, collected, started), error_in(request.data)
+                where = request.node, instance, len(requests)
+                timeline.visits.append(Visit(*where, request.arrived, taken, started, ended, error))
+
+    def around(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T:
+        """Run a backend with the span of its computation current, so that what it makes become children of that.
+
+        Of several requests in the batch that are traced it is the span of the first one; it has links to the others,
+        and the others' spans have links to it.
+        """
+        traced = [(request.node, timeline) for request in requests if (timeline := timeline_of(request)) is not None]
+        if not traced:
+            return run()
+        (node, first), *others = traced
+        links = [trace.Link(self._opened(other, started).get_span_context()) for _, other in others]
+        context = trace.set_span_in_context(self._opened(first, started))
+        span = first.begun[node] = self._compute(node, context, started, links)
+        for name, other in others:
+            other.links[name] = trace.Link(span.get_span_context())
+        token = contexts.attach(trace.set_span_in_context(span))
+        try:
+            return run()
+        finally:
+            contexts.detach(token)
+
+    def _opened(self, timeline: Timeline, started: float) -> trace.Span:
+        """The span of a request, or of an element, which begins when it is first asked for."""
+        with self._lock:
+            return self._open(timeline, started)
+
+    def _open(self, timeline: Timeline, started: float) -> trace.Span:
+        span, parent = timeline.span, timeline.parent
+        if span is None:
+            assert parent is not None
+            above = parent.begun.get(timeline.node) or self._open(parent, started)
+            timeline.span = span = self._tracer.start_span(
+                timeline.root,
+                trace.set_span_in_context(above, contexts.Context()),
+                start_time=self._ns(min([started, *[visit.arrived for visit in timeline.visits]])),
+                attributes={"torchpipe.element": timeline.index},
+            )
+        return span  # type: ignore[no-any-return]
+
+    def _compute(self, node: str, context: Any, started: float, links: Sequence[trace.Link]) -> trace.Span:
+        start = self._ns(started)
+        return self._tracer.start_span(f"{node}: compute", context, links=links, start_time=start)
+
+    def _finish(self, timeline: Timeline) -> None:
+        if self._finished.qsize() < MOST_WAITING:
+            self._finished.put(timeline)
+        else:
+            self._dropped += 1
+
+    # -- when it is finished, on the thread -------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        while (timeline := self._finished.get()) is not None:
+            try:
+                self._make(timeline)
+            except Exception as error:
+                log_failure("the spans of a request could not be made", error)
+            del timeline
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                logger.warning("of %d finished requests no spans were made: more than %d waited", dropped, MOST_WAITING)
+
+    def _make(self, timeline: Timeline) -> None:
+        """End the span of a request, or of an element, when it has its children."""
+        span = self._opened(timeline, timeline.ended)
+        context = trace.set_span_in_context(span, contexts.Context())
+        left = list(timeline.elements)
+        for visit in list(timeline.visits):
+            self._make_visit(timeline, visit, context, [element for element in left if element.node == visit.node])
+            left = [element for element in left if element.node != visit.node]
+        for element in left:  # of a node that was given up before it was through
+            self._make(element)
+        for begun in timeline.begun.values():
+            if begun.is_recording():
+                begun.end()
+        _set_outcome(span, timeline.error)
+        span.end(self._ns(timeline.ended or max([visit.ended for visit in timeline.visits], default=0.0)))
+
+    def _make_visit(self, timeline: Timeline, visit: Visit, context: Any, elements: Sequence[Timeline]) -> None:
+        node = visit.node
+        for phase, start, end in (
+            ("queue", visit.arrived, visit.collected),
+            ("batch wait", visit.collected, visit.started),
+        ):
+            if end > start:
+                waited = self._tracer.start_span(f"{node}: {phase}", context, start_time=self._ns(start))
+                waited.end(self._ns(end))
+        span = timeline.begun.get(node)
+        if span is None:
+            links = [timeline.links[node]] if node in timeline.links else []
+            span = timeline.begun[node] = self._compute(node, context, visit.started, links)
+        span.set_attributes(
+            {
+                "torchpipe.node": node,
+                "torchpipe.backend": self._labels[node],
+                "torchpipe.instance": visit.instance,
+                "torchpipe.batch_size": visit.size,
+            }
+        )
+        _set_outcome(span, visit.error)
+        for element in elements:
+            self._make(element)
+        span.end(self._ns(visit.ended))
+
+    def _ns(self, seconds: float) -> int:
+        """A time of ``perf_counter`` as nanoseconds since 1970."""
+        return self._since_1970 + round(seconds * 1e9)
+
+
+def timeline_of(request: Request) -> Timeline | None:
+    """What is recorded of a request, if it is traced."""
+    return None if request.links is None else request.links.timeline
+
+
+def _set_outcome(span: trace.Span, error: Outcome | None) -> None:
+    if error is not None:
+        code, message = error
+        span.set_attribute("error.type", code)
+        span.set_status(trace.StatusCode.ERROR, message)
