@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
@@ -15,7 +14,7 @@ from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound
 from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
-from torchpipe_server.worker.many import Call, Turns
+from torchpipe_server.worker.many import Turns
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -28,11 +27,11 @@ class InferenceHandler:
 
     def __init__(
         self, run: pipe, idl: Any, deadlines: Deadlines | None = None, max_batch: int = 256,
-        max_reply_bytes: int = 64 * 2**20,
+        max_reply_bytes: int = 64 * 2**20, turns: Turns | None = None,
     ) -> None:  # fmt: skip
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
-        self._turns = Turns(run)
+        self._turns = turns or Turns(run)
         service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(service.ping_args, self._ping, self._raise),
@@ -83,9 +82,12 @@ class InferenceHandler:
         params = _given(args.params, "params")
         if len(params) > self._max_batch:
             raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch} (--max-batch)")
-        many = _Many(self, [item.data for item in params], self._deadlines.seconds(args.deadline_ms), done)
-        many.start()
-        return many
+        result_type = self._idl.InferenceService.infer_many_result
+        items = [{"data": item.data} for item in params]
+        seconds = self._deadlines.seconds(args.deadline_ms)
+        return self._turns.gather(
+            items, seconds, self._outcome_in_list, lambda outcomes: done(result_type(success=outcomes))
+        )
 
     def _infer(self, args: Any, done: Done) -> Cancellable:
         request = _given(args.request, "request")
@@ -129,6 +131,10 @@ class InferenceHandler:
             return None, self._to_error(failure)
         return self._idl.InferenceResult(label=label, score=score), None
 
+    def _outcome_in_list(self, data: dict[str, Any], error: BaseException | None) -> Any:
+        result, failure = self._outcome(data, error)
+        return self._idl.InferenceOutcome(result=result, error=failure)
+
     def _to_error(self, error: BaseException) -> Any:
         code = error.code if isinstance(error, TorchpipeError) else "internal"
         if isinstance(error, CancelledError):
@@ -137,42 +143,6 @@ class InferenceHandler:
         if code == "internal" or (code == "backend_error" and text != message_of(error)):
             logger.error("a request failed", exc_info=error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
-
-
-class _Many:
-    """The requests of one ``infer_many``; the reply goes out when the last of them is finished."""
-
-    def __init__(self, handler: InferenceHandler, images: list[bytes], timeout: float | None, done: Done) -> None:
-        self._handler, self._done = handler, done
-        self._outcomes: list[Any] = [None] * len(images)
-        self._left = len(images)
-        self._lock = threading.Lock()
-        self._call = Call([{"data": image} for image in images], timeout, self._finish)
-
-    @property
-    def deadline(self) -> float | None:
-        return self._call.deadline
-
-    def start(self) -> None:
-        if self._left:
-            self._handler._turns.start(self._call)
-        else:
-            self._reply()
-
-    def cancel(self, error: BaseException | None = None) -> None:
-        self._handler._turns.cancel(self._call, error)
-
-    def _finish(self, index: int, data: dict[str, Any], error: BaseException | None) -> None:
-        result, failure = self._handler._outcome(data, error)
-        self._outcomes[index] = self._handler._idl.InferenceOutcome(result=result, error=failure)
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        self._reply()
-
-    def _reply(self) -> None:
-        self._done(self._handler._idl.InferenceService.infer_many_result(success=self._outcomes))
 
 
 def _outcome_of(result: Any) -> str:

@@ -18,6 +18,9 @@ ROUNDS = 24
 Finish = Callable[[int, dict[str, Any], BaseException | None], None]
 """Takes an image's number, its dict and its error; called once for each, from any thread."""
 
+Outcome = Callable[[dict[str, Any], BaseException | None], Any]
+"""Makes of an image's dict and its error what its caller keeps."""
+
 
 class Call:
     """The images of one call. ``deadline`` is in seconds of ``time.perf_counter``."""
@@ -59,6 +62,17 @@ class Turns:
         for index, data in enumerate(refused, last):
             call.finish(index, data, Overloaded(f"{waiting} images would wait, with room for {waiting - excess}", 1000))
         self._advance(0)
+
+    def gather(
+        self, items: Sequence[dict[str, Any]], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
+    ) -> Gathering:
+        """``start``; ``done`` is given the outcomes of all images, in their order, on the thread of the last."""
+        gathering = Gathering(self, items, timeout, outcome, done)
+        if items:
+            self.start(gathering.call)
+        else:
+            done([])
+        return gathering
 
     def cancel(self, call: Call, error: BaseException | None = None) -> None:
         """End it with ``error``: what is in the pipe, and what waits."""
@@ -119,3 +133,32 @@ class Turns:
         call.tickets.append(ticket)
         if call.ended is not None:  # meanwhile
             ticket.cancel(call.ended)
+
+
+class Gathering:
+    """The outcomes of one call on their way, for ``Server``."""
+
+    def __init__(
+        self, turns: Turns, items: Sequence[dict[str, Any]], timeout: float | None, outcome: Outcome,
+        done: Callable[[Any], object],
+    ) -> None:  # fmt: skip
+        self.call = Call(items, timeout, self._finish)
+        self._turns, self._outcome, self._done = turns, outcome, done
+        self._outcomes: list[Any] = [None] * len(items)
+        self._left = len(items)
+        self._lock = threading.Lock()
+
+    @property
+    def deadline(self) -> float | None:
+        return self.call.deadline
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        self._turns.cancel(self.call, error)
+
+    def _finish(self, index: int, data: dict[str, Any], error: BaseException | None) -> None:
+        self._outcomes[index] = self._outcome(data, error)
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._done(self._outcomes)
