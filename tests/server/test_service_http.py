@@ -243,7 +243,10 @@ WRONG_JSON = {
     "sizes": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}', "1 numbers do not fit shape [3]"),
     "ragged": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [[1], 2]}}}', "inhomogeneous"),
     "too large": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [256]}}}', "256"),
-    "words": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": ["a"]}}}', "'a'"),
+    "words": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": ["a"]}}}', "has texts"),
+    "fractions": (b'{"inputs": {"data": {"dtype": "int32", "shape": [1], "data": [1.5]}}}', "has fractions, not int32"),
+    "nothing for a number": (b'{"inputs": {"data": {"dtype": "float32", "shape": [1], "data": [null]}}}', "no numbers"),
+    "negative": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [-1]}}}', "-1..-1, uint8 has 0..255"),
     "a huge number": (b'{"inputs": {"data": ' + b"9" * 10_000 + b"}}", "JSON: "),
     "dimensions": (json.dumps({"inputs": {"data": {**ARRAY, "shape": [1] * 33}}}).encode(), "33 dimensions"),
     "outputs": (b'{"inputs": {"data": "text"}, "outputs": [3]}', "outputs are names"),
@@ -259,6 +262,12 @@ def test_json_that_is_wrong(values: LocalServer, name: str):
     status, answer = ask(values.port, body, Content_Type="application/json")
     assert (status, answer["code"]) == (400, "invalid_request")
     assert said in answer["error"]
+
+
+def test_a_compressed_body(values: LocalServer):
+    status, answer = ask(values.port, b"x", Content_Encoding="gzip")
+    assert (status, answer["code"]) == (415, "unsupported_encoding")
+    assert answer["error"] == "Content-Encoding 'gzip': send the body as it is; images do not shrink"
 
 
 def test_a_query_of_many_parameters(values: LocalServer):

@@ -18,6 +18,7 @@ STATUSES = {
     "method_not_allowed": 405,
     "too_slow": 408,
     "too_large": 413,
+    "unsupported_encoding": 415,
     "no_result": 422,
     "overloaded": 429,
     "cancelled": 503,

@@ -29,6 +29,12 @@ class RequestTooLargeError(InvalidRequest):
     code = "too_large"
 
 
+class UnsupportedEncodingError(InvalidRequest):
+    """A body that is compressed. What it becomes is not bounded by what is read of it."""
+
+    code = "unsupported_encoding"
+
+
 class ReplyTooLargeError(NoResult):
     """A result that is there, and too large to be sent."""
 

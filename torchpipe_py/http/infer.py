@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from torchpipe_py.errors import InvalidRequest
-from torchpipe_py.http.errors import Bound, ReplyTooLargeError
+from torchpipe_py.http.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
 from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, parse_json, to_json
 from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 
@@ -28,6 +28,7 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
 
     ``fields`` are the headers, their names in lower case.
     """
+    check_encoding(fields)
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     try:
@@ -44,6 +45,15 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
     else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
         data = {"data": body}
     return _asked(data, options, fields.get("x-deadline-ms"))
+
+
+def check_encoding(fields: Mapping[str, str]) -> None:
+    """Raises for a body that is compressed."""
+    coding = fields.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise UnsupportedEncodingError(
+            f"Content-Encoding {coding[:40]!r}: send the body as it is; images do not shrink"
+        )
 
 
 def outputs_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> dict[str, Any]:
@@ -85,16 +95,17 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | Non
             raise InvalidRequest("node_name is not a text")
         check_name("node_name", node_name)
         data["node_name"] = node_name
-    return Asked(data, list(dict.fromkeys(keys)), _milliseconds(options.get("deadline_ms", deadline)))
+    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)))
 
 
-def _milliseconds(given: Any) -> float | None:
+def milliseconds(given: Any) -> float | None:
+    """A deadline as a number; ``InvalidRequest`` for what is none."""
     if given is None:
         return None
     try:
-        milliseconds = float(given)
+        number = float(given)
     except (TypeError, ValueError, OverflowError):
-        milliseconds = math.nan
-    if not 0 < milliseconds < math.inf:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")
-    return milliseconds
+    return number

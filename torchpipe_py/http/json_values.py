@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NUMBER_BYTES = 4
 """An array's bytes become about so many times as many."""
+_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "fiu"}
+"""Of NumPy's types: what JSON may hold for each."""
 MOST_CONTAINERS = 2**16
 """Lists and objects of one body: what is made of them costs more than their bytes."""
 
@@ -68,15 +70,36 @@ def tensor_from(key: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
         raise InvalidRequest(f"{where}the shape is no list of sizes")
     if len(shape) > MOST_DIMENSIONS:
         raise InvalidRequest(f"{where}an array of {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
-    if not isinstance(data, list):
-        raise InvalidRequest(f"{where}the data is no list")
-    try:
-        array = np.array(data, dtype)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"{where}{str(error)[:200]}") from None
+    array = array_from(where, dtype, data)
     if array.size != math.prod(shape):
         raise InvalidRequest(f"{where}{array.size} numbers do not fit shape {shape}")
     return torch.from_numpy(array.reshape(shape))
+
+
+def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
+    """A list of numbers, flat or nested, as an array of this type; ``InvalidRequest`` for numbers that it has not."""
+    if not isinstance(data, list):
+        raise InvalidRequest(f"{where}the data is no list")
+    wanted = np.dtype(dtype)
+    try:
+        array = np.array(data)
+        if wanted == np.uint64 and array.dtype.kind == "f":  # perhaps of integers beyond those with a sign
+            exact = np.array(data, wanted)
+            array = exact if (exact == array).all() else array
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"{where}{str(error)[:200]}") from None
+    if not array.size:
+        return array.astype(wanted)
+    if array.dtype.kind not in _KINDS[wanted.kind]:
+        kind = {"O": "no numbers", "U": "texts", "f": "fractions", "b": "true or false"}.get(
+            array.dtype.kind, "numbers"
+        )
+        raise InvalidRequest(f"{where}the data has {kind}, not {dtype}")
+    if wanted.kind in "iu":
+        least, most, limits = int(array.min()), int(array.max()), np.iinfo(wanted)
+        if not limits.min <= least <= most <= limits.max:
+            raise InvalidRequest(f"{where}the data has {least}..{most}, {dtype} has {limits.min}..{limits.max}")
+    return array.astype(wanted)
 
 
 def to_json(key: str, value: Any) -> dict[str, Any]:
@@ -103,8 +126,13 @@ def _to_json(key: str, value: Any) -> Any:
         return _base64(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, (torch.Tensor, np.ndarray)) for item in value):
         return [_to_json(key, item) for item in value]
+    return json.loads(to_text(key, value))
+
+
+def to_text(key: str, value: Any) -> str:
+    """What a pipeline wrote under ``key`` as JSON; ``NoResult`` for what has no form in it."""
     try:
-        return json.loads(json.dumps(value, default=_plain, allow_nan=False))
+        return json.dumps(value, default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 

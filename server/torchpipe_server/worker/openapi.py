@@ -31,6 +31,7 @@ _ERRORS = {
     "404": "unknown path or node_name",
     "408": "the request took too long to arrive",
     "413": "larger than --max-message-bytes, or JSON than --max-text-bytes",
+    "415": "a compressed body",
     "422": "the pipeline made no result",
     "429": "overloaded; Retry-After says when to come back",
     "500": "a backend failed",
