@@ -1,0 +1,274 @@
+"""``PipeMapper`` without Ray: columns, policies, types, and that a dataset is what the training's loader gives."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Register, encode, picture
+from fakes import Gate, in_threads
+from torch.utils.data import DataLoader
+from training_data import write_images, write_toml
+
+from torchpipe_py import InvalidRequest, ItemBackend, UnknownNode, parse_toml, pipe
+from torchpipe_py.ray import PipeMapper
+from torchpipe_py.ray.columns import columns_of
+from torchpipe_py.training import BadSample, TrainingError, wrap_dataloader_torchpipe
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD = (b"no image", b"", None, encode(picture(40, 40))[:200])
+REASONS = [
+    "corrupt: 8 bytes are no image of formats jpeg, png, webp, bmp",
+    "empty: the dataset gave no bytes",
+    "empty: the dataset gave no bytes",
+    "corrupt: 200 bytes: JPEG: cut off in its header, after 200 bytes",
+]
+
+Make = Callable[..., PipeMapper]
+
+
+@pytest.fixture
+def mapper() -> Iterator[Make]:
+    """Makes mappers, which are closed afterwards."""
+    made: list[PipeMapper] = []
+
+    def make(*args: Any, **options: Any) -> PipeMapper:
+        made.append(PipeMapper(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def objects(values: Sequence[Any]) -> np.ndarray:
+    """As Ray Data gives bytes."""
+    column = np.empty(len(values), object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+def rows(values: Sequence[Any]) -> dict[str, np.ndarray]:
+    """As ``read_binary_files`` gives them, and a number."""
+    paths = np.array([f"{row}.jpg" for row in range(len(values))], np.str_)
+    return {"bytes": objects(values), "path": paths, "number": np.arange(len(values))}
+
+
+def types(batch: dict[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of each column, without how long its texts and itself are. Without rows, bytes have a type of NumPy's own."""
+    kinds = {np.bytes_: "bytes", np.str_: "texts"}
+    return {
+        name: (
+            "bytes" if name == "raw" else kinds.get(column.dtype.type, column.dtype.name),
+            column.shape[1:],
+        )
+        for name, column in batch.items()
+    }
+
+
+def jpegs(count: int) -> list[bytes]:
+    return [encode(picture(30 + number, 40, seed=number)) for number in range(count)]
+
+
+def test_labels_are_those_of_the_pipe_and_other_columns_stay(mapper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    images = [path.read_bytes() for path in sorted(Path("configs/demo/images").glob("*.jpg"))[::8]]
+    given = rows(images)
+    got = mapper("configs/demo.toml")(given)
+    with pipe("configs/demo.toml") as run:
+        results = [request["result"] for request in run([{"data": image} for image in images])]
+    assert list(got) == ["path", "number", "label", "score", "error"]
+    assert got["label"].tolist() == [label for label, _ in results]
+    assert got["score"].dtype == np.float32
+    assert got["score"] == pytest.approx([score for _, score in results], abs=1e-5)
+    assert got["error"].tolist() == [""] * len(images)
+    assert got["path"] is given["path"]
+    assert got["number"] is given["number"]
+
+
+def test_a_dataset_is_what_the_loader_of_the_same_toml_yields(mapper: Make, tmp_path: Path) -> None:
+    dataset, toml = write_images(tmp_path / "images", 7, corrupt=(2,)), write_toml(tmp_path)
+    plain = DataLoader(dataset, batch_size=7)
+    with wrap_dataloader_torchpipe("single", plain, toml, bad_samples="mask") as loader:
+        (batch,) = loader
+    got = mapper(toml)(rows([Path(path).read_bytes() for path, _ in dataset.samples]))
+    assert got["result"].dtype == np.uint8
+    assert torch.equal(torch.from_numpy(got["result"]), batch.images)
+    assert (got["error"] == "").tolist() == batch.mask.tolist()
+
+
+def test_the_loader_and_the_mapper_tell_a_bad_image_in_the_same_words(mapper: Make, tmp_path: Path) -> None:
+    dataset, toml = write_images(tmp_path / "images", 3, corrupt=(1,)), write_toml(tmp_path)
+    given = rows([Path(path).read_bytes() for path, _ in dataset.samples])
+    given["path"] = np.array([path for path, _ in dataset.samples])
+    plain = DataLoader(dataset, batch_size=3)
+    with wrap_dataloader_torchpipe("single", plain, toml) as loader, pytest.raises(BadSample) as told:
+        next(iter(loader))
+    with pytest.raises(BadSample) as caught:
+        mapper(toml, bad_samples="raise")(given)
+    assert str(told.value).replace("sample 1", "row 1 of a batch") == str(caught.value)
+    assert (caught.value.index, caught.value.kind) == (1, told.value.kind)
+
+
+def test_a_bad_row_of_each_policy(mapper: Make, toml: str) -> None:
+    images = jpegs(2)
+    given = rows([images[0], *BAD, images[1]])
+    masked = mapper(toml, bad_samples="mask")(given)
+    assert masked["error"].tolist() == ["", *REASONS, ""]
+    assert masked["result"].shape == (6, 3, 24, 20)
+    assert [bool(image.any()) for image in masked["result"]] == [True, False, False, False, False, True]
+    skipped = mapper(toml, bad_samples="skip")(given)
+    assert list(skipped) == ["path", "number", "result"]
+    assert skipped["number"].tolist() == [0, 5]
+    assert skipped["path"].tolist() == ["0.jpg", "5.jpg"]
+    assert np.array_equal(skipped["result"], masked["result"][[0, 5]])
+    message = r'row 1 of a batch \(1\.jpg\): corrupt: 8 bytes .* \(bad_samples="skip" or "mask" goes on without it\)'
+    with pytest.raises(BadSample, match=message):
+        mapper(toml, bad_samples="raise")(given)
+
+
+class Describe(ItemBackend):
+    """Something of each type."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        height = item["data"].shape[0]
+        item["result"] = ("tall" if height > 35 else "wide", height)
+        item.update(size=height, ratio=0.5, note="x", raw=b"\0", boxes=[[1, 2.5]], tall=height > 35)
+
+
+@pytest.mark.parametrize("policy", ["mask", "skip"])
+@pytest.mark.parametrize("kind", ["fixed", "ragged", "described"])
+def test_every_batch_has_the_same_types(mapper: Make, register: Register, toml: str, policy: str, kind: str) -> None:
+    described = {"backend": f"S[DecodeMat,{register(Describe)}]"}
+    config: Any = {"fixed": toml, "ragged": {"backend": "DecodeMat"}, "described": described}[kind]
+    outputs = ["result", "size", "ratio", "note", "raw", "boxes", "tall"] if kind == "described" else ["result"]
+    run = mapper(config, outputs=outputs, bad_samples=policy)
+    whole = types(run(rows([*jpegs(3), b"bad"])))
+    assert types(run(rows(jpegs(1)))) == types(run(rows([b"bad", b"worse"]))) == types(run(rows([]))) == whole
+    image = ("uint8", (3, 24, 20)) if kind == "fixed" else ("object", ())
+    assert whole["label" if kind == "described" else "result"] == (("texts", ()) if kind == "described" else image)
+
+
+def test_what_a_pipe_may_write() -> None:
+    def column(*written: Any) -> dict[str, np.ndarray]:
+        made = columns_of("result", written)
+        return {each.name: each.form.array([*map(each.value, written), None]) for each in made}
+
+    pair = column(("ring", 0.75), (7, 1))
+    assert (pair["label"].tolist(), pair["score"].tolist()) == (["ring", "7", ""], [0.75, 1.0, 0.0])
+    tensors = column(torch.ones(1, 2), torch.zeros(1, 2))
+    assert tensors["result"].tolist() == [[1, 1], [0, 0], [0, 0]]
+    half = column(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert (half["result"].dtype, half["result"].shape) == (np.dtype(np.float32), (2, 2))
+    ragged = column(np.ones((2, 1)), np.ones((1, 1)))
+    assert [array.shape for array in ragged["result"]] == [(2, 1), (1, 1), (0, 0)]
+    several = column([torch.ones(1, 2), torch.ones(1, 3)])
+    assert {name: array.shape for name, array in several.items()} == {"result_0": (2, 2), "result_1": (2, 3)}
+    assert column([("ring", 0.5)], [])["result"].tolist() == ['[["ring", 0.5]]', "[]", ""]
+    assert column({"box": np.arange(2)})["result"].tolist() == ['{"box": [0, 1]}', ""]
+    numbers = column(np.float32(0.5)), column(3), column(True)
+    assert [array["result"].dtype.name for array in numbers] == ["float32", "int64", "bool"]
+    assert column("a", "bc")["result"].tolist() == ["a", "bc", ""]
+    assert column(b"a\0")["result"].tolist() == [b"a\0", b""]
+
+
+def test_a_result_of_another_type_names_the_row(mapper: Make) -> None:
+    run = mapper({"backend": "S[DecodeMat,Mat2Tensor]", "device": "cpu"}, examples=jpegs(1))
+    assert run(rows(jpegs(1)))["result"].shape == (1, 3, 30, 40)
+    message = r"row 1 of a batch \(1\.jpg\): 'result': expected uint8 3x30x40, got uint8 3x31x40; examples="
+    with pytest.raises(TrainingError, match=message):
+        run(rows(jpegs(2)))
+
+
+def test_the_whole_batch_is_in_the_pipe_at_once(mapper: Make, register: Register) -> None:
+    gate = Gate(most=8)
+    gate.open()
+    run = mapper({"backend": register(gate.backend), "batching_timeout": 60_000}, examples=jpegs(1))
+    run(rows(jpegs(16)))
+    assert list(map(len, gate.batches)) == [1, 8, 8]
+
+
+def test_more_rows_than_the_pipe_accepts_from_two_threads(mapper: Make, toml: str) -> None:
+    config = parse_toml(toml)
+    config["global"]["max_inflight"] = 3
+    run, given = mapper(config), rows(jpegs(8))
+    expected = run(given)["result"]
+
+    def again(index: int) -> None:
+        assert np.array_equal(run(given)["result"], expected)
+
+    in_threads(2, again)
+
+
+def test_decoded_images(mapper: Make) -> None:
+    config = {"backend": "S[ResizeMat,cvtColorMat]", "resize_h": 8, "resize_w": 9, "color": "bgr"}
+    images = np.stack([picture(20, 30, seed) for seed in range(3)])
+    images.flags.writeable = False
+    rgb = mapper(config, column="image", color="rgb")({"image": images})["result"]
+    bgr = mapper(config, column="image", color="bgr")({"image": objects(list(images))})["result"]
+    assert rgb.shape == (3, 8, 9, 3)
+    assert np.array_equal(rgb[..., ::-1], bgr)
+    with pytest.raises(TrainingError, match=r'expected a Mat .*, got bytes; color="rgb" is for decoded images'):
+        mapper(config, column="image")
+
+
+def test_decoded_images_for_a_pipe_of_encoded_ones(mapper: Make, toml: str) -> None:
+    with pytest.raises(TrainingError, match=r"expected encoded bytes, .*; leave color out for encoded images"):
+        mapper(toml, column="image", color="rgb")
+
+
+def test_a_batch_that_cannot_be_taken(mapper: Make, toml: str) -> None:
+    run, given = mapper(toml), rows(jpegs(1))
+    with pytest.raises(InvalidRequest, match=r"the dataset has no column 'bytes'; did you mean 'byte'\?"):
+        run({"byte": given["bytes"]})
+    with pytest.raises(InvalidRequest, match=r'expected a dict of arrays, got list: use batch_format="numpy"'):
+        run([given])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"has a column 'result', 'error' already; prefix="):
+        run({**given, "result": given["number"], "error": given["number"]})
+    assert list(mapper(toml, prefix="pipe_")({**given, "result": given["number"]}))[-2:] == [
+        "pipe_result",
+        "pipe_error",
+    ]
+
+
+def test_what_is_asked_for_is_checked_when_the_actor_starts(toml: str) -> None:
+    for options, message in (
+        ({"bad_samples": "drop"}, "bad_samples 'drop' is not known; valid: mask, raise, skip"),
+        ({"color": "rbg"}, r"color 'rbg' is not known; did you mean 'rgb'\?"),
+        ({"outputs": ["results"]}, r"the pipe wrote no 'results'; did you mean 'result'\?"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PipeMapper(toml, **options)  # type: ignore[arg-type]
+    with pytest.raises(UnknownNode, match="no root 'decoder'; did you mean 'decode'"):
+        PipeMapper(toml, node_name="decoder")
+
+
+def test_a_defect_is_no_bad_image(mapper: Make, register: Register) -> None:
+    class Fails(ItemBackend):
+        def forward_item(self, item: dict[str, Any]) -> None:
+            if item["data"] == b"poison":
+                raise RuntimeError("broken")
+            item["result"] = 1
+
+    run = mapper({"backend": register(Fails)}, bad_samples="skip", examples=[b"fine"])
+    with pytest.raises(TrainingError, match=r"row 1 of a batch \(1\.jpg\): the pipe raised \(backend_error\) .*broken"):
+        run(rows([b"fine", b"poison"]))
+    assert run(rows([b"fine"]))["result"].tolist() == [1]
+
+
+def test_the_class_and_its_arguments_travel_but_no_instance(mapper: Make, toml: str) -> None:
+    config = parse_toml(toml)
+    cls, (again,) = pickle.loads(pickle.dumps((PipeMapper, (config,))))
+    assert (cls, again, again.source) == (PipeMapper, config, toml)
+    with pytest.raises(TypeError, match=r"give map_batches the class, and fn_constructor_args=\(config,\)"):
+        pickle.dumps(mapper(toml))
+
+
+def test_who_lets_go_of_it_closes_its_pipe(toml: str) -> None:
+    PipeMapper(toml)  # the threads that stay are an error of every test

@@ -1,0 +1,230 @@
+"""Ray Data: a pipe in each actor, which takes whole batches of rows. Ray itself is not needed to call it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from torchpipe_py.backends.images.opencv import MAT_COLORS
+from torchpipe_py.errors import InvalidRequest, nearest
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
+from torchpipe_py.ray.columns import Column, columns_of
+from torchpipe_py.registry import import_code
+from torchpipe_py.runtime.pipe import Data, pipe
+from torchpipe_py.training.batches.decoder import outcome, small_jpeg, small_mat
+from torchpipe_py.training.batches.sample import EMPTY, NO_BYTES, WRONG, Sample
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.options import check_bad_samples
+
+ERROR = "error"
+PATH = "path"  # of read_binary_files and read_images with include_paths
+SIZES = ((64, 64), (48, 80))
+
+Batch = dict[str, np.ndarray]
+
+
+class PipeMapper:
+    """For ``Dataset.map_batches``: the rows of a batch go through a pipe together, and what it writes becomes columns.
+
+    ``dataset.map_batches(PipeMapper, fn_constructor_args=("preprocess.toml",), compute=ActorPoolStrategy(size=2))``:
+    each actor builds the pipe once. ``config`` is what ``pipe`` takes, and raises what that raises.
+
+    ``column`` holds encoded images, as ``ray.data.read_binary_files`` gives them, or decoded ones, H×W×C, as
+    ``read_images`` does: then ``color`` ("rgb") says so. It is left out of what comes back; the other columns stay, and
+    so does the order. ``node_name`` is the root where the pipe has several.
+
+    ``outputs`` are keys of a request's dict; their columns are ``columns_of``, with ``prefix`` before their names. The
+    types are those that the pipe gives for two small images, or for ``examples``, values as in ``column``; so they are
+    the same for every batch. ``imports`` are modules or files that register backends, as for ``torchpipe --import``.
+
+    ``bad_samples`` says what becomes of an image that cannot be decoded, as it does for ``wrap_dataloader_torchpipe``:
+    "mask" keeps the row, with zeros or empty texts, and with the reason in a text column ``error``, which is empty for
+    the others; "skip" drops the row; "raise" raises ``BadSample``. Whatever else the pipe raises, or what is of another
+    type than its column, is a ``TrainingError`` that names the row. Several threads may call.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        column: str = "bytes",
+        outputs: Sequence[str] = (TASK_RESULT_KEY,),
+        bad_samples: str = "mask",
+        prefix: str = "",
+        color: str | None = None,
+        node_name: str | None = None,
+        examples: Sequence[Any] = (),
+        imports: Sequence[str] = (),
+    ) -> None:
+        check_bad_samples(bad_samples)
+        if color is not None and color not in MAT_COLORS:
+            raise ValueError(f"color {color!r} is not known; {nearest(str(color), MAT_COLORS)}")
+        for name in imports:
+            import_code(name)
+        self._column, self._bad_samples, self._error = column, bad_samples, f"{prefix}{ERROR}"
+        given = {TASK_COLOR_KEY: color, TASK_NODE_NAME_KEY: node_name}
+        self._keys = {key: value for key, value in given.items() if value is not None}
+        self._pipe = pipe(config)
+        try:
+            self._limit: int = self._pipe.stats()["max_inflight"]
+            self._under_way, self._changed = 0, threading.Condition()
+            tried = self._tried(examples or _small_images(color is not None))
+            self._columns: list[Column] = []
+            for key in outputs:
+                self._columns += columns_of(key, [_written(request, key) for request in tried], prefix)
+            self._none = [None] * len(self._columns)
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with the pipe's columns; ``InvalidRequest`` for one that is no dict, or lacks the column."""
+        images, others = self._taken_apart(batch)
+        rows = self._rows([_sample(number, image) for number, image in enumerate(images)])
+        for row in rows:
+            kind = row.sample.kind
+            if kind and (kind == WRONG or self._bad_samples == "raise"):
+                raise row.sample.error(_name_of(row.sample.index, others))
+        if self._bad_samples == "skip" and any(row.sample.kind for row in rows):
+            rows = [row for row in rows if not row.sample.kind]
+            kept = [row.sample.index for row in rows]
+            others = {name: np.asarray(column)[kept] for name, column in others.items()}
+        made = {
+            column.name: column.form.array([row.values[place] for row in rows])
+            for place, column in enumerate(self._columns)
+        }
+        if self._bad_samples == "mask":
+            made[self._error] = np.array([row.reason for row in rows], np.str_)
+        return {**others, **made}
+
+    def close(self) -> None:
+        """Close the pipe. Idempotent; it also happens when Ray Data lets go of the actor."""
+        self._pipe.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PipeMapper holds a pipe: give map_batches the class, and fn_constructor_args=(config,)")
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _tried(self, examples: Sequence[Any]) -> list[Data]:
+        """Requests with what the pipe gives for the examples."""
+        requests = [self._request(example) for example in examples]
+        problem = self._run(requests)
+        for number, request in enumerate(requests):
+            sample = outcome(Sample(number), request, problem)
+            if not sample.kind:
+                continue
+            if problem is not None and not isinstance(problem, InvalidRequest):
+                raise problem
+            color = "leave color out for encoded" if TASK_COLOR_KEY in self._keys else 'color="rgb" is for decoded'
+            hint = f"{color} images, examples=(…, …) says what to try the pipe on"
+            raise TrainingError(f"the pipe gave no result for an example: {sample.reason}; {hint}") from problem
+        return requests
+
+    def _request(self, image: Any) -> Data:
+        return {TASK_DATA_KEY: image, **self._keys}
+
+    def _run(self, requests: Sequence[Data]) -> BaseException | None:
+        """All requests through the pipe, as many at once as it accepts; the first error that it raised."""
+        problem: BaseException | None = None
+        for start in range(0, len(requests), self._limit):
+            part = requests[start : start + self._limit]
+            with self._room(len(part)):
+                try:
+                    self._pipe(part)
+                except Exception as error:
+                    problem = problem or error
+        return problem
+
+    @contextmanager
+    def _room(self, count: int) -> Iterator[None]:
+        """Waits until the pipe accepts ``count`` more requests beside those of other threads."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._under_way + count <= self._limit)
+            self._under_way += count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= count
+                self._changed.notify_all()
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def _rows(self, samples: Sequence[Sample]) -> list[_Row]:
+        """What the pipe makes of the samples, in their order."""
+        requests = [None if sample.kind else self._request(sample.image) for sample in samples]
+        problem = self._run([request for request in requests if request is not None])
+        return [
+            _Row(sample, self._none) if request is None else self._row(outcome(sample, request, problem), request)
+            for sample, request in zip(samples, requests, strict=True)
+        ]
+
+    def _row(self, sample: Sample, request: Data) -> _Row:
+        """The sample with its value in each column."""
+        if sample.kind:
+            return _Row(sample, self._none)
+        values = []
+        for column in self._columns:
+            try:
+                values.append(column.value(_written(request, column.key)))
+            except ValueError as error:
+                problem = f"{column.key!r}: {error}; examples=(…, …) says what the pipe may give"
+                return _Row(sample.failed(WRONG, problem), self._none)
+        return _Row(sample, values)
+
+    def _taken_apart(self, batch: Any) -> tuple[np.ndarray, Batch]:
+        """The images of a batch, and its other columns."""
+        if not isinstance(batch, dict):
+            raise InvalidRequest(f'expected a dict of arrays, got {type(batch).__name__}: use batch_format="numpy"')
+        if self._column not in batch:
+            raise InvalidRequest(f"the dataset has no column {self._column!r}; {nearest(self._column, batch)}")
+        others = {name: column for name, column in batch.items() if name != self._column}
+        made = [column.name for column in self._columns]
+        if self._bad_samples == "mask":
+            made.append(self._error)
+        taken = [name for name in made if name in others]
+        if taken:
+            names = ", ".join(map(repr, taken))
+            raise InvalidRequest(f'the dataset has a column {names} already; prefix="pipe_" names the pipe\'s apart')
+        return batch[self._column], others
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample and its value in each column."""
+
+    sample: Sample
+    values: Sequence[Any]
+
+    @property
+    def reason(self) -> str:
+        """Why there is none; empty where there is."""
+        return f"{self.sample.kind}: {self.sample.reason}" if self.sample.kind else ""
+
+
+def _sample(row: int, image: Any) -> Sample:
+    is_empty = image is None or (isinstance(image, (bytes, bytearray, memoryview)) and not len(image))
+    return Sample(row).failed(EMPTY, NO_BYTES) if is_empty else Sample(row, image)
+
+
+def _small_images(are_decoded: bool) -> list[Any]:
+    return [small_mat(*size) if are_decoded else small_jpeg(*size) for size in SIZES]
+
+
+def _written(request: Data, key: str) -> Any:
+    """What the pipe wrote under ``key``; ``InvalidRequest`` where there is no such key."""
+    if key not in request:
+        raise InvalidRequest(f"the pipe wrote no {key!r}; {nearest(key, map(str, request))}")
+    return request[key]
+
+
+def _name_of(row: int, others: Batch) -> str:
+    """What an error message calls the row: the path too, where there is a column of them."""
+    return f"row {row} of a batch ({others[PATH][row]})" if PATH in others else f"row {row} of a batch"
