@@ -57,7 +57,7 @@ def test_its_commands_and_extras(wheel: zipfile.ZipFile) -> None:
     for name, condition in needed:
         by_extra.setdefault(condition.split("'")[1], set()).add(name.split(">")[0].strip())
     assert by_extra["client"] == {"thriftpy2", "numpy"}
-    assert by_extra["server"] >= {"thriftpy2", "prometheus-client", "h11", "psutil", "tqdm"}
+    assert by_extra["server"] >= {"thriftpy2", "prometheus-client", "httptools", "psutil", "tqdm"}
 
 
 def test_it_works_away_from_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

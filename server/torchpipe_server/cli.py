@@ -52,7 +52,7 @@ class CannotServeError(Exception):
 
 
 def _serve(options: Options) -> int:
-    for library in ("thriftpy2", "h11", "multipart"):
+    for library in ("thriftpy2", "httptools", "multipart"):
         if find_spec(library) is None:
             raise CannotServeError(f"{library} is not installed (pip install 'torchpipe_py[server]')")
     from torchpipe_py import parse_toml

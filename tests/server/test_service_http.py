@@ -21,6 +21,7 @@ from fakes import WAIT, Gate, in_threads
 from service import IDL, ROOT, Client, LocalServer, Process, connect, eventually, serving
 from torchpipe_server.serving.http import Routes
 from torchpipe_server.serving.protocols import Served
+from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.worker.custom import CustomHandler, Handler
 
 from torchpipe_py import Backend, NoResult, Overloaded, pipe
@@ -546,6 +547,7 @@ class Photos(Handler):
         "GET /photos/{name}": "show",
         "GET /raw": "raw",
         "GET /wrong": "wrong",
+        "GET /split": "split",
     }
 
     async def upload(self, request):
@@ -560,6 +562,9 @@ class Photos(Handler):
     def wrong(self, request):
         return {1, 2}
 
+    def split(self, request):
+        return HttpAnswer(200, "text/plain", b"", {"A": f"b{request.query}\r\nC: d"})
+
 
 def test_a_handler_of_ones_own():
     with pipe({"backend": "Identity"}) as run:
@@ -571,8 +576,9 @@ def test_a_handler_of_ones_own():
                 assert connection.getresponse().read() == b"mea=b"
                 connection.request("GET", "/raw")
                 assert connection.getresponse().read() == b"\x00"
-            status, answer = ask(server.port, b"", "/wrong", "GET")
-            assert (status, answer["code"]) == (500, "internal")
+            for path in ("/wrong", "/split"):
+                status, answer = ask(server.port, b"", path, "GET")
+                assert (status, answer["code"]) == (500, "internal")
 
 
 @pytest.mark.parametrize(

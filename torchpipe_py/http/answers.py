@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchpipe_py.http.errors import ReplyTooLargeError, describe_error
 
+_encode = json.JSONEncoder(allow_nan=False).encode
 logger = logging.getLogger("torchpipe_py")
 
 STATUSES = {
@@ -71,4 +72,4 @@ def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = N
 
 def to_line(value: Any) -> bytes:
     """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
-    return f"{json.dumps(value, allow_nan=False)}\n".encode()
+    return f"{_encode(value)}\n".encode()

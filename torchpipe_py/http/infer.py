@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
-from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, parse_json, to_json
+from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, json_line, parse_json, to_json
 from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 
 _OPTIONS = ("node_name", "deadline_ms", "outputs")
@@ -31,10 +31,7 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
     check_encoding(fields)
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
-    try:
-        options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
-    except ValueError:
-        raise InvalidRequest("the query has more than 16 parameters") from None
+    options = _parameters(query) if query else {}
     if kind == "application/json":
         data = _read_json(body, options, text)
     elif kind == "multipart/form-data":
@@ -47,6 +44,13 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
     return _asked(data, options, fields.get("x-deadline-ms"))
 
 
+def _parameters(query: str) -> dict[str, Any]:
+    try:
+        return dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
+    except ValueError:
+        raise InvalidRequest("the query has more than 16 parameters") from None
+
+
 def check_encoding(fields: Mapping[str, str]) -> None:
     """Raises for a body that is compressed."""
     coding = fields.get("content-encoding", "identity").strip().lower()
@@ -56,8 +60,8 @@ def check_encoding(fields: Mapping[str, str]) -> None:
         )
 
 
-def outputs_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> dict[str, Any]:
-    """The members of the answer; raises what is under ``error`` where a key is not there."""
+def answer_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> bytes:
+    """What is under the keys, as a line of JSON; raises what is under ``error`` where a key is not there."""
     values = {key: output_of(data, key) for key in keys}
     size = NUMBER_BYTES * sum(map(size_of, values.values()))
     if size > reply.bytes:
@@ -65,7 +69,7 @@ def outputs_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> dict[s
     outputs: dict[str, Any] = {}
     for key, value in values.items():
         outputs.update(to_json(key, value))
-    return outputs
+    return json_line(outputs)
 
 
 def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,9 +104,9 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
 
 
 def to_json(key: str, value: Any) -> dict[str, Any]:
-    """What a pipeline wrote under ``key``, as members of a JSON object; ``(label, score)`` becomes two.
+    """What a pipeline wrote under ``key``, as members of an object for ``json_line``; ``(label, score)`` becomes two.
 
-    Raises ``NoResult`` for what has no form in JSON.
+    Raises ``NoResult`` for an array that has no form in JSON.
     """
     if is_label_and_score(value):
         return {"label": str(value[0]), "score": float(value[1])}
@@ -122,24 +123,35 @@ def _to_json(key: str, value: Any) -> Any:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise NoResult(f"{key!r} holds numbers that JSON has not: infinite, or not a number")
         return {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.ravel().tolist()}
-    if isinstance(value, (bytes, bytearray)):
-        return _base64(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, (torch.Tensor, np.ndarray)) for item in value):
         return [_to_json(key, item) for item in value]
-    return json.loads(to_text(key, value))
+    return value
+
+
+def json_line(members: Mapping[str, Any]) -> bytes:
+    """The object as a line of JSON. Raises ``NoResult`` for a member that has no form there."""
+    try:
+        return f"{_encode(members)}\n".encode()
+    except (TypeError, ValueError):
+        for key, value in members.items():
+            to_text(key, value)
+        raise
 
 
 def to_text(key: str, value: Any) -> str:
     """What a pipeline wrote under ``key`` as JSON; ``NoResult`` for what has no form in it."""
     try:
-        return json.dumps(value, default=_plain, allow_nan=False)
+        return _encode(value)
     except (TypeError, ValueError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 
 
 def _plain(value: Any) -> Any:
-    """Inside of dicts and lists."""
+    """What JSON does not know itself."""
     return _base64(value) if isinstance(value, (bytes, bytearray)) else plain(value)
+
+
+_encode = json.JSONEncoder(default=_plain, allow_nan=False).encode
 
 
 def _base64(value: bytes | bytearray) -> dict[str, str]:

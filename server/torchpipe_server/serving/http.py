@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate
+from functools import lru_cache
+from time import time
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import TorchpipeError, nearest
@@ -90,10 +92,15 @@ class HttpService:
         return HttpReader(METHODS, self._body_bytes)
 
     def method(self, request: HttpRequest) -> Method:
-        """What the request calls. Raises what is wrong with it."""
+        """What the request calls, whose name it is counted under from now on. Raises what is wrong with it."""
+        try:
+            route = self._routes.find(request)
+            request.route = route.name
+        except RouteError as error:
+            raise request.error or error from None
         if request.error is not None:
             raise request.error
-        return self._routes.find(request).method
+        return route.method
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
         """What the request calls, and the request. Raises what is wrong with it."""
@@ -102,16 +109,20 @@ class HttpService:
 
     def reply(self, request: HttpRequest, result: Any) -> Reply:
         """The answer that carries an ``HttpAnswer``, or the exception there is in its place."""
+        headers = {"Date": _date(int(time()))}
         try:
-            name = self._routes.find(request).name
-        except RouteError:
-            name = "http"  # NOTE: what a client makes up must not become a name among the counters.
-        outcome = OK
-        if isinstance(result, HttpAnswer) and len(result.body) > self._reply.bytes:
-            result = ReplyTooLargeError(len(result.body), self._reply)
-        if isinstance(result, BaseException):
-            outcome, result = code_of(result), error_answer(result)
-        return request.answer(result, {"Date": formatdate(usegmt=True)}), name, outcome
+            if isinstance(result, BaseException):
+                raise result
+            if len(result.body) > self._reply.bytes:
+                raise ReplyTooLargeError(len(result.body), self._reply)
+            return request.answer(result, headers), request.route, OK
+        except BaseException as error:  # a header that cannot be sent, too
+            return request.answer(error_answer(error), headers), request.route, code_of(error)
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    return formatdate(second, usegmt=True)
 
 
 def code_of(error: BaseException) -> str:

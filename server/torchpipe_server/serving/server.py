@@ -378,7 +378,7 @@ class Server:
 
     def _start(self, connection: Connection, message: Request) -> None:
         serial, began, request_id = connection.begin(message), monotonic(), ""
-        head = message.without_body()  # what the answer needs; the image is not kept until then
+        head = message
         service = self._protocols.of(message)
         if message.is_last:
             connection.end_after_replies()
@@ -388,6 +388,7 @@ class Server:
                 service.method(message)  # what is wrong with the message itself comes first
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
             method, args = service.decode(message)
+            head = message.without_body()  # what the answer needs; the image is not kept until then
             connection.working_bytes += service.decoded_bytes
             self._held_bytes += service.decoded_bytes
             if self.counters.is_logging:

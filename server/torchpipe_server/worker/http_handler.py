@@ -8,9 +8,9 @@ from typing import Any
 
 from torchpipe_py import pipe
 from torchpipe_py.http.errors import Bound
-from torchpipe_py.http.infer import outputs_of, read_request
+from torchpipe_py.http.infer import answer_of, read_request
 from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_server.serving.http import Route, json_answer, route
+from torchpipe_server.serving.http import JSON, Route, json_answer, route
 from torchpipe_server.serving.service import Cancellable, Done, reply_bound
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 from torchpipe_server.worker.openapi import openapi
@@ -35,7 +35,7 @@ class HttpHandler:
             try:
                 if error is not None:
                     raise error
-                answer: Any = json_answer(outputs_of(data, asked.keys, self._reply))
+                answer: Any = HttpAnswer(200, JSON, answer_of(data, asked.keys, self._reply))
             except BaseException as failure:
                 answer = failure
             done(answer)

@@ -552,7 +552,7 @@ def test_a_port_in_use_is_told():
     assert done.stderr == f"torchpipe-serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
-@pytest.mark.parametrize("name", ["h11", "multipart", "prometheus_client", "thriftpy2"])
+@pytest.mark.parametrize("name", ["httptools", "multipart", "prometheus_client", "thriftpy2"])
 def test_a_missing_library_is_told(name):
     done = start_without(name, 0)
     assert (done.returncode, done.stdout) == (1, "")
