@@ -192,6 +192,9 @@ class Backend:
     wraps_sequence = False
     """Standing last in a sequence without brackets, it wraps all that stands before it."""
 
+    needs_cuda = False
+    """It cannot be set up without a CUDA device."""
+
     ignored_keys: Mapping[str, str] = {}
     """Keys of other backends that mean nothing to it, each with the reason; accepted, with a line in the log."""
 
@@ -277,6 +280,14 @@ class Backend:
         if len(known) < len(children) or (cls.max is not Backend.max and not children):
             return None
         return max(known, key=lambda limits: limits[1], default=(1, 1))
+
+    @classmethod
+    def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
+        """Whether it cannot be set up without a CUDA device with these parameters.
+
+        ``children`` says it of the backends in its brackets.
+        """
+        return cls.needs_cuda or any(children)
 
     @classmethod
     def parameters(cls) -> dict[str, Param]:

@@ -195,8 +195,6 @@ class GuardedBackend(Backend):
     ``forward_guarded``; what works item by item takes ``any_batch``.
     """
 
-    needs_cuda = False
-
     _guard: StreamGuard | None = None
 
     def setup(self) -> None:

@@ -65,6 +65,10 @@ class BackendPlan:
         """The batches that it takes, as far as the configuration says."""
         return self.cls.batch_range(self.params, [child.batch_range() for child in self.children])
 
+    def requires_cuda(self) -> bool:
+        """Whether it cannot be set up without a CUDA device."""
+        return self.cls.requires_cuda(self.params, [child.requires_cuda() for child in self.children])
+
     def create(self, config: BackendConfig) -> Backend:
         """A new instance, not set up yet; ``config`` says which instance it is, and on which device."""
         children = tuple(child.create(config) for child in self.children)

@@ -54,6 +54,10 @@ class NodePlan:
         known = [each for each in limits if each is not None]
         return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(limits) else None
 
+    def requires_cuda(self) -> bool:
+        """Whether it cannot be set up without a CUDA device."""
+        return any(backend.requires_cuda() for backend in self.backends)
+
     def jumps(self) -> dict[str, list[str]]:
         """Roots of the graphs that it runs, each with what a drawing says of the jumps to it."""
         labels: dict[str, list[str]] = {}

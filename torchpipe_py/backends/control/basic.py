@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -206,6 +206,10 @@ class FirstAvailable(Wrapper):
     """
 
     children = (1, None)
+
+    @classmethod
+    def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
+        return all(children)
 
     def setup(self) -> None:
         reasons = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ class Mat2Tensor(GuardedBackend):
     device_type = Param(
         to_str, "", key="device", choices=("", "cpu", "cuda"), doc='"cpu" or "cuda"; default: "cuda" if there is one'
     )
+
+    @classmethod
+    def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
+        return bool(params["device_type"] == "cuda")
 
     def any_thread(self) -> bool:
         return self._guard is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,10 @@ class OnnxTensor(ModelBackend):
     providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
 
     threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among the instances")
+
+    @classmethod
+    def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
+        return any(name in _ON_DEVICE for name in params["providers"])
 
     def setup(self) -> None:
         super().setup()

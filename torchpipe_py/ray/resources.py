@@ -1,0 +1,64 @@
+"""What a replica needs of a node, and how many requests it takes, read off the plan: no pipe is built for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchpipe_py.plan.build import NodePlan, Pipeline
+
+UNKNOWN_BATCH = 32
+"""Taken for the largest batch of a backend of one's own, which says it only once it is set up."""
+ROUNDS = 2
+"""While one batch is computed the next one waits, complete: for it there must be as many requests again."""
+SPARE = 2
+"""Serve lets a replica have so many times the requests that its pipe takes, so that it is the pipe that refuses some.
+
+TRAP: requests that Serve itself holds back come to a replica by two in half a second, however fast it is.
+"""
+
+
+class Resources(NamedTuple):
+    """What Ray is asked for, and the bounds that Serve is given."""
+
+    num_cpus: float
+    num_gpus: float
+    max_ongoing_requests: int
+    max_queued_requests: int
+    busy_requests: int
+
+
+def resources_of(pipeline: Pipeline) -> Resources:
+    """What one replica needs.
+
+    ``num_cpus``: the threads of the node that has most of them, without those that need CUDA. ``num_gpus``: as many as
+    ``device_id`` of the nodes that need CUDA asks for. ``max_ongoing_requests``: more than ``max_inflight``, beyond
+    which the pipe refuses requests. ``max_queued_requests``: those that may wait in Serve while no replica is there.
+    ``busy_requests``: those that fill batches for all instances, twice.
+    """
+    nodes = [plan for name, plan in pipeline.plans.items() if plan.spec.owner == name]
+    devices = [plan.spec.device_id for plan in nodes if plan.requires_cuda()]
+    threads = [_instances(plan) * _threads(plan) for plan in nodes if not plan.requires_cuda()]
+    requests = ROUNDS * sum(_instances(plan) * _largest_batch(plan) for plan in nodes)
+    most = pipeline.spec.max_inflight
+    return Resources(
+        num_cpus=float(max([1, *threads])),
+        num_gpus=float(max(devices, default=-1) + 1),
+        max_ongoing_requests=SPARE * most,
+        max_queued_requests=most,
+        busy_requests=min(requests, most),
+    )
+
+
+def _instances(plan: NodePlan) -> int:
+    return max(plan.spec.instance_num)
+
+
+def _largest_batch(plan: NodePlan) -> int:
+    limits = plan.batch_range()
+    return UNKNOWN_BATCH if limits is None else limits[1]
+
+
+def _threads(plan: NodePlan) -> int:
+    """Of one instance: ``threads`` of the backends that have it."""
+    parts = [part for backend in plan.backends for part in backend.parts()]
+    return max([1, *(int(part.params.get("threads", 1)) for part in parts)])
