@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wire as fuzzer
 from service import Client, connect, eventually, serving
 
-FUZZER = Path(__file__).parent / "wire.py"
-SEEDS = sorted((FUZZER.parent / "seeds" / "wire").iterdir())
+SEEDS = sorted((Path(fuzzer.__file__).parent / "seeds" / "wire").iterdir())
 
 
-def load_fuzzer() -> Any:
-    spec = importlib.util.spec_from_file_location("fuzz_wire", FUZZER)
-    module = sys.modules["fuzz_wire"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzzer = load_fuzzer()
-
-
-def test_two_thousand_mutants() -> None:
-    tally = fuzzer.fuzz(seed=7, mutants=2000, seconds=60)
+@pytest.mark.parametrize(("protocol", "mutants"), [("thrift", 2000), ("http", 1000)])
+def test_mutants(protocol: str, mutants: int) -> None:
+    tally = fuzzer.fuzz(7, mutants, 60, protocol)
     assert tally.findings == []
-    assert tally.mutants == 2000
-    assert tally.calls > 400
+    assert tally.mutants == mutants
+    assert tally.calls > mutants / 5
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda path: path.stem)
@@ -44,21 +33,22 @@ def test_what_was_found_before(seed: Path) -> None:
     assert min(times) < fuzzer.MOST_SECONDS
 
 
-def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protocol", fuzzer.MAKERS)
+def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     def dispatch(self: Any, data: dict[str, object], on_done: object, timeout: float | None = None) -> None:
         raise KeyError("a defect")
 
     monkeypatch.setattr(fuzzer.EchoPipe, "dispatch", dispatch)
-    assert any("a defect" in problem for problem, _ in fuzzer.fuzz(seed=7, mutants=200, seconds=60).findings)
+    assert any("a defect" in problem for problem, _ in fuzzer.fuzz(7, 200, 60, protocol).findings)
 
 
-def test_mutants_to_a_real_service_harm_nobody() -> None:
-    rng = random.Random(5)
-    maker = fuzzer.Maker(rng)
+@pytest.mark.parametrize("protocol", fuzzer.MAKERS)
+def test_mutants_to_a_real_service_harm_nobody(protocol: str) -> None:
+    maker = fuzzer.MAKERS[protocol](random.Random(5))
     with serving("Identity") as server, Client(server.port) as other:
         for index in range(120):
             with connect(server.port) as sock:
-                sock.sendall(fuzzer.mutate(rng, maker.message(), maker.message()))
+                sock.sendall(maker.mutant(maker.message(), maker.message()))
             if index % 20 == 0:
                 other.ping()
         other.ping()

@@ -248,6 +248,10 @@ WRONG_JSON = {
     "fractions": (b'{"inputs": {"data": {"dtype": "int32", "shape": [1], "data": [1.5]}}}', "has fractions, not int32"),
     "nothing for a number": (b'{"inputs": {"data": {"dtype": "float32", "shape": [1], "data": [null]}}}', "no numbers"),
     "negative": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [-1]}}}', "-1..-1, uint8 has 0..255"),
+    "too large a float": (
+        b'{"inputs": {"data": {"dtype": "float32", "shape": [1], "data": [1e300]}}}',
+        "numbers beyond those of float32",
+    ),
     "a huge number": (b'{"inputs": {"data": ' + b"9" * 10_000 + b"}}", "JSON: "),
     "dimensions": (json.dumps({"inputs": {"data": {**ARRAY, "shape": [1] * 33}}}).encode(), "33 dimensions"),
     "outputs": (b'{"inputs": {"data": "text"}, "outputs": [3]}', "outputs are names"),

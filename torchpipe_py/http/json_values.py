@@ -100,7 +100,11 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
         least, most, limits = int(array.min()), int(array.max()), np.iinfo(wanted)
         if not limits.min <= least <= most <= limits.max:
             raise InvalidRequest(f"{where}the data has {least}..{most}, {dtype} has {limits.min}..{limits.max}")
-    return array.astype(wanted)
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(wanted)
+    except FloatingPointError:
+        raise InvalidRequest(f"{where}the data has numbers beyond those of {dtype}") from None
 
 
 def to_json(key: str, value: Any) -> dict[str, Any]:
