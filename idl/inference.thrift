@@ -50,6 +50,8 @@ struct InferRequest {
     3: optional string node_name,            // which root to enter, where the configuration has several
     4: optional i32 deadline_ms,             // answer within so many milliseconds, or with "deadline_exceeded"
     5: optional list<string> outputs,        // keys wanted back; default: ["result"]
+    6: optional string traceparent,          // the trace it is part of, as in the W3C's header of that name
+    7: optional string tracestate,
 }
 
 // A label with its score, and a list of such pairs, come as JSON text under their key; beside it stand "label" (text)
@@ -62,6 +64,7 @@ struct InferResponse {
 service InferenceService {
     void ping(),
     InferenceResult infer_batch(1: InferenceParams params) throws (1: InferenceError error),
-    list<InferenceOutcome> infer_many(1: list<InferenceParams> params, 2: i32 deadline_ms) throws (1: InferenceError error),
+    list<InferenceOutcome> infer_many(1: list<InferenceParams> params, 2: i32 deadline_ms, 3: string traceparent,
+                                      4: string tracestate) throws (1: InferenceError error),
     InferResponse infer(1: InferRequest request) throws (1: InferenceError error),
 }

@@ -26,7 +26,7 @@ PACKAGE = [
     "ray",
     "cli",
 ]
-CLIENT = ["address errors", "contract", "values", "calls attempts", "connection", "aio client"]
+CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
 """Imports neither ``torchpipe_py`` nor the server."""
 SERVER = ["options", "logs", "wire", "serving", "worker", "supervisor", "cli", "__main__"]
 TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
@@ -174,9 +174,15 @@ def test_the_package_never_imports_the_server() -> None:
     ] == []
 
 
-def test_importing_the_package_imports_no_heavy_library() -> None:
-    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray")
-    code = f"import sys, torchpipe_py, torchpipe_py.ray; print([name for name in {heavy} if name in sys.modules])"
+def test_importing_the_packages_and_a_call_import_no_heavy_library() -> None:
+    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray", "opentelemetry")
+    code = f"""
+import sys, torchpipe_client, torchpipe_py, torchpipe_py.ray
+import torchpipe_server.serving.server, torchpipe_server.worker.worker
+with torchpipe_py.pipe({{"backend": "Identity"}}) as run:
+    run({{"data": 1}})
+print([name for name in {heavy} if name in sys.modules])
+"""
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

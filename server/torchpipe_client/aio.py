@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torchpipe_client.address import Address
 from torchpipe_client.attempts import Attempts, Limits
-from torchpipe_client.calls import Call, Infer, InferBatch, InferMany, Ping
+from torchpipe_client.calls import Call, Infer, InferBatch, InferMany, Ping, only
 from torchpipe_client.connection import IDLE_SECONDS
 from torchpipe_client.contract import FrameReader, decode_reply, encode_call
 from torchpipe_client.errors import (
@@ -26,6 +26,7 @@ from torchpipe_client.errors import (
     ends_connection,
     not_connected,
 )
+from torchpipe_client.tracing import trace_of
 from torchpipe_client.values import Result
 
 T = TypeVar("T")
@@ -225,16 +226,28 @@ class AsyncClient:
         """Returns when the service has answered."""
         await self._run(Ping(), self._limits.attempts(timeout, None))
 
-    async def infer_batch(self, image: bytes, *, timeout: float | None = None, uuid: str = "") -> Result:
-        """Label and score of one encoded image."""
-        return await self._run(InferBatch(image, uuid), self._limits.attempts(timeout, None))
+    async def infer_batch(
+        self, image: bytes, *, timeout: float | None = None, uuid: str = "", traceparent: str | None = None
+    ) -> Result:
+        """Label and score of one encoded image. As part of a trace it is sent as an ``infer_many`` of one image."""
+        trace = trace_of(traceparent)
+        attempts = self._limits.attempts(timeout, None)
+        if trace.parent:
+            return only(await self._run(InferMany((image,), uuid, attempts.may_repeat, trace), attempts))
+        return await self._run(InferBatch(image, uuid), attempts)
 
     async def infer_many(
-        self, images: Iterable[bytes], *, deadline_ms: int | None = None, timeout: float | None = None, uuid: str = ""
+        self,
+        images: Iterable[bytes],
+        *,
+        deadline_ms: int | None = None,
+        timeout: float | None = None,
+        uuid: str = "",
+        traceparent: str | None = None,
     ) -> list[Result | InferenceError]:
         """A result, or the error in its place, for each of the encoded images; raises where none has an outcome."""
         attempts = self._limits.attempts(timeout, deadline_ms)
-        return await self._run(InferMany(images, uuid, attempts.may_repeat), attempts)
+        return await self._run(InferMany(images, uuid, attempts.may_repeat, trace_of(traceparent)), attempts)
 
     async def infer(
         self,
@@ -245,10 +258,11 @@ class AsyncClient:
         deadline_ms: int | None = None,
         timeout: float | None = None,
         uuid: str = "",
+        traceparent: str | None = None,
     ) -> dict[str, Any]:
         """Any pipeline, as ``Client.infer``."""
         attempts = self._limits.attempts(timeout, deadline_ms)
-        return await self._run(Infer(inputs, outputs, node_name, uuid), attempts)
+        return await self._run(Infer(inputs, outputs, node_name, uuid, trace_of(traceparent)), attempts)
 
     async def close(self) -> None:
         """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""

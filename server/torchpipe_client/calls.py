@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torchpipe_client.contract import IDL
 from torchpipe_client.errors import BadReply, ClientError, InferenceError, inference_error
+from torchpipe_client.tracing import Trace
 from torchpipe_client.values import Result, from_value, to_bytes, to_value
 
 T = TypeVar("T")
@@ -69,7 +70,9 @@ class InferMany(Call["list[Result | InferenceError]"]):
 
     method = "infer_many"
 
-    def __init__(self, images: Iterable[Any], uuid: str, may_repeat: Callable[[ClientError], bool]) -> None:
+    def __init__(
+        self, images: Iterable[Any], uuid: str, may_repeat: Callable[[ClientError], bool], trace: Trace
+    ) -> None:
         super().__init__()
         self._params = [
             IDL.InferenceParams(uuid=uuid, data=to_bytes(f"images[{index}]", image))
@@ -77,10 +80,12 @@ class InferMany(Call["list[Result | InferenceError]"]):
         ]
         self._outcomes: list[Any] = [None] * len(self._params)
         self._pending = list(range(len(self._params)))
-        self._may_repeat = may_repeat
+        self._may_repeat, self._trace = may_repeat, trace
 
     def arguments(self, deadline_ms: int) -> dict[str, Any]:
-        return {"params": [self._params[index] for index in self._pending], "deadline_ms": deadline_ms}
+        params = [self._params[index] for index in self._pending]
+        parent, state = self._trace
+        return {"params": params, "deadline_ms": deadline_ms, "traceparent": parent, "tracestate": state}
 
     def _accept(self, success: Any) -> ClientError | None:
         if len(success) != len(self._pending):
@@ -107,7 +112,7 @@ class Infer(Call["dict[str, Any]"]):
     method = "infer"
 
     def __init__(
-        self, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None, uuid: str
+        self, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None, uuid: str, trace: Trace
     ) -> None:
         super().__init__()
         self._request = IDL.InferRequest(
@@ -115,6 +120,8 @@ class Infer(Call["dict[str, Any]"]):
             inputs={key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()},
             node_name=node_name,
             outputs=None if outputs is None else list(outputs),
+            traceparent=trace.parent,
+            tracestate=trace.state,
         )
 
     def arguments(self, deadline_ms: int) -> dict[str, Any]:
@@ -123,6 +130,14 @@ class Infer(Call["dict[str, Any]"]):
 
     def _accept(self, success: Any) -> None:
         self._result = {key: from_value(key, value) for key, value in success.outputs.items()}
+
+
+def only(outcomes: list[Result | InferenceError]) -> Result:
+    """The result of a list of one; raises the error in its place."""
+    (outcome,) = outcomes
+    if isinstance(outcome, InferenceError):
+        raise outcome
+    return outcome
 
 
 def _result(struct: Any) -> Result:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from torchpipe_client.address import Address
 from torchpipe_client.attempts import Attempts, Limits
-from torchpipe_client.calls import Call, Infer, InferBatch, InferMany, Ping
+from torchpipe_client.calls import Call, Infer, InferBatch, InferMany, Ping, only
 from torchpipe_client.connection import Pool
 from torchpipe_client.errors import ClientError, InferenceError
+from torchpipe_client.tracing import trace_of
 from torchpipe_client.values import Result
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ class Client:
     repeated up to ``retries`` times: after ``overloaded``, ``unavailable`` and a connection that was refused, and, if
     ``idempotent``, after a connection that was lost and once after ``worker_died``. Each call under way has one of at
     most ``max_connections`` connections to itself. ``tls`` is for a proxy that takes TLS.
+
+    A call is part of the trace that its ``traceparent`` names, else of OpenTelemetry's current span, if there is one.
 
     Each call returns, or raises one ``ClientError``.
     """
@@ -49,16 +52,28 @@ class Client:
         """Returns when the service has answered."""
         self._run(Ping(), self._limits.attempts(timeout, None))
 
-    def infer_batch(self, image: bytes, *, timeout: float | None = None, uuid: str = "") -> Result:
-        """Label and score of one encoded image."""
-        return self._run(InferBatch(image, uuid), self._limits.attempts(timeout, None))
+    def infer_batch(
+        self, image: bytes, *, timeout: float | None = None, uuid: str = "", traceparent: str | None = None
+    ) -> Result:
+        """Label and score of one encoded image. As part of a trace it is sent as an ``infer_many`` of one image."""
+        trace = trace_of(traceparent)
+        attempts = self._limits.attempts(timeout, None)
+        if trace.parent:
+            return only(self._run(InferMany((image,), uuid, attempts.may_repeat, trace), attempts))
+        return self._run(InferBatch(image, uuid), attempts)
 
     def infer_many(
-        self, images: Iterable[bytes], *, deadline_ms: int | None = None, timeout: float | None = None, uuid: str = ""
+        self,
+        images: Iterable[bytes],
+        *,
+        deadline_ms: int | None = None,
+        timeout: float | None = None,
+        uuid: str = "",
+        traceparent: str | None = None,
     ) -> list[Result | InferenceError]:
         """A result, or the error in its place, for each of the encoded images; raises where none has an outcome."""
         attempts = self._limits.attempts(timeout, deadline_ms)
-        return self._run(InferMany(images, uuid, attempts.may_repeat), attempts)
+        return self._run(InferMany(images, uuid, attempts.may_repeat, trace_of(traceparent)), attempts)
 
     def infer(
         self,
@@ -69,12 +84,14 @@ class Client:
         deadline_ms: int | None = None,
         timeout: float | None = None,
         uuid: str = "",
+        traceparent: str | None = None,
     ) -> dict[str, Any]:
         """Any pipeline: ``inputs`` by the keys of its dict, and those of its keys back that ``outputs`` names.
 
         Values are bytes, texts, numbers, arrays of NumPy and lists of arrays. Dicts and lists come back as JSON text.
         """
-        return self._run(Infer(inputs, outputs, node_name, uuid), self._limits.attempts(timeout, deadline_ms))
+        call = Infer(inputs, outputs, node_name, uuid, trace_of(traceparent))
+        return self._run(call, self._limits.attempts(timeout, deadline_ms))
 
     def close(self) -> None:
         """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""

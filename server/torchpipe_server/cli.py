@@ -55,6 +55,8 @@ def _serve(options: Options) -> int:
     for library in ("thriftpy2", "httptools", "multipart"):
         if find_spec(library) is None:
             raise CannotServeError(f"{library} is not installed (pip install 'torchpipe_py[server]')")
+    if options.trace_ratio >= 0 and not (find_spec("opentelemetry") and find_spec("opentelemetry.sdk")):
+        raise CannotServeError("--trace-ratio: opentelemetry-sdk is not installed (pip install 'torchpipe_py[otel]')")
     from torchpipe_py import parse_toml
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor

@@ -63,6 +63,9 @@ class Options:
     hang_seconds: float = _option(
         30.0, "seconds for a batch, and for a worker's sign of life; then it is replaced; 0: no limit", 0
     )
+    trace_ratio: float = _option(
+        -1.0, "OpenTelemetry's spans of this share of the requests, and of those whose caller wants it; -1: none", -1, 1
+    )
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torchpipe_py.errors import TorchpipeError, nearest
 from torchpipe_py.http import answers
 from torchpipe_py.http.errors import ReplyTooLargeError
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, reply_bound
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, TraceFields, reply_bound
 from torchpipe_server.wire.codec import TEXT_BYTES
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
 from torchpipe_server.wire.protocol import ProtocolError
@@ -53,11 +53,16 @@ class Routes:
     """Which route a request takes."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = routes
         self._fixed = {(route.verb, route.path): route for route in routes if "{" not in route.path}
         self._patterns = [
             (re.compile(_PARAMETER.sub(r"(?P<\1>[^/]+)", route.path)), route) for route in routes if "{" in route.path
         ]
         self._paths = sorted({route.path for route in routes})
+
+    def changed(self, change: Callable[[Route], Route]) -> Routes:
+        """What ``change`` makes of each route."""
+        return Routes(list(map(change, self._routes)))
 
     def find(self, request: HttpRequest) -> Route:
         """The route; ``request.parameters`` are then what stands for the parts in braces. Raises ``RouteError``."""
@@ -145,9 +150,15 @@ def error_answer(error: BaseException) -> HttpAnswer:
     return json_answer(failure.body, failure.status, failure.headers)
 
 
-def route(verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None]) -> Route:
-    """One whose ``start`` calls ``done`` with an ``HttpAnswer``, or with the exception there is in its place."""
-    return Route(verb, path, Method(HttpRequest, start, _raise, request_id=_request_id))
+def route(
+    verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None], is_traced: bool | None = None
+) -> Route:
+    """One whose ``start`` calls ``done`` with an ``HttpAnswer``, or with the exception there is in its place.
+
+    ``is_traced``: whether it runs the pipe; by default all but those of GET.
+    """
+    fields = _trace_fields if is_traced or (is_traced is None and verb != "GET") else None
+    return Route(verb, path, Method(HttpRequest, start, _raise, request_id=_request_id, trace_fields=fields))
 
 
 def _raise(error: BaseException) -> Any:
@@ -157,6 +168,10 @@ def _raise(error: BaseException) -> Any:
 
 def _request_id(request: HttpRequest) -> str:
     return request.fields.get("x-request-id", "")
+
+
+def _trace_fields(request: HttpRequest) -> TraceFields:
+    return request.fields.get("traceparent"), request.fields.get("tracestate")
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:

@@ -31,11 +31,16 @@ class Cancellable(Protocol):
     def cancel(self, error: BaseException | None = None) -> object: ...
 
 
+TraceFields = tuple["str | None", "str | None"]
+"""``traceparent`` and ``tracestate``, as a client sent them."""
+
+
 class Method(NamedTuple):
     """One method of the service.
 
     ``start`` calls ``done`` once, or raises. ``fail`` makes a result of an error, or raises it where the method
     declares none for it. ``outcome`` says what a result is counted as, ``request_id`` what the client calls a request.
+    ``trace_fields`` is there for methods that run the pipe: what the client says of the request's trace.
     """
 
     args: type
@@ -43,6 +48,12 @@ class Method(NamedTuple):
     fail: Callable[[BaseException], Any]
     outcome: Callable[[Any], str] = lambda result: OK
     request_id: Callable[[Any], str] = lambda args: ""
+    trace_fields: Callable[[Any], TraceFields] | None = None
+
+
+def trace_fields(args: Any) -> TraceFields:
+    """Of arguments, or a struct among them, that have fields of these names."""
+    return getattr(args, "traceparent", None), getattr(args, "tracestate", None)
 
 
 class UnknownMethodError(Exception):

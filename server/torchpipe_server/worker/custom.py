@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextvars import copy_context
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from torchpipe_py import ConfigError, TorchpipeError, import_code, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_py.http.errors import reason
 from torchpipe_server.serving.http import METHODS, Route, json_answer, route
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, trace_fields
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
@@ -68,13 +69,14 @@ class Awaited:
 
     def __init__(self, run: pipe, data: Data, timeout: float | None) -> None:
         self._pipe, self._data, self._timeout = run, data, timeout
+        self._context = copy_context()  # what is current where the method asks, a span for one
 
     def __await__(self) -> Generator[Awaited, Data, Data]:
         return (yield self)
 
     def start(self, on_done: Callable[[Data, BaseException | None], None]) -> Cancellable:
         """Start it; ``on_done(data, error)`` is called once, unless this raises."""
-        return self._pipe.dispatch(self._data, on_done, self._timeout)
+        return self._context.run(self._pipe.dispatch, self._data, on_done, self._timeout)
 
 
 class Call:
@@ -83,6 +85,7 @@ class Call:
     def __init__(self, steps: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
         self._steps, self._finish = steps, finish
+        self._context = copy_context()
         self._lock = threading.Lock()
         self._number = 0  # of the request that it waits for
         self._ticket: Cancellable | None = None
@@ -102,7 +105,8 @@ class Call:
             error = reason(data, "result")
         while True:
             try:
-                awaited = self._steps.send(data) if error is None else self._steps.throw(error)
+                step, value = (self._steps.send, data) if error is None else (self._steps.throw, error)
+                awaited = self._context.run(step, value)
             except StopIteration as end:
                 self._finish(end.value, None)
                 return
@@ -157,7 +161,7 @@ class CustomHandler:
             raise ConfigError(
                 f"--handler {place}: no method {function!r} for {path!r}; {_nearest_method(function, handler)}"
             )
-        return route(verb, target, partial(_start_route, getattr(handler, function), self._seconds))
+        return route(verb, target, partial(_start_route, getattr(handler, function), self._seconds), is_traced=True)
 
     def _method(self, handler: Any, service: Any, name: str, place: str) -> Method:
         args, result = getattr(service, f"{name}_args"), getattr(service, f"{name}_result")
@@ -171,7 +175,7 @@ class CustomHandler:
             raise ConfigError(f"--handler {place}: {name}({', '.join(order)}): {error}") from None
         errors = {spec[2]: spec[1] for number, spec in result.thrift_spec.items() if number}
         start = partial(_start, function, order, result, self._seconds)
-        return Method(args, start, partial(_fail, result, errors), _outcome)
+        return Method(args, start, partial(_fail, result, errors), _outcome, trace_fields=trace_fields)
 
 
 def load_handler(reference: str) -> type:

@@ -12,7 +12,7 @@ from torchpipe_py.errors import message_of
 from torchpipe_py.http.errors import ReplyTooLargeError, describe_error
 from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound, trace_fields
 from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
 from torchpipe_server.worker.many import Turns
 
@@ -41,6 +41,7 @@ class InferenceHandler:
                 self._failer(service.infer_batch_result),
                 _outcome_of,
                 lambda args: _given(args.params, "params").uuid,
+                trace_fields,
             ),
             "infer_many": Method(
                 service.infer_many_args,
@@ -48,6 +49,7 @@ class InferenceHandler:
                 self._failer(service.infer_many_result),
                 _outcome_of_many,
                 lambda args: ",".join([item.uuid[:64] for item in _given(args.params, "params")[:8]]),
+                trace_fields,
             ),
             "infer": Method(
                 service.infer_args,
@@ -55,6 +57,7 @@ class InferenceHandler:
                 self._failer(service.infer_result),
                 _outcome_of,
                 lambda args: _given(args.request, "request").uuid,
+                lambda args: trace_fields(args.request),
             ),
         }
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from contextvars import copy_context
 from time import perf_counter
 from typing import Any
 
@@ -27,10 +28,16 @@ class Call:
 
     def __init__(self, items: Sequence[dict[str, Any]], timeout: float | None, finish: Finish) -> None:
         self.items, self.finish = list(items), finish
+        self._context = copy_context()
         self.deadline = None if timeout is None else perf_counter() + timeout
         self.entered = 0  # how many of them; those before it are in the pipe, or finished
         self.tickets: list[Cancellable] = []
         self.ended: BaseException | None = None
+
+    def enter(self, dispatch: Callable[..., Cancellable], *arguments: Any) -> Cancellable:
+        """``dispatch`` an image in the context of the call, whichever thread this is."""
+        # NOTE: a context is entered by one thread at a time, and images of the call enter on several.
+        return self._context.copy().run(dispatch, *arguments)
 
 
 class Turns:
@@ -126,7 +133,7 @@ class Turns:
 
         timeout = None if call.deadline is None else call.deadline - perf_counter()
         try:
-            ticket = self._pipe.dispatch(data, finish, timeout=timeout)
+            ticket = call.enter(self._pipe.dispatch, data, finish, timeout)
         except Exception as error:
             finish(data, error)
             return

@@ -75,14 +75,25 @@ def _work(start: Start) -> None:
     try:
         make_served = served_maker(start.options)
         run = build_pipe(start.options, start.tables)
-        worker = Worker(start, run, make_served(run))
+        served = make_served(run)
+        provider = None
+        if start.options.trace_ratio >= 0:
+            from torchpipe_server.serving import tracing
+
+            provider = tracing.set_up(start.options.trace_ratio)
+            run.instrument(provider)
+            served = tracing.traced(served, provider)
+        worker = Worker(start, run, served)
     except Exception as error:
         _say_failed(start.sock, error)
         return
     _die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
     gc.freeze()  # what was loaded stays; the collector need not look at it again and again
     answered = worker.serve()
-    if not run.close(CLOSE_SECONDS):
+    is_closed = run.close(CLOSE_SECONDS)
+    if provider is not None and not tracing.shut_down(provider, CLOSE_SECONDS):
+        logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
+    if not is_closed:
         logger.error("a backend does not return; leaving it behind")
         logging.shutdown()
         os._exit(1)

@@ -1,0 +1,240 @@
+"""Server spans: what a ``traceparent`` leads to, over HTTP and Thrift, and what a hostile one does not."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+from conftest import Register
+from fakes import Gate
+from kept_spans import KeptSpans
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from service import LocalServer
+from torchpipe_client import AsyncClient, Client, InferenceError
+from torchpipe_server.options import Options
+from torchpipe_server.serving import tracing
+from torchpipe_server.serving.http import Routes
+from torchpipe_server.serving.protocols import Served
+from torchpipe_server.worker.custom import CustomHandler, Handler
+
+from torchpipe_py import ConfigError, pipe
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736
+UNSAMPLED = f"{PARENT[:-2]}00"
+
+
+def test_what_the_standard_allows() -> None:
+    def of(parent: str | None, state: str | None = None) -> trace.SpanContext:
+        return trace.get_current_span(tracing.context_of((parent, state))).get_span_context()
+
+    span = of(PARENT, "vendor=x , other@me=y=z")
+    assert (span.trace_id, span.span_id, span.is_remote, span.trace_flags) == (TRACE, 0x00F067AA0BA902B7, True, 1)
+    assert not of(PARENT, "vendor=x , other@me=y=z").trace_state  # '=' in a value
+    assert dict(of(PARENT, "vendor=x ,, other@me=y").trace_state) == {"vendor": "x", "other@me": "y"}
+    assert of(f"{PARENT[:-2]}ff").trace_flags == 3  # bits that nobody knows are not passed on
+    assert of(f"01{PARENT[2:]}-more").trace_id == TRACE  # of a version to come, the part that is known
+    assert not of(UNSAMPLED).trace_flags.sampled
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        None,
+        "",
+        PARENT[:-1],
+        f"{PARENT}0",
+        f"{PARENT}-more",
+        PARENT.upper(),
+        f"ff{PARENT[2:]}",
+        f"01{PARENT[2:]}more",
+        PARENT.replace("4bf92f3577b34da6a3ce929d0e0e4736", 32 * "0"),
+        PARENT.replace("00f067aa0ba902b7", 16 * "0"),
+        PARENT.replace("4bf9", "xyz!"),
+        PARENT.replace("4bf9", "٤٤٤٤"),
+        PARENT.replace("-", "_"),
+        f"{PARENT}, {PARENT}",
+        f"{PARENT}\n",
+        f"01{PARENT[2:]}-{'x' * 500}",
+        "\x00\x1b[31m",
+        "0" * 2**20,
+        f"{PARENT}{' ' * 2**20}",
+    ],
+)
+def test_what_is_no_traceparent_is_ignored(parent: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        assert not trace.get_current_span(tracing.context_of((parent, "a=b"))).get_span_context().is_valid
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["", "a", "A=b", "a=b,a=c", "a=b,c=\n", f"a={'b' * 300}", ",".join(f"k{n}=v" for n in range(33)), "a=b," * 200_000],
+)
+def test_a_tracestate_that_is_wrong_is_left_out(state: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        span = trace.get_current_span(tracing.context_of((PARENT, state))).get_span_context()
+    assert (span.trace_id, len(span.trace_state)) == (TRACE, 0)
+    assert not caplog.records
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptSpans]:
+    """What comes without a parent is not sampled."""
+    kept = KeptSpans(sampler=ParentBased(ALWAYS_OFF))
+    yield kept
+    kept.provider.shutdown()
+
+
+def serving(run: pipe, provider: TracerProvider) -> LocalServer:
+    run.instrument(provider)
+    served = LocalServer._served(run, Options("test"))
+    return LocalServer(run, make_served=lambda loop: tracing.traced(served, provider))
+
+
+def post(port: int, path: str, body: bytes, **fields: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("POST", path, body, fields)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_http(kept: KeptSpans) -> None:
+    with pipe({"backend": "DecodeMat"}) as run, serving(run, kept.provider) as server:
+        for parent in ("hostile", UNSAMPLED, f"ff{PARENT[2:]}"):
+            assert post(server.port, "/infer", b"no image", traceparent=parent) == 400
+        fields = {"traceparent": PARENT, "tracestate": "a=b", "X-Request-Id": "mine"}
+        assert post(server.port, "/infer", b"no image", **fields) == 400
+    assert kept.traces == {TRACE}
+    (root,) = kept.named("POST /infer")
+    assert root.kind is trace.SpanKind.SERVER
+    assert dict(root.attributes or {}) == {"torchpipe.request_id": "mine", "error.type": "decode_error"}
+    assert root.context is not None
+    assert root.context.trace_state.to_header() == "a=b"
+    assert [line.partition(" > ")[0] for line in kept.tree()] == ["POST /infer", "pipe node", "remote"]
+
+
+def test_the_clients_send_the_current_span_or_what_is_named(kept: KeptSpans) -> None:
+    caller = KeptSpans()
+    nodes = {"global": {"max_inflight": 64}, "only": {"backend": "Identity"}}
+    with pipe(nodes) as run, serving(run, kept.provider) as server, Client(f"127.0.0.1:{server.port}") as client:
+        client.infer({"data": 1})
+        with caller.tracer.start_as_current_span("caller") as span:
+            assert client.infer({"data": 1}) == {"result": 1}
+            assert [outcome.code for outcome in client.infer_many([b"a", b"b"])] == 2 * ["no_result"]
+            with pytest.raises(InferenceError) as failed:
+                client.infer_batch(b"a")
+            client.infer({"data": 1}, traceparent="")
+
+            async def ask() -> None:
+                async with AsyncClient(f"127.0.0.1:{server.port}") as own:
+                    await own.infer({"data": 1})
+                    await own.infer({"data": 1}, traceparent=PARENT)
+                    with pytest.raises(InferenceError):
+                        await own.infer_batch(b"a", traceparent=PARENT)
+                    await own.infer({"data": 1}, traceparent="0" * 2**19)
+
+            asyncio.run(ask())
+    assert failed.value.code == "no_result"
+    mine = span.get_span_context()
+    assert kept.traces == {mine.trace_id, TRACE}
+    assert sorted(kept.tree()) == sorted(
+        3 * ["remote > infer"] + 3 * ["infer > pipe only"]
+        + 3 * ["remote > infer_many"] + 4 * ["infer_many > pipe only"]
+        + 7 * ["pipe only > only: compute"]
+    )  # fmt: skip
+    for root in kept.named("infer"):
+        assert root.parent is not None
+        assert root.parent.span_id in (mine.span_id, 0x00F067AA0BA902B7)
+
+
+class Twice(Handler):
+    routes: ClassVar[Mapping[str, str]] = {"POST /twice": "twice", "GET /seen": "seen"}
+
+    async def twice(self, request: Any) -> dict[str, Any]:
+        with trace.get_tracer("own", tracer_provider=request_spans.provider).start_as_current_span("own"):
+            first = await self.run({"data": request.body})
+            await self.run({"data": first["result"]})
+        return {"parent": request.fields["traceparent"]}
+
+    def seen(self, request: Any) -> str:
+        return f"{trace.get_current_span().get_span_context().trace_id:x}"
+
+
+request_spans = KeptSpans()
+
+
+def test_a_handler_of_ones_own() -> None:
+    with pipe({"backend": "Identity"}) as run:
+        provider = request_spans.provider
+        run.instrument(provider)
+        served = tracing.traced(Served({}, Routes(CustomHandler(Twice, run).routes)), provider)
+        with LocalServer(run, make_served=lambda loop: served) as server:
+            assert post(server.port, "/twice", b"x", traceparent=PARENT) == 200
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("GET", "/seen", headers={"traceparent": PARENT})
+            assert int(connection.getresponse().read(), 16) == TRACE
+            connection.close()
+    names = [line for line in request_spans.tree() if "compute" not in line]
+    assert names == sorted(
+        ["remote > GET /seen", "remote > POST /twice", "POST /twice > own", *2 * ["own > pipe node"]]
+    )
+
+
+class Stalled(SpanExporter):
+    """An exporter that does not come back."""
+
+    def __init__(self) -> None:
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def export(self, spans: Any) -> SpanExportResult:
+        self.entered.set()
+        self.released.wait(60)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_a_stalled_exporter_blocks_nobody_and_keeps_so_many_spans() -> None:
+    exporter, provider = Stalled(), TracerProvider(shutdown_on_exit=False)
+    processor = BatchSpanProcessor(exporter, max_queue_size=8, schedule_delay_millis=1, max_export_batch_size=4)
+    provider.add_span_processor(processor)
+    with pipe({"backend": "Identity"}) as run, serving(run, provider) as server:
+        for _ in range(20):
+            assert post(server.port, "/infer?outputs=data", b"x") == 200
+            assert exporter.entered.wait(30)
+    assert not tracing.shut_down(provider, 0.01)
+    exporter.released.set()
+    assert len(processor._batch_processor._queue) <= 8
+    for thread in threading.enumerate():
+        if thread.name in ("torchpipe-flush", "OtelBatchSpanRecordProcessor"):
+            thread.join(30)
+
+
+def test_a_request_that_is_cancelled(register: Register, kept: KeptSpans) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend)}) as run, gate, serving(run, kept.provider) as server:
+        body = json.dumps({"inputs": {"data": 1}, "deadline_ms": 1}).encode()
+        fields = {"traceparent": PARENT, "Content-Type": "application/json"}
+        assert post(server.port, "/infer", body, **fields) == 504
+        gate.open()
+    assert kept.errors("POST /infer") == ["deadline_exceeded"]
+    assert kept.errors("pipe node") == ["deadline_exceeded"]
+
+
+def test_an_exporter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonsense")
+    with pytest.raises(ConfigError, match=r"--trace-ratio: OpenTelemetry cannot be set up: .*'nonsense' not found"):
+        tracing.set_up(0.5)
