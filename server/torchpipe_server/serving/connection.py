@@ -10,7 +10,7 @@ from enum import Enum, auto
 from time import monotonic
 
 from torchpipe_server.serving.journal import Entry
-from torchpipe_server.serving.protocols import Reader, Request
+from torchpipe_server.serving.protocols import Reader, Request, Stream
 from torchpipe_server.serving.service import Cancellable
 from torchpipe_server.wire.protocol import ProtocolError
 
@@ -94,7 +94,8 @@ class Connection:
     @property
     def is_settled(self) -> bool:
         """Whether all bytes taken from the socket belong to requests that have begun."""
-        return not (self.has_messages or self.reader.pending_bytes)
+        # NOTE: here and in what else is asked for each request, nothing is called that need not be.
+        return self.uncut is None and not self.backlog and not self.reader.pending_bytes
 
     @property
     def waits_for_loop(self) -> bool:
@@ -102,15 +103,11 @@ class Connection:
         return (
             self.state not in (OPEN, CLOSED)
             or self.work is SENDING
-            or self.has_messages
+            or self.uncut is not None
+            or bool(self.backlog)
             or self.is_gone
             or self.reader.awaits_invitation
         )
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether more messages are to be cut out of what was read; behind them it is seen that the client is gone."""
-        return self.uncut is not None and len(self.backlog) < BACKLOG
 
     def is_full(self, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""
@@ -132,23 +129,29 @@ class Connection:
 
     # -- the I/O thread -------------------------------------------------------------------------------------------
 
-    def receive(self, data: bytes) -> None:
-        """Take what was read. Raises ``ProtocolError`` behind the last whole message of a broken stream."""
-        self.last_active = monotonic()
-        self.uncut = self.reader.feed(data)
-        self._cut()
+    def receive(self, data: bytes) -> float:
+        """Take what was read, and cut messages out of it; when its turn ends, in which it does that.
 
-    def _cut(self) -> None:
-        """Cut messages out of what was read: one, and more for as long as a turn and as the backlog has room.
+        Raises ``ProtocolError`` behind the last whole message of a broken stream.
+        """
+        self.last_active = now = monotonic()
+        self.uncut = self.reader.feed(data)
+        if isinstance(self.reader, Stream) and self.reader.told is not None:
+            self.reader = self.reader.told
+        until = now + TURN_SECONDS
+        self._cut(until)
+        return until
+
+    def _cut(self, until: float) -> None:
+        """Cut messages out of what was read: one, and more for as long as the turn and as the backlog has room.
 
         Of one with many items it is only a part.
         """
         assert self.uncut is not None
-        until = monotonic() + TURN_SECONDS
         for message in self.uncut:
             self.backlog.append(message)
             self.message_since = 0.0
-            if len(self.backlog) >= BACKLOG or monotonic() > until:
+            if self.reader.pending_bytes and (len(self.backlog) >= BACKLOG or monotonic() > until):
                 return
         self.uncut = self.reader.feed(b"") if self.reader.is_paused else None
         if not self.reader.pending_bytes:
@@ -156,15 +159,15 @@ class Connection:
         elif not self.message_since:
             self.message_since = monotonic()
 
-    def next_message(self, takes_costly: bool) -> Request | None:
+    def next_message(self, until: float, takes_costly: bool) -> Request | None:
         """What may begin now: the next message, once the one before it is answered and its reply written.
 
         Raises ``ProtocolError`` as ``receive`` does.
         """
         if self.is_gone:
             return None
-        if self.can_cut:
-            self._cut()
+        if self.uncut is not None and len(self.backlog) < BACKLOG:
+            self._cut(until)
         if not self.backlog or (self.backlog[0].is_costly and not takes_costly):
             return None
         if self.work is RUNNING:
@@ -188,7 +191,9 @@ class Connection:
         """Whether the I/O thread has to go on, after a turn in which a reply may have been made."""
         with self.lock:
             self.has_turn = False
-            if self.can_cut or (self.work is NONE and self.backlog):
+            if self.uncut is not None and len(self.backlog) < BACKLOG:
+                return True  # more messages are to be cut; behind them it is seen that the client is gone
+            if self.work is NONE and self.backlog:
                 return True
             return has_replies and self.work is not RUNNING and self.waits_for_loop
 
@@ -203,7 +208,7 @@ class Connection:
 
     def settle(self) -> None:
         """Tell the journal where all that was taken has begun."""
-        if self.is_settled:
+        if self.uncut is None and not self.backlog and not self.reader.pending_bytes:
             self.journal.settle()
 
     def attach(self, ticket: Cancellable) -> bool:

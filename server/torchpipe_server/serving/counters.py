@@ -22,21 +22,18 @@ _DUE = 256  # what is noted is worked through, so that no round of the loop has 
 class RequestCounters:
     """``add`` is for any thread and costs next to nothing: what it notes is worked through in ``settle``.
 
-    ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written.
+    ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written. ``is_logging``: whether
+    somebody wants to know the requests' names.
     """
 
     def __init__(self, logged: str) -> None:
+        self.is_logging = logged != "none"
         self._logged = logged
         self._noted: deque[tuple[str, str, float, str, float]] = deque()
         self._lock = threading.Lock()
         self._by_method: dict[str, Counter[str]] = {}
         self._latency = [0] * COUNTS
         self._seconds = 0.0
-
-    @property
-    def is_logging(self) -> bool:
-        """Whether somebody wants to know the requests' names."""
-        return self._logged != "none"
 
     def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
         """A request was answered ``seconds`` after its message was complete."""

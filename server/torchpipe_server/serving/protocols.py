@@ -100,46 +100,28 @@ class Protocols:
 
 
 class Stream:
-    """The reader of a new connection: that of the protocol which the first bytes tell."""
+    """The reader of a new connection, until ``told``, that of the protocol which the first bytes tell, takes over."""
+
+    request: Request | None = None
+    awaits_invitation = is_paused = False
 
     def __init__(self, protocols: Protocols) -> None:
         self._protocols = protocols
-        self._reader: Reader | None = None
-        self._start = b""  # until it is told
-
-    @property
-    def pending_bytes(self) -> int:
-        return len(self._start) if self._reader is None else self._reader.pending_bytes
-
-    @property
-    def request(self) -> Request | None:
-        return None if self._reader is None else self._reader.request
+        self._start = b""
+        self.pending_bytes = 0
+        self.told: Reader | None = None
 
     def feed(self, data: Buffer) -> Iterator[Request]:
-        reader = self._reader
-        if reader is None:
-            data = self._start + data
-            service = self._protocols.told_by(data)
-            if service is None:
-                self._start = bytes(data)
-                return iter(())
-            reader = self._reader = service.reader()
-            self._start = b""
-        return reader.feed(data)
+        self._start += data
+        self.pending_bytes = len(self._start)
+        service = self._protocols.told_by(self._start)
+        if service is None:
+            return iter(())
+        self.told = service.reader()
+        return self.told.feed(self._start)
 
     def abandon(self, error: ProtocolError) -> None:
-        if self._reader is None:
-            self._reader, self._start = self._protocols.thrift.reader(), b""
-        self._reader.abandon(error)
-
-    @property
-    def is_paused(self) -> bool:
-        return self._reader is not None and self._reader.is_paused
-
-    @property
-    def awaits_invitation(self) -> bool:
-        return self._reader is not None and self._reader.awaits_invitation
+        self._start, self.pending_bytes = b"", 0
 
     def invitation(self) -> bytes:
-        assert self._reader is not None
-        return self._reader.invitation()
+        return b""

@@ -31,7 +31,7 @@ from torchpipe_server.serving.counters import RequestCounters
 from torchpipe_server.serving.http import HttpService
 from torchpipe_server.serving.journal import Entry
 from torchpipe_server.serving.loop import READ, WRITE, Loop
-from torchpipe_server.serving.protocols import Protocols, Request, Served, Stream
+from torchpipe_server.serving.protocols import Protocols, Request, Served, Service, Stream
 from torchpipe_server.serving.service import ThriftService
 from torchpipe_server.wire.protocol import Limits, ProtocolError
 
@@ -181,10 +181,12 @@ class Server:
                 logger.exception("closing it failed as well")
 
     def _step(self) -> float:
-        self._take_turns()
+        if self._turns:
+            self._take_turns()
         if self._held_bytes > self._options.max_held_bytes:
             self._bound_memory()
-        self._expire()
+        if self._deadlines:
+            self._expire()
         is_tick = monotonic() >= self._next_tick
         if is_tick or self.counters.is_due:
             self.counters.settle()
@@ -265,11 +267,11 @@ class Server:
         if connection.state is LINGERING:
             return
         try:
-            connection.receive(data)
+            until = connection.receive(data)
         except ProtocolError as error:
             self._refuse(connection, error)
             return
-        self._start_next(connection)
+        self._start_next(connection, until)
         if connection.is_full(self._options.max_message_bytes):
             self._watch(connection, connection.events & ~READ)
         self._held_bytes += len(data)
@@ -313,7 +315,7 @@ class Server:
             return
         is_written = connection.send_rest()
         if is_written:
-            self._start_next(connection, takes_costly)
+            self._start_next(connection, monotonic() + TURN_SECONDS, takes_costly)
         unsent = connection.unsent
         if unsent is not None:
             self._held_bytes += len(unsent)
@@ -355,17 +357,16 @@ class Server:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def _start_next(self, connection: Connection, takes_costly: bool = False) -> None:
-        """Begin the messages that wait, for a turn at most; the rest waits in line for another one."""
+    def _start_next(self, connection: Connection, until: float, takes_costly: bool = False) -> None:
+        """Begin the messages that wait, until the turn ends; the rest waits in line for another one."""
         if connection in self._turns:
             return
-        until = monotonic() + TURN_SECONDS
         has_replies = connection.begin_turn()
         try:
-            while message := connection.next_message(takes_costly):
+            while message := connection.next_message(until, takes_costly):
                 has_replies = True
                 self._start(connection, message)
-                if monotonic() > until:
+                if connection.is_settled or monotonic() > until:
                     break
         except ProtocolError as error:
             self._break_off(connection, error)
@@ -378,8 +379,7 @@ class Server:
 
     def _start(self, connection: Connection, message: Request) -> None:
         serial, began, request_id = connection.begin(message), monotonic(), ""
-        head = message
-        service = self._protocols.of(message)
+        head, service = message, self._protocols.of(message)
         if message.is_last:
             connection.end_after_replies()
         try:
@@ -389,13 +389,14 @@ class Server:
                 raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
             method, args = service.decode(message)
             head = message.without_body()  # what the answer needs; the image is not kept until then
-            connection.working_bytes += service.decoded_bytes
-            self._held_bytes += service.decoded_bytes
+            decoded_bytes = service.decoded_bytes
+            connection.working_bytes += decoded_bytes
+            self._held_bytes += decoded_bytes
             if self.counters.is_logging:
                 request_id = method.request_id(args)
-            ticket = method.start(args, partial(self._finish, connection, head, began, request_id))
+            ticket = method.start(args, partial(self._finish, connection, service, head, began, request_id))
         except Exception as error:
-            self._finish(connection, head, began, request_id, error)
+            self._finish(connection, service, head, began, request_id, error)
             return
         if ticket is not None and connection.attach(ticket) and ticket.deadline is not None:
             self._remember_deadline(ticket.deadline, connection, serial)
@@ -407,9 +408,11 @@ class Server:
             self._deadlines = [entry for entry in self._deadlines if entry[2].is_working_on(entry[3])]
             heapq.heapify(self._deadlines)
 
-    def _finish(self, connection: Connection, message: Request, began: float, request_id: str, result: Any) -> None:
+    def _finish(
+        self, connection: Connection, service: Service, message: Request, began: float, request_id: str, result: Any
+    ) -> None:
         """Answer a request, on whichever thread finished it."""
-        data, method, outcome = self._protocols.of(message).reply(message, result)
+        data, method, outcome = service.reply(message, result)
         now, calls_loop = connection.send(data)
         self.counters.add(method, outcome, now - began, request_id)
         if calls_loop:

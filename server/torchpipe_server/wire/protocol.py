@@ -77,7 +77,7 @@ class Message(NamedTuple):
     @property
     def is_costly(self) -> bool:
         """Whether it may take milliseconds to decode it and to begin its work."""
-        return self.items > COSTLY_ITEMS or self.size > COSTLY_BYTES
+        return self.items > COSTLY_ITEMS or self.end - self.start > COSTLY_BYTES
 
     @property
     def size(self) -> int:
@@ -109,21 +109,23 @@ class Header(NamedTuple):
 
 
 class MessageReader:
-    """Cuts a byte stream into messages. One per connection, for one thread."""
+    """Cuts a byte stream into messages. One per connection, for one thread.
+
+    ``pending_bytes`` are held here and belong to no message yet: at most `Limits.message_bytes` and what one `feed`
+    brought. ``awaits_invitation``: whether the client sends the rest of a message once it is told to; Thrift's never
+    waits for that.
+    """
+
+    awaits_invitation = False
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._framing: Framing | None = None
         self._scanner = Scanner(limits, is_compact=False)
         self._held = bytearray()  # an unfinished message, from its first byte
-        self._pending = 0
+        self.pending_bytes = 0
         self._header: Header | None = None  # of that message
         self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes held here that belong to no message yet; at most `Limits.message_bytes` and what one `feed` brought."""
-        return self._pending
 
     @property
     def framing(self) -> Framing | None:
@@ -160,17 +162,12 @@ class MessageReader:
                 if message is None:
                     break
                 start = message.end
-                self._pending = end - start
+                self.pending_bytes = end - start
                 yield message
         except ProtocolError as error:
             self.abandon(error)
             raise
         self._hold(buffer, start, end)
-
-    @property
-    def awaits_invitation(self) -> bool:
-        """Whether the client sends the rest of a message once it is told to: Thrift's never waits for that."""
-        return False
 
     def invitation(self) -> bytes:
         """What tells it."""
@@ -180,10 +177,10 @@ class MessageReader:
         """Give up the unfinished message, whatever it holds; ``error`` is what a further ``feed`` raises."""
         self._broken = error.kind, error.detail
         self._held = bytearray()
-        self._pending = 0
+        self.pending_bytes = 0
 
     def _hold(self, buffer: Buffer, start: int, end: int) -> None:
-        self._pending = end - start
+        self.pending_bytes = end - start
         if start == end:
             self._held = bytearray()  # never cleared: messages may refer to the old one
         elif start > 0:

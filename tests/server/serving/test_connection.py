@@ -16,12 +16,12 @@ def test_a_stream_that_is_broken_off_twice_has_one_last_answer() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         connection = Connection(ours, MessageReader(Limits()), journal.entry(0), 0, False)
-        connection.receive(UNFINISHED)
+        until = connection.receive(UNFINISHED)
         for _ in range(2):
             assert connection.break_off(ProtocolError("overloaded", "too much is held"))
-        message = connection.next_message(False)
+        message = connection.next_message(until, False)
         assert message is not None
         assert message.error is not None
         assert (message.seqid, message.error.kind) == (7, "overloaded")
-        assert connection.next_message(False) is None
+        assert connection.next_message(until, False) is None
     journal.close()
