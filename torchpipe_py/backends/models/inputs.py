@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -42,11 +43,15 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     ``InvalidRequest`` where they are not the model's ``inputs``, which are empty where the model does not say them.
     """
     data = item[TASK_DATA_KEY]
-    if isinstance(data, Mapping):
+    if hasattr(data, "dtype"):  # a tensor or an array: most are, and the other questions take longer
+        values = [data]
+    elif isinstance(data, Mapping):
         return [_value(data[name]) for name in _names(data, inputs)]
-    if isinstance(data, (list, tuple)) and data and all(isinstance(value, Number) for value in data):
-        data = [data]  # a vector: no input is a single number
-    values = [_value(value) for value in data] if isinstance(data, (list, tuple)) else [data]
+    elif isinstance(data, (list, tuple)):
+        is_vector = data and all(isinstance(value, Number) for value in data)  # no input is a single number
+        values = [_value(data)] if is_vector else [_value(value) for value in data]
+    else:
+        values = [data]
     if inputs and len(values) != len(inputs):
         raise InvalidRequest(f"the model has {len(inputs)} inputs, data holds {len(values)}: {_listed(inputs)}")
     return values
@@ -131,7 +136,7 @@ def looks_like_mat(array: np.ndarray) -> bool:
 
 
 def _fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
-    return all(want is None or want == have for want, have in zip(dims, shape, strict=True))
+    return shape == dims or all(want is None or want == have for want, have in zip(dims, shape, strict=True))
 
 
 def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
@@ -142,8 +147,13 @@ def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
         limits, least, most = np.iinfo(dtype), int(array.min(initial=0)), int(array.max(initial=0))
         if not limits.min <= least <= most <= limits.max:
             raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype} of {least}..{most}")
-    elif not np.can_cast(array.dtype, dtype, "same_kind"):
+    elif not _can_cast(array.dtype, dtype):
         raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype}")
+
+
+@lru_cache(256)
+def _can_cast(given: np.dtype, wanted: np.dtype) -> bool:
+    return np.can_cast(given, wanted, "same_kind")
 
 
 def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:

@@ -76,6 +76,7 @@ class ModelBackend(Backend):
     outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
     _is_checked = False
+    _allowed: Shapes = ()  # the last ones: most requests have them too
 
     def setup(self) -> None:
         self._postprocess: Postprocessor | None = None
@@ -112,12 +113,15 @@ class ModelBackend(Backend):
 
     def check_shapes(self, shapes: Shapes) -> None:
         """``InvalidRequest`` for inputs of these shapes, without batch, that ``min``, ``max`` or ``mean`` forbid."""
+        if shapes == self._allowed:
+            return
         numbers = max(len(self.mean), len(self.std))
         if numbers and (len(shapes[0]) < 3 or numbers not in (1, shapes[0][-3])):
             raise InvalidRequest(f"mean and std are for CxHxW, {numbers} numbers here; got {shown_dims(shapes[0])}")
         if not allows(self.min_batch, self.max_batch, shapes):
             given = ", ".join(map(shown_dims, shapes))
             raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
+        self._allowed = shapes
 
     def check_batches(self, shapes: Shapes, count: int = 2) -> None:
         """Before the first batch: ``ConfigError`` where items of a batch of ``count``, of these shapes, mix.
