@@ -17,6 +17,8 @@ from conftest import encode, picture
 from PIL import Image
 
 from torchpipe_py import BackendUnavailable, DecodeError, InvalidRequest, pipe
+from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.plan.build import plan_pipeline
 
 Data = dict[str, Any]
 
@@ -385,3 +387,16 @@ def test_the_whole_way_of_a_picture(jpeg: bytes) -> None:
     )
     mat = cv2.resize(cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR), (224, 224))
     assert np.array_equal(item["result"].cpu().numpy()[0], mat[:, :, ::-1].transpose(2, 0, 1))
+
+
+def test_what_was_read_to_tell_how_large_an_image_is_belongs_to_that_image() -> None:
+    plan = plan_pipeline({"backend": "DecodeMat", "max_pixels": 2399}).plans["node"]
+    decode = plan.backends[0].create(BackendConfig())
+    small, other = {"data": IMAGES["png"]}, {"data": IMAGES["one pixel"]}
+    decode.setup()
+    decode.is_large(small)
+    decode.forward([other])
+    assert other["result"].shape == (1, 1, 3)
+    assert decode.is_large(small)  # 600 pixels, more than a quarter
+    decode.forward([small])
+    assert (small["result"] == cv2.imdecode(np.frombuffer(small["data"], np.uint8), cv2.IMREAD_COLOR)).all()

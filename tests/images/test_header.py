@@ -31,7 +31,7 @@ from pictures import (
 )
 
 from torchpipe_py import ConfigError, DecodeError, pipe
-from torchpipe_py.images.header import MAX_PIXELS, HeaderCheck, declares_large, to_formats
+from torchpipe_py.images.header import MAX_PIXELS, HeaderCheck, declared_size, to_formats
 from torchpipe_py.images.jpeg import MAX_PASSES, MAX_SCANS
 
 EVERY = HeaderCheck(("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm"))
@@ -206,18 +206,19 @@ def test_the_scans_of_large_images_are_bounded_together() -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
-def test_large_is_what_declares_more_than_a_quarter(name: str, kind: Callable[[bytes], Any]) -> None:
+def test_a_size_is_read_without_the_rest_and_spares_reading_it_again(name: str, kind: Callable[[bytes], Any]) -> None:
     header = EVERY(GOOD[name])
-    pixels = header.width * header.height
-    assert declares_large(kind(GOOD[name]), 4 * pixels - 1)
-    assert not declares_large(kind(GOOD[name]), 4 * pixels)
+    size = declared_size(kind(GOOD[name]))
+    assert size is not None
+    assert (size.width, size.height) == (header.width, header.height)
+    assert EVERY(GOOD[name], size) == header
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"\xff\xd8", b"\x89P", b"RI", b"BM", b"II", b"P6", b"text", "text", None, np.eye(3)]
 )
-def test_what_says_no_size_is_not_large(data: Any) -> None:
-    assert not declares_large(data, 1)
+def test_what_says_no_size_has_none(data: Any) -> None:
+    assert declared_size(data) is None
 
 
 def test_a_png_of_many_small_chunks() -> None:

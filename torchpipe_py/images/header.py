@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,8 +43,21 @@ class ImageHeader(NamedTuple):
     memory: int
 
 
-def _read_jpeg(data: Bytes) -> ImageHeader:
-    jpeg = JpegHeader(data)
+class Size(Protocol):
+    """What a header says at its beginning."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+
+
+ReadHeader = Callable[[Bytes, "Size | None"], ImageHeader]
+"""Bytes, and what was read of their size if that was."""
+
+
+def _read_jpeg(data: Bytes, start: Size | None = None) -> ImageHeader:
+    jpeg = start if isinstance(start, JpegHeader) else JpegHeader(data)
     scans = jpeg.scans(data)
     # What is decoded in several passes is kept in coefficients of 16 bits.
     # NOTE: else cv2.imdecode has the pixels twice at its end, since it copies them into an array.
@@ -53,8 +66,8 @@ def _read_jpeg(data: Bytes) -> ImageHeader:
     return ImageHeader("jpeg", jpeg.width, jpeg.height, jpeg.components, 8, 1, scans, memory)
 
 
-def _reader(name: str, read: Callable[[Bytes], Any]) -> Callable[[Bytes], ImageHeader]:
-    def read_header(data: Bytes) -> ImageHeader:
+def _reader(name: str, read: Callable[[Bytes], Any]) -> ReadHeader:
+    def read_header(data: Bytes, start: Size | None = None) -> ImageHeader:
         width, height, channels, bits = read(data)
         memory = width * height * (3 + max(4, channels * bits // 8))
         return ImageHeader(name, width, height, channels, bits, 1, 1, memory)
@@ -66,8 +79,8 @@ class _Format(NamedTuple):
     name: str
     shown: str
     starts: tuple[bytes, ...]
-    read: Callable[[Bytes], ImageHeader]
-    read_size: Callable[[Bytes], Any]
+    read: ReadHeader
+    read_size: Callable[[Bytes], Size]
     """Only as far as ``width`` and ``height``."""
 
 
@@ -105,13 +118,16 @@ class HeaderCheck:
         self._formats, self.max_pixels = tuple(formats), max_pixels
         self._readers = {start: _FORMATS[name].read for name in formats for start in _FORMATS[name].starts}
 
-    def __call__(self, data: Bytes) -> ImageHeader:
-        """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound."""
+    def __call__(self, data: Bytes, start: Size | None = None) -> ImageHeader:
+        """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound.
+
+        ``start`` is what ``declared_size`` has read of the same bytes.
+        """
         read = self._readers.get(bytes(data[:2]))
         if read is None:
             raise DecodeError(f"{len(data)} bytes are no image of formats {', '.join(self._formats)}{_known(data)}")
         try:
-            header = read(data)
+            header = read(data, start)
         except (struct.error, IndexError):
             shown = _BY_START[bytes(data[:2])].shown
             raise DecodeError(f"{len(data)} bytes: {shown}: cut off in its header") from None
@@ -135,20 +151,19 @@ class HeaderCheck:
         return f"{size}, more than max_pixels = {self.max_pixels}"
 
 
-def declares_large(data: object, max_pixels: int) -> bool:
-    """Whether the header of encoded bytes is that of a large image; read in microseconds.
+def declared_size(data: object) -> Size | None:
+    """What the header of encoded bytes says at its beginning; read in microseconds.
 
-    ``False`` where it cannot be told: such an image is refused anyway.
+    ``None`` where it cannot be told: such an image is refused anyway.
     """
     if isinstance(data, np.ndarray):
         data = data.data if data.ndim == 1 and data.dtype == np.uint8 else b""
     if not isinstance(data, (bytes, bytearray, memoryview)) or (entry := _BY_START.get(bytes(data[:2]))) is None:
-        return False
+        return None
     try:
-        size = entry.read_size(data)
+        return entry.read_size(data)
     except (struct.error, IndexError, DecodeError):
-        return False
-    return is_large(size.width * size.height, max_pixels)
+        return None
 
 
 def _known(data: Bytes) -> str:

@@ -15,7 +15,7 @@ from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
 from torchpipe_py.backends.images.geometry import MAX_SIDE
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import DecodeError, InvalidRequest, first_line
-from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, declares_large, is_large, to_formats
+from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, Size, declared_size, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
@@ -88,13 +88,13 @@ class MatDecoder:
         self._flags = flags[color]
         self._cv2_error = cv2.error
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: Any, start: Size | None = None) -> Any:
         """A Mat, of the size in the header or turned by a quarter; ``DecodeError`` where there is none.
 
-        ``InvalidRequest`` for what is no bytes.
+        ``start`` is what ``declared_size`` has read of it. ``InvalidRequest`` for what is no bytes.
         """
         encoded = encoded_bytes(data)
-        header = self._check(data if isinstance(data, bytes) else encoded.data)
+        header = self._check(data if isinstance(data, bytes) else encoded.data, start)
         try:
             if header.memory <= SMALL:
                 mat = self._imdecode(encoded, self._flags)
@@ -139,18 +139,30 @@ class DecodeMat(StatelessBackend):
             self.color = color
         return None
 
+    # What ``is_large`` has read, until the same bytes are decoded. NOTE: bytes never change in between.
+    _declared: tuple[bytes, Size | None] | None = None
+    _decodes = False  # in a process of its own it only says what is large
+
     def setup(self) -> None:
+        self._decodes = True
         self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
 
     def signature(self) -> Signature:
         return ENCODED_IMAGE
 
     def is_large(self, item: Data) -> bool:
-        return declares_large(item[TASK_DATA_KEY], self.max_pixels)
+        data = item[TASK_DATA_KEY]
+        size = declared_size(data)
+        if self._decodes and isinstance(data, bytes):
+            self._declared = data, size
+        return size is not None and is_large(size.width * size.height, self.max_pixels)
 
     def forward_item(self, item: Data) -> None:
+        data, declared = item[TASK_DATA_KEY], self._declared
+        self._declared = None
         try:
-            item[TASK_RESULT_KEY] = self._decode(item[TASK_DATA_KEY])
+            start = None if declared is None or declared[0] is not data else declared[1]
+            item[TASK_RESULT_KEY] = self._decode(data, start)
         except DecodeError as error:
             item[TASK_ERROR_KEY] = error
             return
