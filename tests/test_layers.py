@@ -34,7 +34,7 @@ TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
 SERVER_MAY_IMPORT = {
-    *("", "errors", "idl", "http", "http.errors", "http.infer", "http.values"),
+    *("", "errors", "idl", "http", "http.errors", "http.infer", "http.json_values", "http.values"),
     *("runtime.deadlines", "runtime.statistics", "drawing.depict"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""

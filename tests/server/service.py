@@ -31,12 +31,10 @@ from torchpipe_server.serving.protocols import Served
 from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
-from torchpipe_server.worker.handler import InferenceHandler
-from torchpipe_server.worker.http_handler import HttpHandler
+from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import pipe
 from torchpipe_py.idl import load_idl
-from torchpipe_py.runtime.deadlines import Deadlines
 
 ROOT = Path(__file__).parents[2]
 DEMO = "configs/demo.toml"
@@ -75,7 +73,7 @@ class LocalServer:
     ) -> None:
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = listener.getsockname()[1]
-        settings = Options(config="test", **{"host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
+        settings = Options(**{"config": "test.toml", "host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
         self.run = run
         self.loop = Loop()
         self.journal = Journal(slots_for(settings.max_connections))
@@ -84,7 +82,7 @@ class LocalServer:
         if make_methods:
             served = Served(make_methods(self.loop), Routes(()))
         else:
-            served = make_served(self.loop) if make_served else self._served(run or FakePipe(), settings)
+            served = make_served(self.loop) if make_served else usual_service(settings, run or FakePipe())
         self.server = Server(self.loop, served, settings, lambda slot, is_closed: self.slots.release(slot))
         self.loop.steps.append(self._step)
         self.error: BaseException | None = None
@@ -92,13 +90,6 @@ class LocalServer:
 
     def stop(self) -> None:
         self.loop.call(self._stop)
-
-    @staticmethod
-    def _served(run: Any, options: Options) -> Served:
-        deadlines = Deadlines(run, options.deadline_ms)
-        thrift = InferenceHandler(run, IDL, deadlines, options.max_batch, options.max_reply_bytes)
-        http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
-        return Served(thrift.methods, Routes(http.routes))
 
     def _take(self, sock: socket.socket, peer: str) -> None:
         place = self.slots.take(peer)
@@ -144,7 +135,10 @@ class LocalServer:
 @contextmanager
 def serving(config: Any, **options: Any) -> Iterator[LocalServer]:
     """A pipe and its server; `config` is what `pipe` takes, or the name of one backend."""
-    config = {"node": {"backend": config}} if isinstance(config, str) and not config.endswith(".toml") else config
+    if isinstance(config, str) and config.endswith(".toml"):
+        options["config"] = config
+    elif isinstance(config, str):
+        config = {"node": {"backend": config}}
     with pipe(config) as run, LocalServer(run, **options) as server:
         yield server
 

@@ -43,7 +43,7 @@ class Signature:
     outputs: tuple[TensorSpec, ...] = ()
 
 
-ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None,), BYTES),))
+ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None, 1), BYTES),))
 """Of a decoder."""
 
 LABEL_AND_SCORE = (TensorSpec("label", (None,), BYTES), TensorSpec("score", (None,), "float32"))

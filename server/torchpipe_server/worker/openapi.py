@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchpipe_py
+from torchpipe_server.worker.oip.document import paths
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "number"}
@@ -75,18 +76,19 @@ def openapi() -> dict[str, Any]:
         "additionalProperties": True,
         "description": "label and score of a classifier; otherwise the keys that were asked for",
     }
+    failures = {status: _failure(text) for status, text in _ERRORS.items()}
     infer = {
         "summary": "Run the pipeline on an image, or on a dict of values.",
         "operationId": "infer",
         "parameters": parameters,
         "requestBody": body,
         "responses": {"200": {"description": "the result", "content": {"application/json": {"schema": result}}}}
-        | {status: _failure(text) for status, text in _ERRORS.items()},
+        | failures,
     }
     return {
         "openapi": "3.1.0",
         "info": {"title": "torchpipe_py", "version": torchpipe_py.__version__},
-        "paths": {"/infer": {"post": infer}},
+        "paths": {"/infer": {"post": infer}, **paths(failures)},
     }
 
 

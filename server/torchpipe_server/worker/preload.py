@@ -27,6 +27,8 @@ import torch  # noqa: E402, F401
 import torchpipe_py.drawing.depict  # noqa: E402, F401
 import torchpipe_server.serving.server  # noqa: E402
 import torchpipe_server.worker.handler  # noqa: E402
+import torchpipe_server.worker.http_handler  # noqa: E402
+import torchpipe_server.worker.oip.handler  # noqa: E402
 import torchpipe_server.worker.worker  # noqa: E402, F401
 from torchpipe_py import Registry  # noqa: E402
 from torchpipe_py.idl import load_idl  # noqa: E402

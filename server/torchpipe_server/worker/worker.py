@@ -12,7 +12,9 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_server.logs import dropped_lines, set_up_logging
@@ -201,18 +203,28 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
             return Served(handler.methods, Routes(handler.routes))
 
         return make_own
+    return partial(usual_service, options)
+
+
+def usual_service(options: Options, run: pipe) -> Served:
+    """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
+    from torchpipe_py.http.errors import Bound
     from torchpipe_py.idl import load_idl
     from torchpipe_py.runtime.deadlines import Deadlines
+    from torchpipe_server.serving.service import reply_bound
     from torchpipe_server.worker.handler import InferenceHandler
     from torchpipe_server.worker.http_handler import HttpHandler
+    from torchpipe_server.worker.many import Turns
+    from torchpipe_server.worker.oip.handler import OipHandler
+    from torchpipe_server.worker.oip.requests import Limits
 
-    def make(run: pipe) -> Served:
-        deadlines = Deadlines(run, options.deadline_ms)
-        thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes)
-        http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
-        return Served(thrift.methods, Routes(http.routes))
-
-    return make
+    deadlines, turns = Deadlines(run, options.deadline_ms), Turns(run)
+    thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
+    http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
+    limits = Limits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
+    model = Path(options.config).stem
+    oip = OipHandler(run, model, deadlines, turns, limits, reply_bound(options.max_reply_bytes))
+    return Served(thrift.methods, Routes([*http.routes, *oip.routes]))
 
 
 def _die_with_parent(is_wanted: bool) -> None:

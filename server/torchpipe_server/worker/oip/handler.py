@@ -1,0 +1,146 @@
+"""The routes under ``/v2`` on a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
+from torchpipe_py.errors import nearest
+from torchpipe_py.http.errors import Bound, describe_error
+from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_server.serving.http import Route, RouteError, json_answer, route
+from torchpipe_server.serving.service import Cancellable, Done
+from torchpipe_server.wire.http import HttpAnswer, HttpRequest
+from torchpipe_server.worker.many import Turns
+from torchpipe_server.worker.oip import metadata
+from torchpipe_server.worker.oip.requests import InferRequest, Limits, read_infer
+from torchpipe_server.worker.oip.results import answer, kept, outputs_of
+
+_MODEL = "/v2/models/{model}"
+
+
+class OipHandler:
+    """The protocol's routes, for ``Server``: ``name`` is what its clients call the pipe.
+
+    The items of a request go through the pipe side by side. Where one fails, the request does.
+    """
+
+    def __init__(self, run: pipe, name: str, deadlines: Deadlines, turns: Turns, limits: Limits, reply: Bound) -> None:
+        self._pipe, self._name, self._deadlines, self._turns = run, name, deadlines, turns
+        self._limits, self._reply = limits, reply
+        self._figures = metadata.Figures()
+        of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
+            ("POST", "/infer", self._infer),
+            ("GET", "", self._answering(self._metadata)),
+            ("GET", "/ready", self._answering(lambda request: self._ready({"name": name}))),
+            ("GET", "/config", self._answering(self._config)),
+            ("GET", "/stats", self._answering(self._stats)),
+        )
+        self.routes: Sequence[Route] = (
+            *[route(verb, f"{_MODEL}{path}", start) for verb, path, start in of_model],
+            *[route(verb, f"{_MODEL}/versions/{{version}}{path}", start) for verb, path, start in of_model],
+            route("GET", "/v2", self._answering(lambda request: json_answer(metadata.server()))),
+            route("GET", "/v2/health/live", self._answering(lambda request: json_answer({"live": True}))),
+            route("GET", "/v2/health/ready", self._answering(lambda request: self._ready({}))),
+            route("GET", "/v2/models/stats", self._answering(self._stats)),
+            route("POST", "/v2/repository/index", self._answering(self._index)),
+        )
+
+    def _answering(self, answer: Callable[[HttpRequest], HttpAnswer]) -> Callable[[HttpRequest, Done], None]:
+        """The start of a method that knows its answer at once."""
+
+        def start(request: HttpRequest, done: Done) -> None:
+            self._check(request)
+            done(answer(request))
+
+        return start
+
+    def _check(self, request: HttpRequest) -> None:
+        """``RouteError`` for a model or a version that there is not."""
+        name = unquote(request.parameters.get("model", self._name))
+        if name != self._name:
+            raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], [self._name])}")
+        version = unquote(request.parameters.get("version", metadata.VERSION))
+        if version != metadata.VERSION:
+            raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {nearest('', [metadata.VERSION])}")
+
+    # -- what is known without a request of the pipe ------------------------------------------------------------
+
+    def _metadata(self, request: HttpRequest) -> HttpAnswer:
+        return json_answer(metadata.model(self._name, self._signature(request)))
+
+    def _config(self, request: HttpRequest) -> HttpAnswer:
+        return json_answer(metadata.config(self._name, self._signature(request), self._limits.items))
+
+    def _signature(self, request: HttpRequest) -> Signature:
+        """Of the root that ``?node_name=`` names; of several roots, without it, nothing is said."""
+        names = [value for key, value in parse_qsl(request.query[:2048]) if key == "node_name"]
+        try:
+            return self._pipe.signature(names[0] if names else None)
+        except UnknownNode:
+            if names:
+                raise
+            return Signature()
+
+    def _ready(self, said: dict[str, Any]) -> HttpAnswer:
+        is_ready = all(node["alive"] for node in self._pipe.stats()["nodes"].values())
+        return json_answer({**said, "ready": is_ready}, 200 if is_ready else 503)
+
+    def _stats(self, request: HttpRequest) -> HttpAnswer:
+        return json_answer(self._figures.summary(self._name, self._pipe.stats()))
+
+    def _index(self, request: HttpRequest) -> HttpAnswer:
+        return json_answer([{"name": self._name, "version": metadata.VERSION, "state": "READY", "reason": ""}])
+
+    # -- inference ----------------------------------------------------------------------------------------------
+
+    def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
+        began = perf_counter()
+        self._check(request)
+        asked = read_infer(request.body, request.fields, self._limits)
+        signature = self._pipe.signature(asked.node_name)
+        items = asked.items(signature.inputs)
+
+        def finish(outcomes: list[Any]) -> None:
+            try:
+                result: Any = self._answer(asked, signature, outcomes)
+            except BaseException as failure:
+                result = failure
+            self._figures.add(len(items), began, isinstance(result, HttpAnswer))
+            done(result)
+
+        outcome = partial(_outcome, asked)
+        seconds = self._deadlines.seconds(asked.deadline_ms)
+        if len(items) == 1:
+            return self._pipe.dispatch(items[0], lambda data, error: finish([outcome(data, error)]), seconds)
+        return self._turns.gather(items, seconds, outcome, finish)
+
+    def _answer(self, asked: InferRequest, signature: Signature, outcomes: list[Any]) -> HttpAnswer:
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                raise _of_item(outcome, index, len(outcomes))
+        return answer(self._name, asked, outputs_of(outcomes, asked, signature.outputs), self._reply)
+
+
+def _outcome(asked: InferRequest, data: dict[str, Any], error: BaseException | None) -> Any:
+    """What of an item is kept until the others are finished: its outputs, or its error."""
+    if error is not None:
+        return error
+    try:
+        return kept(data, asked)
+    except BaseException as failure:
+        return failure
+
+
+def _of_item(error: BaseException, index: int, count: int) -> BaseException:
+    """The error, and of several items which one it is."""
+    if count == 1 or not isinstance(error, TorchpipeError):
+        return error
+    failure = TorchpipeError(f"item {index} of {count}: {describe_error(error)}")
+    failure.code = error.code
+    failure.retry_after_ms = getattr(error, "retry_after_ms", None)  # type: ignore[attr-defined]
+    return failure

@@ -1,0 +1,116 @@
+"""What the service, its model and their figures are, in the words of the protocol and of Triton."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from time import perf_counter, time
+from typing import Any
+
+import torchpipe_py
+from torchpipe_py import Signature, TensorSpec
+from torchpipe_server.worker.oip.tensors import BYTES, OF_DTYPE
+
+PLATFORM = "torchpipe_py"
+VERSION = "1"
+"""Of every model: a service has one configuration at a time."""
+
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
+
+
+def server() -> dict[str, Any]:
+    """``GET /v2``."""
+    return {"name": PLATFORM, "version": torchpipe_py.__version__, "extensions": EXTENSIONS}
+
+
+def model(name: str, signature: Signature) -> dict[str, Any]:
+    """``GET /v2/models/{model}``. Inputs or outputs are empty where the pipe does not say what they are."""
+    return {
+        "name": name,
+        "versions": [VERSION],
+        "platform": PLATFORM,
+        "inputs": _tensors(signature.inputs),
+        "outputs": _tensors(signature.outputs),
+    }
+
+
+def config(name: str, signature: Signature, most: int) -> dict[str, Any]:
+    """``GET /v2/models/{model}/config``: the part of Triton's that means something here; shapes without the batch."""
+    return {
+        "name": name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": most,
+        "input": [_configured(tensor) for tensor in _tensors(signature.inputs)],
+        "output": [_configured(tensor) for tensor in _tensors(signature.outputs)],
+        "dynamic_batching": {},
+    }
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    if not all(spec.dims and spec.dtype in OF_DTYPE for spec in specs):
+        return []
+    return [
+        {
+            "name": spec.name,
+            "datatype": OF_DTYPE[spec.dtype],
+            "shape": [-1, *[-1 if size is None else size for size in spec.dims[1:]]],
+        }
+        for spec in specs
+    ]
+
+
+def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "STRING" if tensor["datatype"] == BYTES else tensor["datatype"]
+    return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"][1:]}
+
+
+class Figures:
+    """How many requests succeeded and failed, and how long they took; any thread may add to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = {"success": 0, "fail": 0}
+        self._seconds = {"success": 0.0, "fail": 0.0}
+        self._items = 0
+        self._last = 0.0
+
+    def add(self, items: int, began: float, is_success: bool) -> None:
+        """A request of so many items, which began at this time of ``perf_counter``, is over."""
+        kind, seconds = "success" if is_success else "fail", perf_counter() - began
+        with self._lock:
+            self._counts[kind] += 1
+            self._seconds[kind] += seconds
+            self._items += items if is_success else 0
+            self._last = time()
+
+    def summary(self, name: str, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """``model_stats`` of Triton; ``stats`` are the pipe's, of all its requests.
+
+        An execution is a batch of the node that takes the largest. Times are sums over nodes; what a batch takes counts
+        once, not for each of its requests.
+        """
+        nodes = list(stats["nodes"].values())
+        batching = max(nodes, key=lambda node: int(node["max"]))
+        waited = sum(node["queue_ms"] + node["batch_wait_ms"] for node in nodes)
+        computed = sum(node["compute_ms"] for node in nodes)
+        with self._lock:
+            inference = {
+                kind: {"count": self._counts[kind], "ns": int(1e9 * self._seconds[kind])} for kind in self._counts
+            }
+            inference["queue"] = {"count": stats["admitted"], "ns": int(1e6 * waited)}
+            inference["compute_infer"] = {"count": stats["admitted"], "ns": int(1e6 * computed)}
+            for kind in ("compute_input", "compute_output"):  # NOTE: perf_analyzer ends where counts differ
+                inference[kind] = {"count": stats["admitted"], "ns": 0}
+            inference["cache_hit"] = inference["cache_miss"] = {"count": 0, "ns": 0}
+            said = {
+                "name": name,
+                "version": VERSION,
+                "last_inference": int(1000 * self._last),
+                "inference_count": self._items,
+                "execution_count": batching["batches"],
+                "inference_stats": inference,
+                "batch_stats": [],
+            }
+        return {"model_stats": [said]}

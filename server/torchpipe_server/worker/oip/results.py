@@ -1,0 +1,145 @@
+"""What a pipe made of the items of a request, as tensors of its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py import InvalidRequest, NoResult, TensorSpec
+from torchpipe_py.errors import nearest
+from torchpipe_py.http.errors import Bound, ReplyTooLargeError
+from torchpipe_py.http.json_values import NUMBER_BYTES, to_text
+from torchpipe_py.http.values import is_label_and_score, output_of
+from torchpipe_server.wire.http import HttpAnswer
+from torchpipe_server.worker.conversion import is_ranking
+from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferRequest
+from torchpipe_server.worker.oip.tensors import Output, numbers, texts
+
+RESULT = "result"
+_JSON, _BINARY = "application/json", "application/octet-stream"
+
+
+def kept(data: Mapping[str, Any], request: InferRequest) -> dict[str, Any]:
+    """What of an item's dict the answer is made of; raises what is under ``error`` where that is not there."""
+    found = {output.name: data[output.name] for output in request.outputs if output.name in data}
+    if len(found) < len(request.outputs) or not found:
+        found[RESULT] = output_of(data, RESULT)
+    return found
+
+
+def outputs_of(
+    items: Sequence[Mapping[str, Any]], request: InferRequest, specs: Sequence[TensorSpec]
+) -> list[tuple[Output, bool]]:
+    """The tensors of the answer, and whether each is binary. ``specs`` is what the pipe says of its result."""
+    names = [spec.name for spec in specs]
+    made: dict[str, Output] = {}
+    if RESULT in items[0]:
+        made = {output.name: output for output in _of_results([item[RESULT] for item in items], names)}
+    if not request.outputs:
+        return [(output, request.is_binary) for output in made.values()]
+    found = []
+    for name, is_binary in request.outputs:
+        output = made.get(name)
+        if output is None and any(name not in item for item in items):
+            raise InvalidRequest(f"no output {name[:40]!r}; {nearest(name[:40], list(made) or names or [RESULT])}")
+        found.append((output or to_output(name, [item[name] for item in items]), is_binary))
+    return found
+
+
+def answer(model: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound) -> HttpAnswer:
+    """JSON, with the binary data behind it where there is any. ``ReplyTooLargeError`` beyond ``reply``."""
+    size = sum(output.size() * (1 if is_binary else NUMBER_BYTES) for output, is_binary in outputs)
+    if size > reply.bytes:
+        raise ReplyTooLargeError(size, reply)
+    head: dict[str, Any] = {"model_name": model, "model_version": "1"}
+    if request.id is not None:
+        head["id"] = request.id
+    head["outputs"] = described = []
+    binary: list[bytes] = []
+    for output, is_binary in outputs:
+        form = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+        if is_binary:
+            binary.append(output.to_binary())
+            described.append({**form, "parameters": {"binary_data_size": len(binary[-1])}})
+        else:
+            described.append({**form, "data": output.to_list()})
+    text = json.dumps(head).encode()
+    if not binary:
+        return HttpAnswer(200, _JSON, text)
+    return HttpAnswer(200, _BINARY, b"".join([text, *binary]), {HEADER_LENGTH: str(len(text))})
+
+
+def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
+    """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``."""
+    if all(map(is_label_and_score, values)):
+        return _labelled([[value] for value in values], [len(values)])
+    if _are_rankings(values, names):
+        most = max(map(len, values))
+        return _labelled([[*value, *[("", 0.0)] * (most - len(value))] for value in values], [len(values), most])
+    if all(map(_are_arrays, values)) and len({len(value) for value in values}) == 1:
+        count = len(values[0])
+        own = names if len(names) == count else [f"{RESULT}_{index}" for index in range(count)]
+        return [to_output(name, column) for name, column in zip(own, zip(*values, strict=True), strict=True)]
+    return [to_output(names[0] if len(names) == 1 else RESULT, values)]
+
+
+def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
+    """Whether all are lists of ``(label, score)``, of which some may be empty."""
+    if not all(value == [] if isinstance(value, list) and not value else is_ranking(value) for value in values):
+        return False
+    return any(values) or list(names) == ["label", "score"]
+
+
+def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[Output]:
+    pairs = [pair for ranking in rankings for pair in ranking]
+    scores = np.array([float(score) for _, score in pairs], np.float32)
+    return [texts("label", [str(label).encode() for label, _ in pairs], shape), Output("score", "FP32", shape, scores)]
+
+
+def to_output(name: str, values: Sequence[Any]) -> Output:
+    """One tensor of all items' values: arrays one behind the other, other values one each; what is none as JSON."""
+    if all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
+        return _joined(name, values)
+    if all(isinstance(value, (str, bytes, bytearray)) for value in values):
+        return texts(name, [value.encode() if isinstance(value, str) else bytes(value) for value in values])
+    for datatype, kinds, dtype in _SCALARS:
+        if all(isinstance(value, kinds) for value in values):
+            try:
+                return Output(name, datatype, [len(values)], np.array(values, dtype))
+            except OverflowError:
+                break
+    return texts(name, [to_text(name, value).encode() for value in values])
+
+
+_SCALARS: Sequence[tuple[str, Any, Any]] = (
+    ("BOOL", (bool, np.bool_), np.bool_),
+    ("INT64", (int, np.integer), np.int64),
+    ("FP64", (float, np.floating), np.float64),
+)
+
+
+def _joined(name: str, values: Sequence[Any]) -> Output:
+    """Of one item the array as it is; of several, arrays 1×… of one shape, as N×…."""
+    (datatype, first), *others = [numbers(name, value) for value in values]
+    if not first.ndim:
+        first, others = first[None], [(other, array[None]) for other, array in others]
+    for index, (other, array) in enumerate(others, 1):
+        if other != datatype or array.shape != first.shape or array.shape[:1] != (1,):
+            shapes = f"{datatype} of shape {list(first.shape)}, of item {index} {other} of shape {list(array.shape)}"
+            raise NoResult(
+                f"{name!r} of item 0 is {shapes}: only arrays 1x… of one shape make a batch; send such items one by one"
+            )
+    array = np.concatenate([first, *[array for _, array in others]]) if others else first
+    return Output(name, datatype, list(array.shape), array)
+
+
+def _are_arrays(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(part, (torch.Tensor, np.ndarray)) for part in value)
+    )

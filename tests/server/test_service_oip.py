@@ -1,0 +1,284 @@
+"""The Open Inference Protocol on the port of the service, without a client of Triton's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Register
+from fakes import Gate
+from service import ROOT, LocalServer, eventually, serving
+from test_service_http import ask, conversing
+
+from torchpipe_py import Backend, Overloaded, Signature, TensorSpec, pipe
+from torchpipe_py.backends.signature import LABEL_AND_SCORE
+
+IMAGES = [(ROOT / f"configs/demo/images/{name}_00.jpg").read_bytes() for name in ("ring", "checker", "circle")]
+DEMO = "/v2/models/demo"
+TEST = "/v2/models/test/infer"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LocalServer]:
+    with serving("configs/demo.toml") as server:
+        yield server
+
+
+def get(server: LocalServer, path: str) -> tuple[int, Any]:
+    return ask(server.port, b"", path, "GET")
+
+
+def texts(*data: str, **members: Any) -> dict[str, Any]:
+    return {"inputs": [{"name": "data", "datatype": "BYTES", "shape": [len(data)], "data": list(data)}], **members}
+
+
+def ask_binary(port: int, path: str, *elements: bytes, **members: Any) -> tuple[int, Any]:
+    binary = b"".join(len(element).to_bytes(4, "little") + element for element in elements)
+    given = {"name": "data", "datatype": "BYTES", "shape": [len(elements), 1]}
+    head = json.dumps({"inputs": [{**given, "parameters": {"binary_data_size": len(binary)}}], **members}).encode()
+    return ask(port, head + binary, path, Inference_Header_Content_Length=str(len(head)))
+
+
+class Told(Backend):
+    """The result is the text; some texts end in an error."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            if item["data"] == b"raises":
+                raise ZeroDivisionError("of /home/someone/secret.py")
+            if item["data"] == b"none":
+                item["error"] = Overloaded("later", 70)
+            else:
+                item["result"] = item["data"]
+
+    def max(self) -> int:
+        return 4
+
+
+@pytest.fixture
+def told(register: Register) -> Iterator[LocalServer]:
+    with serving(register(Told), max_batch=8) as server:
+        yield server
+
+
+# -- what is known --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v2/health/live", {"live": True}),
+        ("/v2/health/ready", {"ready": True}),
+        (f"{DEMO}/ready", {"name": "demo", "ready": True}),
+        (f"{DEMO}/versions/1/ready", {"name": "demo", "ready": True}),
+    ],
+)
+def test_health(demo: LocalServer, path: str, expected: dict[str, Any]):
+    assert get(demo, path) == (200, expected)
+
+
+def test_metadata(demo: LocalServer):
+    status, said = get(demo, "/v2")
+    assert (status, said["name"]) == (200, "torchpipe_py")
+    assert "binary_tensor_data" in said["extensions"]
+    expected = {
+        "name": "demo",
+        "versions": ["1"],
+        "platform": "torchpipe_py",
+        "inputs": [{"name": "data", "datatype": "BYTES", "shape": [-1, 1]}],
+        "outputs": [
+            {"name": "label", "datatype": "BYTES", "shape": [-1]},
+            {"name": "score", "datatype": "FP32", "shape": [-1]},
+        ],
+    }
+    assert get(demo, DEMO) == get(demo, f"{DEMO}/versions/1") == (200, expected)
+    status, said = get(demo, f"{DEMO}/config")
+    assert (status, said["max_batch_size"]) == (200, 256)
+    assert said["input"] == [{"name": "data", "data_type": "TYPE_STRING", "dims": [1]}]
+    index = [{"name": "demo", "version": "1", "state": "READY", "reason": ""}]
+    assert ask(demo.port, b"{}", "/v2/repository/index") == (200, index)
+
+
+def test_metadata_of_roots(classifier: str, register: Register):
+    model = {"backend": "OnnxTensor", "model": classifier}
+    config = {"model": model, "other": {"backend": "Identity"}}
+    with pipe(config) as run, LocalServer(run, config="folder/a b.toml") as server:
+        path = "/v2/models/a%20b"
+        assert get(server, path)[1]["inputs"] == [], "of several roots, none is meant"
+        status, said = get(server, f"{path}?node_name=model")
+        assert said["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
+        assert said["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 5]}]
+        status, said = get(server, f"{path}?node_name=modle")
+        assert (status, said["code"]) == (404, "unknown_node")
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "said"),
+    [
+        ("GET", "/v2/models/dem", "no model 'dem'; did you mean 'demo'?"),
+        ("POST", "/v2/models/x/infer", "no model 'x'; valid: demo"),
+        ("GET", f"{DEMO}/versions/2", "no version '2' of model 'demo'; valid: 1"),
+        ("POST", f"{DEMO}/versions/latest/infer", "no version 'latest' of model 'demo'; valid: 1"),
+        ("GET", "/v2/health/liv", "no /v2/health/liv; did you mean '/v2/health/live'?"),
+    ],
+)
+def test_what_there_is_not(demo: LocalServer, verb: str, path: str, said: str):
+    assert ask(demo.port, b"", path, verb) == (404, {"error": said, "code": "not_found"})
+
+
+def test_figures(told: LocalServer):
+    ask(told.port, texts("a", "b"), TEST)
+    ask(told.port, texts("none"), TEST)
+    for path in ("/v2/models/test/stats", "/v2/models/stats", "/v2/models/test/versions/1/stats"):
+        status, said = get(told, path)
+        (stats,) = said["model_stats"]
+        assert (status, stats["name"], stats["inference_count"]) == (200, "test", 2)
+        found = {kind: count["count"] for kind, count in stats["inference_stats"].items()}
+        assert (found["success"], found["fail"], found["queue"]) == (1, 1, 3)
+        assert found["compute_input"] == found["compute_infer"] == found["compute_output"]
+
+
+# -- inference ------------------------------------------------------------------------------------------------------
+
+
+def test_images(demo: LocalServer):
+    requests = [{"data": image} for image in IMAGES]
+    demo.run(requests)
+    status, answer = ask_binary(demo.port, f"{DEMO}/infer", *IMAGES, id="7")
+    assert (status, answer["id"], answer["model_name"], answer["model_version"]) == (200, "7", "demo", "1")
+    label, score = answer["outputs"]
+    assert label == {
+        "name": "label",
+        "datatype": "BYTES",
+        "shape": [3],
+        "data": [request["result"][0] for request in requests],
+    }
+    assert score["data"] == pytest.approx([request["result"][1] for request in requests], abs=1e-5)
+    assert ask_binary(demo.port, f"{DEMO}/versions/1/infer", IMAGES[0])[1]["outputs"][0]["data"] == ["ring"]
+
+
+def test_one_image_that_is_none(demo: LocalServer):
+    said = "8 bytes are no image of formats jpeg, png, webp, bmp"
+    assert ask_binary(demo.port, f"{DEMO}/infer", b"no image") == (400, {"error": said, "code": "decode_error"})
+    status, answer = ask_binary(demo.port, f"{DEMO}/infer", *IMAGES, b"no image", b"none either")
+    assert (status, answer) == (400, {"error": f"item 3 of 5: {said}", "code": "decode_error"})
+
+
+def test_a_batch_is_one_of_the_pipe(register: Register):
+    gate = Gate(most=4)
+    config = {"node": {"backend": register(gate.backend), "batching_timeout": 60_000}}
+    with gate, serving(config) as server:
+        gate.open()
+        status, answer = ask(server.port, texts("a", "b", "c", "d"), TEST)
+    assert (status, answer["outputs"][0]["data"]) == (200, ["a", "b", "c", "d"])
+    assert gate.batches == [[b"a", b"b", b"c", b"d"]]
+
+
+def test_tensors(classifier: str):
+    with serving({"backend": "OnnxTensor", "model": classifier, "max": 4}) as server:
+        images = torch.arange(3 * 3 * 4 * 4, dtype=torch.float32).reshape(3, 3, 4, 4) / 100
+        expected = [server.run({"data": image[None]})["result"] for image in images]
+        given = {"name": "x", "datatype": "FP32", "shape": [3, 3, 4, 4], "data": images.tolist()}
+        status, answer = ask(server.port, {"inputs": [given]}, TEST)
+        (output,) = answer["outputs"]
+        assert (status, output["name"], output["datatype"], output["shape"]) == (200, "y", "FP32", [3, 5])
+        assert output["data"] == pytest.approx(torch.cat(expected).ravel().tolist())
+        status, answer = ask(server.port, {"inputs": [{**given, "name": "y"}]}, TEST)
+        assert (status, answer["error"]) == (400, "unknown input 'y'; valid: x")
+        status, answer = ask(server.port, {"inputs": [{**given, "shape": [9, 16]}]}, TEST)
+        assert (status, answer["code"]) == (400, "invalid_request")
+        assert answer["error"].startswith("item 0 of 9: input 'x' takes 1x3x?x?")
+
+
+def test_several_inputs_and_outputs(sum_and_difference: str):
+    with serving({"backend": "OnnxTensor", "model": sum_and_difference, "max": 4}) as server:
+        a, b = ({"name": name, "datatype": "FP32", "shape": [1, 2], "data": [3, 4]} for name in "ab")
+        status, answer = ask(server.port, {"inputs": [b, a]}, TEST)
+        assert (status, [output["name"] for output in answer["outputs"]]) == (200, ["sum", "difference"])
+        asked = {"inputs": [a, b], "outputs": [{"name": "difference"}]}
+        assert ask(server.port, asked, TEST)[1]["outputs"][0]["data"] == [0, 0]
+        status, answer = ask(server.port, {"inputs": [a]}, TEST)
+        assert (status, answer["code"]) == (400, "invalid_request")
+        assert "b" in answer["error"]
+
+
+def test_roots(register: Register):
+    with serving({"one": {"backend": register(Told)}, "other": {"backend": "Identity"}}) as server:
+        assert ask(server.port, texts("x", parameters={"node_name": "one"}), TEST)[0] == 200
+        for parameters in ({}, {"node_name": "on"}):
+            status, answer = ask(server.port, texts("x", parameters=parameters), TEST)
+            assert (status, answer["code"]) == (404, "unknown_node")
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_pipeline(told: LocalServer):
+    status, answer = ask(told.port, texts("a", "raises"), TEST)
+    assert (status, answer["code"]) == (500, "backend_error")
+    assert answer["error"].startswith("item 1 of 2: ")
+    assert "ZeroDivisionError: of secret.py" in answer["error"], "without folders of the server"
+    status, answer = ask(told.port, texts("a", "none", "none"), TEST)
+    assert (status, answer) == (429, {"error": "item 1 of 3: later", "code": "overloaded", "retry_after_ms": 70})
+
+
+def test_a_batch_beyond_the_limit(told: LocalServer):
+    status, answer = ask(told.port, texts(*"abcdefghi"), TEST)
+    assert (status, answer["error"]) == (400, "input 'data': a batch of 9; the limit is 8 (--max-batch)")
+
+
+def test_deadlines(register: Register):
+    gate = Gate()
+    with gate, serving(register(gate.backend)) as server:
+        for count in (1, 2):
+            for parameters in ({"deadline_ms": 20}, {"timeout": 20_000}):
+                status, answer = ask(server.port, texts(*["x"] * count, parameters=parameters), TEST)
+                assert (status, answer["code"]) == (504, "deadline_exceeded")
+            assert ask(server.port, texts(*["x"] * count), TEST, X_Deadline_Ms="20")[0] == 504
+        gate.open()
+
+
+def test_a_client_that_leaves_takes_its_batch_along(register: Register):
+    gate = Gate()
+    with gate, serving(register(gate.backend)) as server:
+        with conversing(server.port) as connection:
+            connection.request("POST", TEST, json.dumps(texts(*"abcdefgh")))
+            gate.wait_entered()
+        eventually(lambda: server.run.stats()["inflight"] == 0)
+        gate.open()
+    assert len(gate.batches) == 1
+
+
+def test_a_compressed_body(told: LocalServer):
+    status, answer = ask(told.port, texts("x"), TEST, Content_Encoding="gzip")
+    assert (status, answer["code"]) == (415, "unsupported_encoding")
+
+
+def test_a_result_beyond_the_limit(register: Register):
+    with serving("Identity", max_reply_bytes=4096) as server:
+        status, answer = ask(server.port, texts("x" * 4097), TEST)
+        assert (status, answer["code"]) == (500, "too_large")
+        assert "--max-reply-bytes" in answer["error"]
+
+
+def test_a_dead_instance_is_not_ready(told: LocalServer, monkeypatch: pytest.MonkeyPatch):
+    dead = {"nodes": {"node": {"alive": 0}}}
+    monkeypatch.setattr(pipe, "stats", lambda self: dead)
+    assert get(told, "/v2/health/ready") == (503, {"ready": False})
+
+
+def test_a_backend_of_ones_own_says_what_it_takes(register: Register):
+    class Says(Told):
+        def signature(self) -> Signature:
+            return Signature((TensorSpec("pixels", (None, 4), "uint8"),), LABEL_AND_SCORE)
+
+    with serving(register(Says)) as server:
+        given = {"name": "pixels", "datatype": "UINT8", "shape": [2, 4], "data": list(range(8))}
+        status, answer = ask(server.port, {"inputs": [given]}, TEST)
+        assert (status, answer["outputs"][0]["shape"]) == (200, [2, 4])
+        assert answer["outputs"][0]["data"] == np.arange(8).tolist()
+        assert get(server, "/v2/models/test")[1]["inputs"][0]["shape"] == [-1, 4]

@@ -1,0 +1,264 @@
+"""Inference requests of the Open Inference Protocol: what is read of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferRequest, Limits, Wanted, read_infer
+from torchpipe_server.worker.oip.tensors import DATATYPES, NUMBERS
+
+from torchpipe_py import InvalidRequest, TensorSpec
+from torchpipe_py.http.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
+
+LIMITS = Limits(Bound(2**16, "--max-text-bytes"), 8)
+TEXT: dict[str, Any] = {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x"]}
+ARRAY: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}
+
+
+def read(asked: Any, binary: bytes = b"", length: str | None = "", **fields: str) -> InferRequest:
+    """``length`` is the header's; that of the JSON where it is empty, none where it is ``None``."""
+    text = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+    if length is not None and (length or binary):
+        fields[HEADER_LENGTH.lower()] = length or str(len(text))
+    return read_infer(text + binary, fields, LIMITS)
+
+
+def value_of(given: dict[str, Any], binary: bytes = b"") -> Any:
+    """The one item of a request with this one input."""
+    (row,) = read({"inputs": [given]}, binary).rows
+    return row[given["name"]]
+
+
+def elements(*texts: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+NUMBER_CASES = {"BOOL": [True, False], "UINT64": [0, 2**64 - 1], "INT64": [-(2**63), 2**63 - 1], "INT8": [-128, 127]}
+
+
+@pytest.mark.parametrize("datatype", [*NUMBERS, "BF16"])
+def test_numbers_as_json_and_as_binary(datatype: str):
+    data = NUMBER_CASES.get(datatype, [0, 100])
+    form = {"name": "x", "datatype": datatype, "shape": [1, 2]}
+    expected = torch.from_numpy(np.array([data], NUMBERS[datatype])) if datatype in NUMBERS else None
+    if expected is None:
+        expected = torch.tensor([data], dtype=torch.bfloat16)
+        binary = expected.view(torch.int16).numpy().tobytes()
+    else:
+        binary = expected.numpy().tobytes()
+    of_json = value_of({**form, "data": data})
+    of_nested = value_of({**form, "data": [data]})
+    of_binary = value_of({**form, "parameters": {"binary_data_size": len(binary)}}, binary)
+    for tensor in (of_json, of_nested, of_binary):
+        assert tensor.dtype == expected.dtype
+        assert tensor.tolist() == expected.tolist()
+
+
+def test_bytes_as_json_and_as_binary():
+    assert value_of({**TEXT, "data": ["größe"]}) == "größe".encode()
+    assert value_of({**TEXT, "data": [{"b64": "AP8="}]}) == b"\x00\xff"
+    assert value_of({**TEXT, "shape": [1, 1], "data": [["x"]]}) == b"x"
+    binary = elements(b"\xff\xd8", b"")
+    form = {**TEXT, "shape": [2], "parameters": {"binary_data_size": len(binary)}}
+    del form["data"]
+    assert [row["data"] for row in read({"inputs": [form]}, binary).rows] == [b"\xff\xd8", b""]
+
+
+def test_a_batch_is_split_to_items_and_binary_data_goes_to_its_input():
+    binary = elements(b"a", b"bc") + np.arange(4, dtype=np.int16).tobytes()
+    request = read(
+        {
+            "inputs": [
+                {"name": "data", "datatype": "BYTES", "shape": [2, 1], "parameters": {"binary_data_size": 11}},
+                ARRAY,
+                {"name": "y", "datatype": "INT16", "shape": [2, 2], "parameters": {"binary_data_size": 8}},
+            ]
+        },
+        binary,
+    )
+    first, second = request.rows
+    assert (first["data"], second["data"]) == (b"a", b"bc")
+    assert (first["x"].tolist(), second["x"].tolist()) == ([[1, 2]], [[3, 4]])
+    assert (first["y"].tolist(), second["y"].tolist()) == ([[0, 1]], [[2, 3]])
+
+
+def test_what_else_is_asked():
+    request = read(
+        {
+            "id": "a",
+            "parameters": {"deadline_ms": 20, "node_name": "n", "binary_data_output": True},
+            "inputs": [TEXT],
+            "outputs": [{"name": "o"}, {"name": "p", "parameters": {"binary_data": False}}],
+        }
+    )
+    assert request[:1] + request[2:] == ("a", [Wanted("o", True), Wanted("p", False)], True, "n", 20)
+    assert read({"inputs": [TEXT]})[2:] == ([], False, None, None)
+    assert read({"inputs": [TEXT], "parameters": {"timeout": 5000}}).deadline_ms == 5, "Triton's, in microseconds"
+    assert read({"inputs": [TEXT], "parameters": {"timeout": 0}}).deadline_ms is None
+    assert read({"inputs": [TEXT], "parameters": None}, **{"x-deadline-ms": "7"}).deadline_ms == 7
+
+
+X = TensorSpec("x", (None, 2), "float32")
+A, B = TensorSpec("a", (None, 2), "float32"), TensorSpec("b", (None, 2), "float32")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "names", "expected"),
+    [
+        ([], ["data", "box"], {"data": 1, "box": 1}),
+        ([A], ["a"], {"data": 1}),
+        ([A], ["a", "box"], {"data": 1, "box": 1}),
+        ([A], ["data"], {"data": 1}),
+        ([A, B], ["b", "a"], {"data": {"a": 1, "b": 1}}),
+        ([A, B], ["a"], {"data": {"a": 1}}),
+        ([TensorSpec("data", (None, 2), "float32")], ["data"], {"data": 1}),
+    ],
+)
+def test_inputs_of_the_root_are_its_data(inputs: list[TensorSpec], names: list[str], expected: dict[str, Any]):
+    one = {"datatype": "INT8", "shape": [1, 1], "data": [1]}
+    request = read({"inputs": [{**one, "name": name} for name in names], "parameters": {"node_name": "n"}})
+    assert request.items(inputs) == [{**expected, "node_name": "n"}]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"), [([], "did you mean 'data'?"), ([A, B], "unknown input 'dat'; did you mean 'a'?")]
+)
+def test_an_input_that_there_is_not(inputs: list[TensorSpec], said: str):
+    with pytest.raises(InvalidRequest) as raised:
+        read({"inputs": [{**TEXT, "name": "dat"}]}).items(inputs)
+    assert said in str(raised.value)
+
+
+def of(**changes: Any) -> dict[str, Any]:
+    return {"inputs": [{**ARRAY, **changes}]}
+
+
+def binary_of(size: Any, **changes: Any) -> dict[str, Any]:
+    given = {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": size}, **changes}
+    return {"inputs": [given]}
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "nothing": (b"", "JSON: "),
+    "not utf-8": (b'"\xff"', "JSON: "),
+    "deep": (b"[" * 20_000, "JSON: nested too deeply"),
+    "a list": ([], "the request is no object"),
+    "no inputs": ({"inputs": []}, "the request has no inputs"),
+    "inputs of another kind": ({"inputs": {}}, "no inputs"),
+    "inputs in a text": ({"inputs": "data"}, "inputs is no list"),
+    "an input without a name": ({"inputs": [{"datatype": "FP32"}]}, 'inputs: expected objects with a "name"'),
+    "an input twice": ({"inputs": [ARRAY, ARRAY]}, "input 'x': it is there twice"),
+    "many inputs": ({"inputs": [{**TEXT, "name": str(index)} for index in range(300)]}, "300 inputs"),
+    "a long name": (of(name="x" * 2000), "a name of 2000 characters"),
+    "an unknown type": (of(datatype="FP33"), "input 'x': datatype 'FP33'; did you mean 'FP32'?"),
+    "no type": (of(datatype=None), "input 'x': datatype 'None'"),
+    "no shape": (of(shape=None), "the shape is no list of sizes"),
+    "a negative shape": (of(shape=[-1, 4]), "the shape is no list of sizes"),
+    "a shape of truths": (of(shape=[True, 4]), "the shape is no list of sizes"),
+    "a huge shape": (of(shape=[2, 2**70]), "the shape is no list of sizes"),
+    "a large shape": (of(shape=[2, 2**40, 2**40]), "4 numbers do not fit shape"),
+    "many dimensions": (of(shape=[1] * 33), "33 dimensions; the limit is 32"),
+    "no batch": (of(shape=[]), "the shape [] has no batch"),
+    "an empty batch": (of(shape=[0, 4], data=[]), "the shape [0, 4] has no batch"),
+    "a large batch": (of(shape=[9], data=[0] * 9), "a batch of 9; the limit is 8 (--max-batch)"),
+    "other batches": ({"inputs": [ARRAY, TEXT]}, "input 'data': a batch of 1, and of 2 in another input"),
+    "other sizes": (of(data=[1]), "1 numbers do not fit shape [2, 2]"),
+    "no data": (of(data=None), "the data is no list"),
+    "ragged data": (of(data=[[1], 2]), "inhomogeneous"),
+    "texts for numbers": (of(data=["1", "2", "3", "4"]), "the data has texts, not float32"),
+    "fractions for integers": (of(datatype="INT8", data=[1.5, 2, 3, 4]), "has fractions, not int8"),
+    "too large numbers": (of(datatype="INT8", data=[128, 2, 3, 4]), "2..128, int8 has -128..127"),
+    "numbers for texts": ({"inputs": [{**TEXT, "data": [1]}]}, "an element of BYTES is a text"),
+    "half a character": ({"inputs": [{**TEXT, "data": ["\ud800"]}]}, "an element of BYTES is a text"),
+    "no base64": ({"inputs": [{**TEXT, "data": [{"b64": "%"}]}]}, "b64 is not base64"),
+    "too few texts": ({"inputs": [{**TEXT, "data": []}]}, "0 elements do not fit shape [1]"),
+    "several texts an item": ({"inputs": [{**TEXT, "shape": [1, 2], "data": ["a", "b"]}]}, "[n] or [n, 1]"),
+    "no id": ({"id": 3, "inputs": [TEXT]}, "id is not a text"),
+    "a long id": ({"id": "x" * 2000, "inputs": [TEXT]}, "id: a name of 2000 characters"),
+    "no node_name": ({"parameters": {"node_name": 3}, "inputs": [TEXT]}, "node_name is not a text"),
+    "a deadline of no time": ({"parameters": {"deadline_ms": 0}, "inputs": [TEXT]}, "a deadline of '0'"),
+    "a timeout of no number": ({"parameters": {"timeout": "1"}, "inputs": [TEXT]}, "expected microseconds"),
+    "no parameters": ({"parameters": [], "inputs": [TEXT]}, "the request: parameters is no object"),
+    "another parameter": ({"parameters": {"deadline": 1}, "inputs": [TEXT]}, "did you mean 'deadline_ms'?"),
+    "a sequence": ({"parameters": {"sequence_id": 1}, "inputs": [TEXT]}, "a pipe keeps no state between requests"),
+    "shared memory": (of(parameters={"shared_memory_region": "a"}), "unknown parameter 'shared_memory_region'"),
+    "a flag of another kind": ({"parameters": {"binary_data_output": 1}, "inputs": [TEXT]}, "true or false"),
+    "outputs of another kind": ({"inputs": [TEXT], "outputs": ["label"]}, 'outputs: expected objects with a "name"'),
+    "an output twice": ({"inputs": [TEXT], "outputs": [{"name": "a"}, {"name": "a"}]}, "asked for twice"),
+    "classification": (
+        {"inputs": [TEXT], "outputs": [{"name": "a", "parameters": {"classification": 3}}]},
+        "output 'a': parameter 'classification': a postprocessor in the configuration labels classes (TopK)",
+    ),
+    "a length of no number": ({"inputs": [TEXT]}, "'ten'; the body has", b"", "ten"),
+    "a negative length": ({"inputs": [TEXT]}, "'-1'; the body has", b"", "-1"),
+    "two lengths": ({"inputs": [TEXT]}, "'4, 4'; the body has", b"", "4, 4"),
+    "a length beyond the body": ({"inputs": [TEXT]}, "'100000'; the body has", b"", "100000"),
+    "a huge length": ({"inputs": [TEXT]}, "the body has", b"", "9" * 5000),
+    "a length of 0": ({"inputs": [TEXT]}, "JSON: ", b"", "0"),
+    "a length that cuts the JSON": ({"inputs": [TEXT]}, "JSON: ", b"", "10"),
+    "no length": (binary_of(8), "JSON: ", bytes(8), None),
+    "binary data without any": (binary_of(8), "binary_data_size 8; 0 bytes follow the JSON"),
+    "more than there is": (binary_of(16, shape=[1, 4]), "binary_data_size 16; 8 bytes follow the JSON", bytes(8)),
+    "less than there is": (binary_of(8), "4 bytes behind the binary data of the inputs", bytes(12)),
+    "another size than the shape's": (binary_of(12), "shape [1, 2] has 8 bytes, binary_data_size 12", bytes(12)),
+    "a negative size": (binary_of(-8), "binary_data_size -8", bytes(8)),
+    "a size of no number": (binary_of("8"), "binary_data_size 8", bytes(8)),
+    "a size and data": (binary_of(8, data=[1, 2]), "both data and binary_data_size", bytes(8)),
+    "a dimension of none and a huge one": (binary_of(0, shape=[1, 0, *[2**40] * 3]), "shape", bytes(0), ""),
+    "an element that is cut": (
+        binary_of(5, datatype="BYTES", shape=[1]), "element 0 of 1 ends at byte 6, binary_data_size is 5",
+        b"\x02\0\0\0a",
+    ),
+    "a huge element": (binary_of(5, datatype="BYTES", shape=[1]), "ends at byte 4294967299", b"\xff\xff\xff\xffa"),
+    "half a length": (binary_of(2, datatype="BYTES", shape=[1]), "ends at byte 4", b"\0\0"),
+    "an element too many": (
+        binary_of(10, datatype="BYTES", shape=[1]), "5 bytes behind its last element", elements(b"a", b"b"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_requests_that_are_wrong(name: str):
+    asked, said, *rest = WRONG[name]
+    with pytest.raises(InvalidRequest) as raised:
+        read(asked, *rest)
+    assert said in str(raised.value)
+    assert len(str(raised.value)) < 400
+    assert type(raised.value) is InvalidRequest
+
+
+def test_bodies_that_are_not_read():
+    with pytest.raises(RequestTooLargeError, match="--max-text-bytes"):
+        read({"id": "x" * 2**16, "inputs": [TEXT]})
+    with pytest.raises(UnsupportedEncodingError, match="'gzip'"):
+        read({"inputs": [TEXT]}, **{"content-encoding": "gzip"})
+
+
+def test_binary_data_is_no_part_of_the_bound_of_json():
+    image = bytes(2**17)
+    form = {"name": "data", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 2**17 + 4}}
+    assert value_of(form, elements(image)) == image
+
+
+def test_mutants_are_read_or_refused():
+    rng = np.random.default_rng(18)
+    text = json.dumps(binary_of(8) | {"id": "a", "outputs": [{"name": "y"}]}).encode()
+    for _ in range(300):
+        data = bytearray(text + bytes(8))
+        for _ in range(rng.integers(1, 4)):
+            at = rng.integers(len(data))
+            data[at : at + rng.integers(0, 3)] = rng.bytes(rng.integers(0, 3))
+        try:
+            items = read_infer(bytes(data), {HEADER_LENGTH.lower(): str(len(text))}, LIMITS).items([X])
+        except InvalidRequest:
+            continue
+        assert 1 <= len(items) <= 8
+
+
+def test_a_type_there_is_has_a_name():
+    assert len(set(DATATYPES)) == 14
