@@ -47,7 +47,7 @@ class OipHandler:
             route("GET", "/v2/health/live", self._answering(lambda request: json_answer({"live": True}))),
             route("GET", "/v2/health/ready", self._answering(lambda request: self._ready({}))),
             route("GET", "/v2/models/stats", self._answering(self._stats)),
-            route("POST", "/v2/repository/index", self._answering(self._index)),
+            route("POST", "/v2/repository/index", self._answering(self._index), is_traced=False),
         )
 
     def _answering(self, answer: Callable[[HttpRequest], HttpAnswer]) -> Callable[[HttpRequest, Done], None]:
