@@ -332,6 +332,11 @@ class Client:
     def ping(self) -> None:
         assert self.call("ping") is None
 
+    @staticmethod
+    def pack(data: bytes, seqid: int = 1) -> bytes:
+        """The bytes of ``send_batch``."""
+        return pack_batch(data, seqid)
+
     def send_batch(self, data: bytes) -> int:
         return self.send("infer_batch", params=IDL.InferenceParams(uuid="test", data=data))
 

@@ -17,7 +17,8 @@ from contextlib import ExitStack
 import psutil
 import pytest
 from fakes import WAIT
-from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, pack_batch, pack_call, read_all
+from http_client import every_client
+from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, pack_call, read_all
 from torchpipe_server import cli
 from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import Loop
@@ -43,8 +44,8 @@ def http_port(small: Process) -> int:
     return int(line.partition("127.0.0.1:")[2].partition("/")[0])
 
 
-def is_served(port: int) -> bool:
-    with Client(port) as client:
+def is_served(port: int, client_type: type = Client) -> bool:
+    with client_type(port) as client:
         return client.infer_batch(JPEG)[0] == "ring"
 
 
@@ -74,26 +75,29 @@ def test_the_limit_of_open_files_bounds_the_connections_and_is_told(small: Proce
     eventually(lambda: line in small.stderr)
 
 
-def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: Process):
-    with Client(small.port) as client, ExitStack() as stack:
+@every_client
+def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: Process, client_type):
+    with client_type(small.port) as client, ExitStack() as stack:
         client.infer_batch(JPEG)
         silent = [stack.enter_context(connect(small.port)) for _ in range(60)]
-        assert is_served(small.port)
+        assert is_served(small.port, client_type)
         client.infer_batch(JPEG)
         assert read_all(silent[0]) == b"", "the oldest is still there"
     eventually(lambda: psutil.Process(small.pid).num_fds() < FILES / 2)
 
 
-def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process):
+@every_client
+def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, client_type):
+    message = client_type.pack(JPEG)
     with ExitStack() as stack:
         half = [stack.enter_context(connect(small.port)) for _ in range(MOST)]
         for sock in half:
-            sock.sendall(pack_batch(JPEG)[:20])
-        with Client(small.port) as client:
+            sock.sendall(message[:20])
+        with client_type(small.port) as client:
             error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=JPEG))
         assert error.code == "overloaded"
         for sock in half:
-            sock.sendall(pack_batch(JPEG)[20:])
+            sock.sendall(message[20:])
             assert sock.recv(4)
     eventually(lambda: is_served(small.port))
 

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import socket
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import pytest
+from http_client import HttpClient, Response
 from http_rules import CASES, LIMIT, PROBE, TWO, Answer, Case, chunked, get, post, sized
-from service import LocalServer, connect, serving
-
-
-class Response(NamedTuple):
-    status: int
-    fields: dict[str, str]
-    body: bytes
+from service import LocalServer, serving
 
 
 @pytest.fixture(scope="module")
@@ -30,57 +23,9 @@ def echo() -> Iterator[LocalServer]:
         yield server
 
 
-class Client:
-    """A connection that reads strictly what RFC 9112 lets a server send."""
-
-    def __init__(self, port: int) -> None:
-        self.sock = connect(port)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._received = b""
-
-    def send(self, data: bytes, size: int = 2**20) -> None:
-        for at in range(0, len(data), size):
-            self.sock.sendall(data[at : at + size])
-
-    def read(self, is_head: bool = False) -> Response:
-        """The next response."""
-        while b"\r\n\r\n" not in self._received:
-            assert self._more(), "closed before the end of a head"
-        head, _, self._received = self._received.partition(b"\r\n\r\n")
-        line, *lines = head.decode().split("\r\n")
-        match = re.fullmatch(r"HTTP/1\.1 (\d{3}) [ -~]*", line)
-        assert match, line
-        pairs = [re.fullmatch(r"([A-Za-z-]+): ([!-~](?:[ -~]*[!-~])?)", one) for one in lines]
-        fields = {pair[1].lower(): pair[2] for pair in pairs if pair}
-        assert len(fields) == len(lines), "a field that is none, or is there twice"
-        status = int(match[1])
-        assert status >= 200 or not fields
-        size = 0 if is_head or status < 200 else int(fields["content-length"])
-        while len(self._received) < size:
-            assert self._more(), "closed before the end of a body"
-        body, self._received = self._received[:size], self._received[size:]
-        return Response(status, fields, body)
-
-    def end(self) -> None:
-        """Nothing comes any more."""
-        assert not self._more()
-        assert self._received == b"", "an answer too many"
-
-    def _more(self) -> bool:
-        piece = self.sock.recv(2**16)
-        self._received += piece
-        return bool(piece)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-
-
 def converse(port: int, sent: bytes, size: int, answers: Sequence[Answer], is_kept: bool) -> None:
     """Send it in pieces of that size, and compare."""
-    with Client(port) as client:
+    with HttpClient(port) as client:
         client.send(sent, size)
         for index, answer in enumerate(answers):
             response = client.read(is_head=index == 0 and sent.startswith(b"HEAD "))
@@ -130,7 +75,7 @@ EXPECTING = b"Expect: 100-continue"
 @pytest.mark.parametrize("fields", [b"Content-Length: 2", b"Transfer-Encoding: chunked"])
 def test_rfc_9110_10_1_1_a_client_is_told_to_send_its_body(echo: LocalServer, expectation: bytes, fields: bytes):
     body = b"ok" if fields.startswith(b"Content") else TWO
-    with Client(echo.port) as client:
+    with HttpClient(echo.port) as client:
         for _ in range(2):
             client.send(post(fields, expectation, body=b""), 7)
             assert client.read().status == 100
@@ -139,7 +84,7 @@ def test_rfc_9110_10_1_1_a_client_is_told_to_send_its_body(echo: LocalServer, ex
 
 
 def test_rfc_9110_10_1_1_a_client_that_does_not_wait_gets_one_answer_or_both(echo: LocalServer):
-    with Client(echo.port) as client:
+    with HttpClient(echo.port) as client:
         client.send(sized(EXPECTING) + PROBE)
         response = client.read()
         check(response if response.status != 100 else client.read(), b"ok", is_last=False)
@@ -155,14 +100,14 @@ def test_rfc_9110_10_1_1_a_client_that_does_not_wait_gets_one_answer_or_both(ech
     ],
 )
 def test_rfc_9110_10_1_1_an_error_comes_in_place_of_the_invitation(echo: LocalServer, sent: bytes, status: int):
-    with Client(echo.port) as client:
+    with HttpClient(echo.port) as client:
         client.send(sent)
         check(client.read(), status, is_last=True)
         client.end()
 
 
 def test_rfc_9110_10_1_1_an_expectation_that_nobody_knows(echo: LocalServer):
-    with Client(echo.port) as client:
+    with HttpClient(echo.port) as client:
         client.send(sized(b"Expect: 200-ok") + PROBE)
         check(client.read(), (200, 417), is_last=False)
         check(client.read(), b"probe", is_last=False)
@@ -171,7 +116,7 @@ def test_rfc_9110_10_1_1_an_expectation_that_nobody_knows(echo: LocalServer):
 def test_rfc_9112_8_half_a_message_is_no_request(echo: LocalServer):
     """Neither is one of chunks that ends without the last one."""
     for half in (sized()[:-1], chunked(b"2\r\nok\r\n"), get()[:-2], get()[:9]):
-        with Client(echo.port) as client:
+        with HttpClient(echo.port) as client:
             client.send(sized() + half)
             check(client.read(), b"ok", is_last=False)
             client.sock.shutdown(socket.SHUT_WR)
@@ -179,7 +124,7 @@ def test_rfc_9112_8_half_a_message_is_no_request(echo: LocalServer):
 
 
 def test_rfc_9112_9_6_what_comes_behind_the_last_request_does_not_reset_the_answer(echo: LocalServer):
-    with Client(echo.port) as client:
+    with HttpClient(echo.port) as client:
         client.send(sized(b"Connection: close"))
         for _ in range(20):
             client.send(bytes(10_000))
@@ -190,7 +135,7 @@ def test_rfc_9112_9_6_what_comes_behind_the_last_request_does_not_reset_the_answ
 def test_rfc_9110_9_3_2_head_has_the_fields_of_get(echo: LocalServer):
     fields = []
     for method in (b"GET", b"HEAD"):
-        with Client(echo.port) as client:
+        with HttpClient(echo.port) as client:
             client.send(get(method + b" /openapi.json HTTP/1.1"))
             fields.append({**client.read(is_head=method == b"HEAD").fields, "date": ""})
     assert fields[0] == fields[1]

@@ -17,6 +17,7 @@ import thriftpy2.rpc
 import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
+from http_client import every_client
 from service import (
     FRAMINGS,
     IDL,
@@ -406,10 +407,11 @@ def test_a_finished_request_leaves_nothing_behind_until_its_deadline(register: R
 # -- overload and disconnects ---------------------------------------------------------------------------------------
 
 
-def test_overloaded_is_typed_and_says_when_to_come_back(register: Register):
+@every_client
+def test_overloaded_is_typed_and_says_when_to_come_back(register: Register, client_type):
     gate = Gate()
     config = {"global": {"max_inflight": 1}, "node": {"backend": register(gate.backend)}}
-    with serving(config) as server, gate, Client(server.port) as first, Client(server.port) as second:
+    with serving(config) as server, gate, client_type(server.port) as first, client_type(server.port) as second:
         first.send_batch(b"first")
         gate.wait_entered()
         for _ in range(20):
@@ -421,12 +423,13 @@ def test_overloaded_is_typed_and_says_when_to_come_back(register: Register):
         assert gate.batches == [[b"first"]]
 
 
-def test_requests_of_a_client_that_is_gone_are_never_batched(register: Register, caplog):
+@every_client
+def test_requests_of_a_client_that_is_gone_are_never_batched(register: Register, caplog, client_type):
     gate = Gate(blocks=lambda data: data == b"block")
     with serving(register(gate.backend)) as server, gate, Client(server.port) as other:
         seqid = other.send_batch(b"block")
         gate.wait_entered()
-        leaving = [Client(server.port) for _ in range(5)]
+        leaving = [*(client_type(server.port) for _ in range(4)), Client(server.port)]
         for client in leaving[:4]:
             client.send_batch(b"abandoned")
         leaving[4].send("infer_many", params=[IDL.InferenceParams(uuid="x", data=b"abandoned")] * 3)
@@ -722,11 +725,12 @@ def test_a_client_that_is_done_sending_gets_its_answers(register: Register, rest
     assert b"infer_batch" in received, "the one that was in work is not answered"
 
 
-def test_nothing_is_left_of_a_client_that_is_gone_while_its_request_is_in_work(register: Register):
+@every_client
+def test_nothing_is_left_of_a_client_that_is_gone_while_its_request_is_in_work(register: Register, client_type):
     gate = Gate()
     with serving(register(gate.backend)) as server, gate:
         with connect(server.port) as sock:
-            sock.sendall(pack_batch(b"x") * 3)
+            sock.sendall(client_type.pack(b"x") * 3)
             gate.wait_entered()
         eventually(lambda: not server.server.connections)
         gate.open()

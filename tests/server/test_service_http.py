@@ -26,7 +26,7 @@ from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.worker.custom import CustomHandler, Handler
 from torchpipe_server.worker.worker import usual_service
 
-from torchpipe_py import Backend, NoResult, Overloaded, pipe
+from torchpipe_py import Backend, NoResult, pipe
 from torchpipe_py.errors import ConfigError
 
 IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
@@ -357,29 +357,6 @@ def test_the_document_names_every_status_and_path(demo: LocalServer):
     assert {"200", "400", "404", "408", "413", "429", "503", "504"} <= set(
         document["paths"]["/infer"]["post"]["responses"]
     )
-
-
-def test_overload_says_when_to_come_back(register: Register):
-    gate = Gate()
-    config = {"global": {"max_inflight": 1}, "node": {"backend": register(gate.backend)}}
-    with gate, serving(config) as server, conversing(server.port) as first, conversing(server.port) as second:
-        first.request("POST", "/infer", b"x")
-        gate.wait_entered()
-        second.request("POST", "/infer", b"y")
-        response = second.getresponse()
-        assert response.status == 429
-        assert int(response.headers["Retry-After"]) >= 1
-        assert json.loads(response.read())["code"] == Overloaded.code
-        gate.opened.set()
-        assert hear(first)[0] == 200
-
-
-def test_a_connection_too_many(register: Register):
-    with serving("Identity", max_connections=1) as server, Client(server.port) as client:
-        client.ping()
-        eventually(lambda: server.server.connections == 1)
-        status, answer = ask(server.port, b"x")
-        assert (status, answer["code"]) == (429, "overloaded")
 
 
 def test_statistics_know_the_route(values: LocalServer):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from fakes import WAIT, Gate
+from http_client import HttpClient
 from service import (
     DEMO,
     IDL,
@@ -114,12 +115,14 @@ def is_refused(port: int) -> bool:
 def test_a_signal_lets_everything_accepted_finish(plugin: Plugin, number):
     with plugin.process() as process:
         port = process.wait_started().port
-        clients = [Client(port, framed=index % 2 == 0, compact=index % 3 == 0) for index in range(40)]
+        clients: list[Any] = [Client(port, framed=index % 2 == 0, compact=index % 3 == 0) for index in range(30)]
+        clients += [HttpClient(port) for _ in range(10)]
         seqids = [client.send_batch(str(index).encode()) for index, client in enumerate(clients)]
         pipelined = Client(port)
         later = [pipelined.send_batch(str(index).encode()) for index in range(10)]
-        idle, half = connect(port), Client(port)
-        half.sock.sendall(pack_batch(b"half", 7)[:-5])
+        idle, halves = connect(port), [Client(port), HttpClient(port)]
+        for half in halves:
+            half.sock.sendall(half.pack(b"half", 7)[:-5])
         plugin.wait_entered("forward")
         with Client(port) as settled:  # what was sent before is accepted by now
             settled.ping()
@@ -128,7 +131,8 @@ def test_a_signal_lets_everything_accepted_finish(plugin: Plugin, number):
         assert read_all(idle) == b""
         process.signal(number)  # a second one changes nothing
         assert process.process.poll() is None
-        half.sock.sendall(pack_batch(b"half", 7)[-5:])
+        for half in halves:
+            half.sock.sendall(half.pack(b"half", 7)[-5:])
         plugin.open()
         code = process.wait()
         assert (code, "Traceback" in process.stderr) == (0, False), process.stderr
@@ -136,9 +140,10 @@ def test_a_signal_lets_everything_accepted_finish(plugin: Plugin, number):
             assert client.receive(seqids[index]).label == str(index)
         for index, seqid in enumerate(later):
             assert pipelined.receive(seqid).label == str(index)
-        assert half.receive(7).label == "half"
-        assert read_all(half.sock) == b""
-        for client in (*clients, pipelined, half):
+        for half in halves:
+            assert half.receive(7).label == "half"
+            assert read_all(half.sock) == b""
+        for client in (*clients, pipelined, *halves):
             client.close()
         idle.close()
 

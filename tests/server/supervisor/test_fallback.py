@@ -10,6 +10,7 @@ import pytest
 import thriftpy2
 import thriftpy2.rpc
 from fakes import WAIT
+from http_client import HttpClient
 from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, pack_call, read_all
 from thrift.Thrift import TApplicationException
 from torchpipe_server.serving.loop import Loop
@@ -28,12 +29,12 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    def make_methods(loop: Loop) -> Any:
+    def make_served(loop: Loop) -> Any:
         fallbacks.append(Fallback(loop, IDL))
-        return fallbacks[0].methods
+        return fallbacks[0].served
 
     fallbacks: list[Fallback] = []
-    with LocalServer(None, make_methods=make_methods) as made:
+    with LocalServer(None, make_served=make_served) as made:
         made.fallback = fallbacks[0]
         yield made
 
@@ -45,6 +46,17 @@ def test_each_method_has_its_declared_error(server, framed, compact):
             error = client.error_of(method, **args)
             assert (error.code, error.retry_after_ms) == ("unavailable", 500)
             assert error.message
+
+
+def test_any_path_over_http_says_when_to_come_back_and_keeps_its_connection(server):
+    with HttpClient(server.port) as client:
+        for path in (b"POST /infer", b"GET /openapi.json", b"GET /v2/health/ready", b"HEAD /infer"):
+            client.send(path + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok")
+            response = client.read(is_head=path.startswith(b"HEAD"))
+            assert (response.status, response.fields["retry-after"]) == (503, "1")
+            assert response.fields.get("connection") is None
+        error = client.error_of("infer_batch", params=IDL.InferenceParams(data=b"x"))
+        assert (error.code, error.retry_after_ms) == ("unavailable", 500)
 
 
 @pytest.mark.parametrize("method", ["ping", "no_such_method"])
