@@ -121,6 +121,20 @@ def test_training_workers(folder: Path) -> None:
     assert ran(folder) == ""
 
 
+def test_a_module_beside_the_working_directory_is_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, beside = tmp_path / "code", tmp_path / "code2"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "named_twice.py").write_text("")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(beside), *(path for path in sys.path if path not in ("", os.getcwd()))])
+    import_code("named_twice")
+    monkeypatch.delitem(sys.modules, "named_twice")
+    assert "not that of the working directory" in caplog.text
+
+
 def test_a_module_that_is_named_is_found_here_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from torchpipe_py import filters
@@ -245,7 +246,7 @@ def _import_module(name: str) -> None:
         if spec is None:
             sys.path.append(here)
             importlib.invalidate_caches()
-        elif not str(spec.origin or here).startswith(here):
+        elif not Path(spec.origin or here).is_relative_to(here):
             logger.warning(
                 "%s: the module that is installed is imported (%s), not that of the working directory, which needs "
                 "another name, or to be named as a file, ./%s.py",
