@@ -1,4 +1,4 @@
-"""What lies in scripts/deploy: the unit for systemd, and nginx that asks clients for a certificate."""
+"""What lies in scripts/deploy: the unit for systemd, nginx that asks for certificates, and HAProxy for several."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from pathlib import Path
 
 import pytest
 from fakes import WAIT
-from service import IDL, eventually, serving
+from service import IDL, Process, connect, eventually, serving
 from thriftpy2.rpc import make_client
+from torchpipe_client import Client
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "scripts/deploy/torchpipe.service"
 NGINX = ROOT / "scripts/deploy/nginx.conf"
+HAPROXY = ROOT / "scripts/deploy/haproxy.cfg"
 PING = b"\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01\x00"
 MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
 
@@ -174,3 +176,42 @@ def test_a_client_without_tls_is_refused(proxy: int) -> None:
         sock.sendall(PING)
         with contextlib.suppress(OSError):
             assert b"ping" not in sock.recv(100)
+
+
+# -- several machines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+def test_clients_of_a_balancer_notice_nothing_when_a_service_ends(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+    with Process("--http-port", "0") as one, Process("--http-port", "0") as two:
+        text = HAPROXY.read_text().replace("0.0.0.0:8888", f"127.0.0.1:{port}").replace("inter 1s", "inter 50ms")
+        for service, there in ((one, "10.0.0.1:8888 port 8080"), (two, "10.0.0.2:8888 port 8080")):
+            service.wait_started()
+            status = re.search(r":(\d+)/", service.process.stdout.readline())[1]
+            assert there in text, f"{there} is no longer in {HAPROXY}"
+            text = text.replace(there, f"127.0.0.1:{service.port} port {status}")
+        config = tmp_path / "haproxy.cfg"
+        config.write_text(text)
+        tested = run("haproxy", "-c", "-f", config)
+        assert tested.returncode == 0, tested.stderr
+        process = subprocess.Popen(["haproxy", "-f", config, "-db"], stderr=subprocess.DEVNULL)
+        try:
+            eventually(lambda: _listens(port), "haproxy does not listen")
+            with Client(f"127.0.0.1:{port}") as client:
+                labels = [client.infer_batch(image).label for _ in range(4)]
+                one.signal()
+                while one.process.poll() is None:
+                    labels.append(client.infer_batch(image).label)
+                labels += [client.infer_batch(image).label for _ in range(4)]
+            assert set(labels) == {"ring"}
+            with connect(port) as sock:
+                sock.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nConnection: close\r\n")
+                sock.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(image), image))
+                answer = b"".join(iter(lambda: sock.recv(4096), b""))
+            assert b'"label": "ring"' in answer
+        finally:
+            process.terminate()
+            process.wait(WAIT)
