@@ -37,10 +37,10 @@ from torchpipe_py.backends.images.opencv import MatDecoder
 decode = MatDecoder.__call__
 held = []
 
-def harmful(self, data):
+def harmful(self, data, *start):
     if {when}:
         {harm}
-    return decode(self, data)
+    return decode(self, data, *start)
 
 MatDecoder.__call__ = harmful
 fuzzer["main"].__globals__["__file__"] = {me!r}

@@ -25,7 +25,7 @@ import psutil
 from http_messages import HttpMaker, plain_reading, what_is_wrong
 from thrift_messages import ThriftMaker
 from torchpipe_server.serving.http import HttpService, Routes
-from torchpipe_server.serving.protocols import Protocols, Request, Stream
+from torchpipe_server.serving.protocols import Protocols, Reader, Request, Stream
 from torchpipe_server.serving.service import ThriftService
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.protocol import ONEWAY, Limits, ProtocolError
@@ -106,10 +106,13 @@ class Judge:
         return "" if ended == ended_again else f"in pieces it ends with {ended_again!r}, in one with {ended!r}"
 
     def read(self, pieces: list[bytes]) -> tuple[list[Request], str]:
-        reader, messages = Stream(self.protocols), []
+        reader: Reader = Stream(self.protocols)
+        messages: list[Request] = []
         try:
             for piece in pieces:
                 messages += reader.feed(piece)
+                if isinstance(reader, Stream) and reader.told is not None:
+                    reader = reader.told
                 while reader.is_paused:
                     messages += reader.feed(b"")
                 if reader.awaits_invitation:
