@@ -123,7 +123,7 @@ class ToyConnection(socketserver.BaseRequestHandler):
                 self.server.ended.wait(1.0)
         return self._result(params.data)
 
-    def infer_many(self, params: list[Any], deadline_ms: int | None) -> list[Any]:
+    def infer_many(self, params: list[Any], deadline_ms: int | None, *trace: str | None) -> list[Any]:
         self.server.uuids.extend(image.uuid for image in params)
         self.server.call_sizes.append(len(params))
         return [self._outcome(image.data) for image in params if image.data != b"lose"]

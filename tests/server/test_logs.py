@@ -289,6 +289,7 @@ WRONG = {
     "--drain-seconds": ["-1", "nan", "inf"],
     "--hang-seconds": ["-0.1", "nan"],
     "--decode-isolation": ["thread"],
+    "--trace-ratio": ["-1.5", "1.1", "nan", "1%"],
     "--log-level": ["loud", "INFO", ""],
     "--log-format": ["xml"],
     "--log-requests": ["some"],
