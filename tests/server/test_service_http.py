@@ -244,11 +244,11 @@ WRONG_JSON = {
     "object dtype": (b'{"inputs": {"data": {"dtype": "O", "shape": [], "data": []}}}', "dtype 'O'"),
     "shape": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [-1], "data": [1]}}}', "no list of sizes"),
     "sizes": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}', "1 numbers do not fit shape [3]"),
-    "ragged": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [[1], 2]}}}', "inhomogeneous"),
+    "ragged": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [[1], 2]}}}', "lists of several depths"),
     "too large": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [256]}}}', "256"),
     "words": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": ["a"]}}}', "has texts"),
     "fractions": (b'{"inputs": {"data": {"dtype": "int32", "shape": [1], "data": [1.5]}}}', "has fractions, not int32"),
-    "nothing for a number": (b'{"inputs": {"data": {"dtype": "float32", "shape": [1], "data": [null]}}}', "no numbers"),
+    "nothing for a number": (b'{"inputs": {"data": {"dtype": "float32", "shape": [1], "data": [null]}}}', "null"),
     "negative": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [-1]}}}', "-1..-1, uint8 has 0..255"),
     "too large a float": (
         b'{"inputs": {"data": {"dtype": "float32", "shape": [1], "data": [1e300]}}}',

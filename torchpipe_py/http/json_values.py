@@ -7,6 +7,7 @@ import binascii
 import json
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
 NUMBER_BYTES = 4
 """An array's bytes become about so many times as many."""
-_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "fiu"}
-"""Of NumPy's types: what JSON may hold for each."""
+_KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+"""Of NumPy's kinds of types: what JSON may hold for each."""
+_SHOWN = {
+    bool: "true or false", float: "fractions", int: "numbers", list: "lists of several depths", str: "texts",
+    type(None): "null",
+}  # fmt: skip
 MOST_CONTAINERS = 2**16
 """Lists and objects of one body: what is made of them costs more than their bytes."""
 
@@ -82,29 +87,32 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
     if not isinstance(data, list):
         raise InvalidRequest(f"{where}the data is no list")
     wanted = np.dtype(dtype)
-    try:
-        array = np.array(data)
-        if wanted == np.uint64 and array.dtype.kind == "f":  # perhaps of integers beyond those with a sign
-            exact = np.array(data, wanted)
-            array = exact if (exact == array).all() else array
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"{where}{str(error)[:200]}") from None
-    if not array.size:
-        return array.astype(wanted)
-    if array.dtype.kind not in _KINDS[wanted.kind]:
-        kind = {"O": "no numbers", "U": "texts", "f": "fractions", "b": "true or false"}.get(
-            array.dtype.kind, "numbers"
-        )
-        raise InvalidRequest(f"{where}the data has {kind}, not {dtype}")
-    if wanted.kind in "iu":
-        least, most, limits = int(array.min()), int(array.max()), np.iinfo(wanted)
+    # NOTE: before NumPy sees them, which gives each of many texts as much memory as the longest takes.
+    flat, kinds = _flat(data)
+    if not kinds <= _KINDS[wanted.kind]:
+        other = next(kind for kind in kinds if kind not in _KINDS[wanted.kind])
+        raise InvalidRequest(f"{where}the data has {_SHOWN.get(other, 'objects')}, not {dtype}")
+    if flat and wanted.kind in "iu":
+        least, most, limits = min(flat), max(flat), np.iinfo(wanted)
         if not limits.min <= least <= most <= limits.max:
-            raise InvalidRequest(f"{where}the data has {least}..{most}, {dtype} has {limits.min}..{limits.max}")
+            shown = f"{str(least)[:24]}..{str(most)[:24]}"
+            raise InvalidRequest(f"{where}the data has {shown}, {dtype} has {limits.min}..{limits.max}")
     try:
         with np.errstate(over="raise"):
-            return array.astype(wanted)
+            return np.array(data, wanted)
     except FloatingPointError:
         raise InvalidRequest(f"{where}the data has numbers beyond those of {dtype}") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"{where}{str(error)[:200]}") from None
+
+
+def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
+    """The elements of nested lists, and their types; lists are among them where the nesting is not even."""
+    kinds = set(map(type, data))
+    while kinds == {list}:
+        data = list(chain.from_iterable(data))
+        kinds = set(map(type, data))
+    return data, kinds
 
 
 def to_json(key: str, value: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class HttpService:
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
         """What the request calls, and the request. Raises what is wrong with it."""
-        self.decoded_bytes = TEXT_BYTES * request.size if request.is_json else 0
+        self.decoded_bytes = TEXT_BYTES * request.json_bytes
         return self.method(request), request
 
     def reply(self, request: HttpRequest, result: Any) -> Reply:

@@ -23,6 +23,7 @@ CHUNK_BYTES = 1024
 """A body has so many chunks that are shorter, no more: each costs the same."""
 COSTLY_JSON_BYTES = 2**13
 COSTLY_QUERY_BYTES = 2**10
+_OIP_PATHS, _OIP_JSON_LENGTH, _LENGTH = "/v2/", "inference-header-content-length", re.compile(r"[0-9]{1,12}")
 
 _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/(\d)\.(\d)\r?\n")
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+;=%-]*)(?::\d*)?"
@@ -98,15 +99,18 @@ class HttpRequest:
         return self.fields.get("host", "")
 
     @property
-    def is_json(self) -> bool:
-        """Whether the body is, as its kind says."""
-        return self.kind == "application/json"
+    def json_bytes(self) -> int:
+        """How many bytes of the body are JSON, as the head says."""
+        if self.path.startswith(_OIP_PATHS):  # whose clients may name another kind, or none
+            length = self.fields.get(_OIP_JSON_LENGTH, "")
+            return int(length) if _LENGTH.fullmatch(length) else len(self.body)
+        return len(self.body) if self.kind == "application/json" else 0
 
     @property
     def is_costly(self) -> bool:
         """Whether it may take milliseconds to decode it."""
-        most = COSTLY_JSON_BYTES if self.is_json else COSTLY_BYTES
-        return len(self.body) > most or len(self.query) > COSTLY_QUERY_BYTES
+        body, query = len(self.body), len(self.query)
+        return body > COSTLY_BYTES or self.json_bytes > COSTLY_JSON_BYTES or query > COSTLY_QUERY_BYTES
 
     def without_body(self) -> HttpRequest:
         """What an answer needs."""

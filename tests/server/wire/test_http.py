@@ -161,6 +161,20 @@ def test_a_large_body_is_costly_and_one_of_json_sooner():
     assert request.is_costly, "so is a long query"
 
 
+def test_what_of_a_body_is_json():
+    def json_bytes(path: str, **fields: str) -> int:
+        request = HttpRequest("POST", path)
+        request.body, request.fields = b"x" * 9000, {name.replace("_", "-"): text for name, text in fields.items()}
+        request.kind = fields.get("content_type", "")
+        return request.json_bytes
+
+    assert json_bytes("/infer") == 0
+    assert json_bytes("/infer", content_type="application/json") == 9000
+    assert json_bytes("/v2/models/x/infer", content_type="application/octet-stream") == 9000
+    assert json_bytes("/v2/models/x/infer", inference_header_content_length="100") == 100
+    assert json_bytes("/v2/models/x/infer", inference_header_content_length="1" * 5000) == 9000
+
+
 def test_chunks_are_read_where_another_protocol_is_offered():
     """Java's HttpClient offers HTTP/2 with its first request, whatever its body."""
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"

@@ -1,0 +1,151 @@
+"""Triton's own client, unchanged, against the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import in_threads
+from service import ROOT, LocalServer, serving
+
+from torchpipe_py import import_code
+
+triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+utils = pytest.importorskip("tritonclient.utils")
+
+PATHS = sorted((ROOT / "configs/demo/images").glob("*_00.jpg"))
+IMAGES = [path.read_bytes() for path in PATHS]
+NAMES = [path.stem.partition("_")[0] for path in PATHS]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LocalServer]:
+    with serving("configs/demo.toml") as server:
+        yield server
+
+
+@pytest.fixture
+def client(demo: LocalServer) -> Iterator[Any]:
+    with triton.InferenceServerClient(f"127.0.0.1:{demo.port}", concurrency=4) as client:
+        yield client
+
+
+def images(*encoded: bytes) -> Any:
+    given = triton.InferInput("data", [len(encoded)], "BYTES")
+    return given.set_data_from_numpy(np.array(encoded, object))
+
+
+def labels(result: Any) -> list[str]:
+    return [label.decode() for label in result.as_numpy("label")]
+
+
+def test_what_it_asks_before_it_infers(client: Any):
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("demo")
+    assert client.is_model_ready("demo", "1")
+    assert not client.is_model_ready("demo", "2")
+    assert not client.is_model_ready("dem")
+    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
+    assert client.get_model_metadata("demo")["inputs"] == [{"name": "data", "datatype": "BYTES", "shape": [-1, 1]}]
+    assert client.get_model_config("demo")["max_batch_size"] == 256
+    assert [model["name"] for model in client.get_model_repository_index()] == ["demo"]
+    for name in ("demo", ""):
+        assert client.get_inference_statistics(name)["model_stats"][0]["name"] == "demo"
+
+
+def test_images(demo: LocalServer, client: Any):
+    requests: list[dict[str, Any]] = [{"data": image} for image in IMAGES]
+    demo.run(requests)
+    outputs = [triton.InferRequestedOutput("score", binary_data=False), triton.InferRequestedOutput("label")]
+    for asked in (None, outputs):
+        result = client.infer("demo", [images(*IMAGES)], request_id="7", outputs=asked)
+        assert result.get_response()["id"] == "7"
+        assert labels(result) == [request["result"][0] for request in requests] == NAMES
+        scores = result.as_numpy("score")
+        assert (scores.dtype, scores.shape) == (np.float32, (len(IMAGES),))
+        assert scores.tolist() == pytest.approx([request["result"][1] for request in requests], abs=1e-5)
+
+
+def test_many_at_once(demo: LocalServer, client: Any):
+    started = [client.async_infer("demo", [images(image)]) for image in IMAGES]
+    assert [labels(one.get_result()) for one in started] == [[name] for name in NAMES]
+
+    def run(index: int) -> None:
+        with triton.InferenceServerClient(f"127.0.0.1:{demo.port}") as own:
+            assert labels(own.infer("demo", [images(*IMAGES[index:])])) == NAMES[index:]
+
+    in_threads(4, run)
+
+
+def test_asyncio(demo: LocalServer):
+    from tritonclient.http import aio
+
+    async def run() -> list[list[str]]:
+        async with aio.InferenceServerClient(f"127.0.0.1:{demo.port}") as client:
+            assert await client.is_model_ready("demo")
+            results = await asyncio.gather(*(client.infer("demo", [images(image)]) for image in IMAGES))
+            return list(map(labels, results))
+
+    assert asyncio.run(run()) == [[name] for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        ({"model_name": "dem"}, "404", "no model 'dem'; did you mean 'demo'?"),
+        ({"model_version": "2"}, "404", "no version '2' of model 'demo'; valid: 1"),
+        ({"inputs": [images(*IMAGES, b"no image")]}, "400", "item 8 of 9: 8 bytes are no image of formats"),
+        ({"sequence_id": 3}, "400", "a pipe keeps no state between requests"),
+        ({"outputs": [triton.InferRequestedOutput("scor")]}, "400", "no output 'scor'; did you mean 'score'?"),
+        ({"outputs": [triton.InferRequestedOutput("score", class_count=3)]}, "400", "labels classes (TopK)"),
+        ({"parameters": {"deadline": 1}}, "400", "unknown parameter 'deadline'; did you mean 'deadline_ms'?"),
+        ({"request_compression_algorithm": "gzip"}, "415", "Content-Encoding 'gzip': send the body as it is"),
+    ],
+)
+def test_errors(client: Any, options: dict[str, Any], status: str, said: str):
+    with pytest.raises(utils.InferenceServerException) as raised:
+        client.infer(**{"model_name": "demo", "inputs": [images(*IMAGES)], **options})
+    assert raised.value.status() == status
+    assert said in raised.value.message()
+
+
+def test_an_answer_is_never_compressed(client: Any):
+    result = client.infer("demo", [images(IMAGES[0])], response_compression_algorithm="gzip")
+    assert labels(result) == NAMES[:1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_binary"),
+    [("float32", False), ("float32", True), ("uint8", False), ("uint8", True), ("float16", True)],
+)
+def test_tensors(classifier: str, dtype: str, is_binary: bool):
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4)).astype(dtype)
+    with serving({"backend": "OnnxTensor", "model": classifier, "max": 4}) as server:
+        expected = np.concatenate([server.run({"data": pixels[i : i + 1]})["result"].numpy() for i in range(3)])
+        with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+            given = triton.InferInput("x", list(pixels.shape), utils.np_to_triton_dtype(pixels.dtype))
+            given.set_data_from_numpy(pixels, binary_data=is_binary)
+            asked = triton.InferRequestedOutput("y", binary_data=is_binary)
+            assert client.infer("test", [given], outputs=[asked]).as_numpy("y") == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_detector(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT / "configs/examples"), *sys.path])
+    import_code("configs/examples/backends.py")
+    scenes = [path.read_bytes() for path in sorted(Path("configs/examples/scenes").iterdir())[:2]]
+    with serving("configs/detector.toml") as server:
+        expected = [server.run({"data": scene})["result"] for scene in scenes]
+        with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+            found = client.infer("detector", [images(*scenes)]).as_numpy("result")
+            assert [[box["label"] for box in json.loads(boxes)] for boxes in found] == [
+                [box["label"] for box in boxes] for boxes in expected
+            ]
+            assert json.loads(found[0])[0]["box"] == pytest.approx(expected[0][0]["box"])
