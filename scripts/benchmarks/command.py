@@ -17,6 +17,7 @@ from benchmarks.gpu.service import served
 from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
 from benchmarks.in_process.processes import processes
+from benchmarks.ray.data import ray_data
 from benchmarks.service.isolation import isolation
 from benchmarks.service.mean import mean
 from benchmarks.service.models import service
@@ -34,6 +35,7 @@ ON_CPU: dict[str, Benchmark] = {
     "service": service,
     "mean": mean,
     "isolation": isolation,
+    "ray_data": ray_data,
 }
 ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = {
     "limits": gpu.limits,

@@ -92,13 +92,13 @@ def test_labels_are_those_of_the_pipe_and_other_columns_stay(mapper: Make, monke
     assert got["number"] is given["number"]
 
 
-def test_a_dataset_is_what_the_loader_of_the_same_toml_yields(mapper: Make, tmp_path: Path) -> None:
-    dataset, toml = write_images(tmp_path / "images", 7, corrupt=(2,)), write_toml(tmp_path)
+@pytest.mark.parametrize("name", ["preprocess_cpu.toml", "preprocess_pillow.toml"])
+def test_a_dataset_is_what_the_loader_of_the_same_toml_yields(mapper: Make, tmp_path: Path, name: str) -> None:
+    dataset, toml = write_images(tmp_path / "images", 7, corrupt=(2,)), ROOT / "configs" / name
     plain = DataLoader(dataset, batch_size=7)
     with wrap_dataloader_torchpipe("single", plain, toml, bad_samples="mask") as loader:
         (batch,) = loader
     got = mapper(toml)(rows([Path(path).read_bytes() for path, _ in dataset.samples]))
-    assert got["result"].dtype == np.uint8
     assert torch.equal(torch.from_numpy(got["result"]), batch.images)
     assert (got["error"] == "").tolist() == batch.mask.tolist()
 
@@ -260,6 +260,14 @@ def test_a_defect_is_no_bad_image(mapper: Make, register: Register) -> None:
     with pytest.raises(TrainingError, match=r"row 1 of a batch \(1\.jpg\): the pipe raised \(backend_error\) .*broken"):
         run(rows([b"fine", b"poison"]))
     assert run(rows([b"fine"]))["result"].tolist() == [1]
+
+
+def test_what_the_plan_gives_for_map_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert PipeMapper.options("configs/demo.toml") == {"num_cpus": 2.0, "batch_size": 160}
+    assert PipeMapper.options("configs/preprocess_cpu.toml") == {"num_cpus": 2.0, "batch_size": 64}
+    config = {"backend": "S[DecodeTensor,ResizeTensor]", "resize_h": 8, "resize_w": 8, "device_id": 1}
+    assert PipeMapper.options(config) == {"num_gpus": 2.0, "batch_size": 64}
 
 
 def test_the_class_and_its_arguments_travel_but_no_instance(mapper: Make, toml: str) -> None:

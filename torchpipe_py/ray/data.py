@@ -14,7 +14,9 @@ import numpy as np
 from torchpipe_py.backends.images.opencv import MAT_COLORS
 from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.ray.columns import Column, columns_of
+from torchpipe_py.ray.resources import resources_of
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import Data, pipe
 from torchpipe_py.training.batches.decoder import outcome, small_jpeg, small_mat
@@ -25,6 +27,7 @@ from torchpipe_py.training.options import check_bad_samples
 ERROR = "error"
 PATH = "path"  # of read_binary_files and read_images with include_paths
 SIZES = ((64, 64), (48, 80))
+LEAST_ROWS, TIMES_BUSY = 64, 8
 
 Batch = dict[str, np.ndarray]
 
@@ -102,6 +105,21 @@ class PipeMapper:
         if self._bad_samples == "mask":
             made[self._error] = np.array([row.reason for row in rows], np.str_)
         return {**others, **made}
+
+    @staticmethod
+    def options(config: str | os.PathLike[str] | Mapping[str, Any], imports: Sequence[str] = ()) -> dict[str, Any]:
+        """Arguments of ``map_batches`` that the plan of ``config`` gives; no pipe is built for it.
+
+        ``num_cpus``, or ``num_gpus`` where nodes need CUDA, of an actor; beside all actors one CPU must be left, or Ray
+        Data waits for ever to read. ``batch_size``: rows that fill the pipe's batches so often that its start and its
+        end do not count.
+        """
+        for name in imports:
+            import_code(name)
+        needs = resources_of(plan_pipeline(config))
+        # Ray Data warns against asking for both.
+        devices = {"num_gpus": needs.num_gpus} if needs.num_gpus else {"num_cpus": needs.num_cpus}
+        return {**devices, "batch_size": max(LEAST_ROWS, TIMES_BUSY * needs.busy_requests)}
 
     def close(self) -> None:
         """Close the pipe. Idempotent; it also happens when Ray Data lets go of the actor."""

@@ -1,0 +1,1 @@
+"""Pipes on a Ray cluster of this machine."""
