@@ -1,4 +1,4 @@
-"""Cheap clients in threads: each asks, waits for its own answer, and asks again."""
+"""Cheap clients in threads: each asks, waits for its own answer, and asks again. Every second one speaks HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chaos.tally import Tally
-from chaos.wire import ClosedError, Reply, Wire, connect, pack_batch
+from chaos.wire import ClosedError, HttpWire, Reply, Wire, connect
 
 ANSWER_WITHIN = 10.0  # seconds after which an answer counts as lost
 Answer = tuple[str, float]
@@ -113,7 +113,8 @@ class Caller:
 
     def _connect(self) -> bool:
         try:
-            self._wire = connect(self._port, self._manners.answer_within)
+            wire = HttpWire if self._client % 2 else Wire
+            self._wire = connect(self._port, self._manners.answer_within, wire=wire)
             return True
         except OSError:
             self._tally.refused += 1
@@ -121,7 +122,7 @@ class Caller:
 
     def _request(self, number: int, wire: Wire) -> None:
         data, expected = self._ask(self._client, number)
-        message = pack_batch(data, number)
+        message = wire.pack(data, number)
         self._tally.sent += 1
         began = time.monotonic()
         try:
@@ -148,6 +149,8 @@ class Caller:
             self._drop()
             return
         self._tally.add(reply.code, spent)
+        if self._wire is not None and self._wire.is_over:
+            self._drop()
         if reply.code == "overloaded":
             self._hints.add(reply.retry_after_ms)
 

@@ -23,7 +23,7 @@ from chaos import judges
 from chaos.clients import Answer, Load, Manners, echo
 from chaos.service import DEMO, MEBIBYTE, ROOT, WAIT, Service, eventually
 from chaos.tally import Report, Tally, percentile
-from chaos.wire import ClosedError, batch_of, connect, pack_batch, pack_call, pack_many
+from chaos.wire import ClosedError, HttpWire, Wire, batch_of, connect, pack_batch, pack_call, pack_many
 
 CODES = judges.TYPED
 
@@ -206,9 +206,9 @@ def stopped(requests: int = 100, idle: int = 50, fault: str = "", within: float 
     with Service(most=1, service_ms=20, instance_num=4, fault=fault) as it:
         it.ready()
         quiet = [connect(it.port, WAIT) for _ in range(idle)]
-        wires = [connect(it.port, WAIT) for _ in range(requests)]
+        wires = [connect(it.port, WAIT, wire=HttpWire if number % 2 else Wire) for number in range(requests)]
         for number, wire in enumerate(wires):
-            wire.send(pack_batch(b"%d" % number, number))
+            wire.send(wire.pack(b"%d" % number, number))
         eventually(lambda: it.inflight > requests / 2, 5.0)
         it.signal()
         began = time.monotonic()
@@ -500,6 +500,11 @@ _CRAFTED = [
     struct.pack(">i", -2) + pack_call("ping"),
     b"\0" * 64,
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
+    b"POST /infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+    b"POST /infer HTTP/1.1\r\n" + b"a: b\r\n" * 10_000,
+    b"\r\n" * 10_000,
     b"\xff" * 4096,
 ]
 
@@ -507,6 +512,11 @@ _CRAFTED = [
 def _mutants(rng: random.Random, count: int) -> list[bytes]:
     seeds = [pack_batch(b"image"), pack_many([b"one", b"two"]), pack_call("ping")]
     seeds += [struct.pack(">I", len(one)) + one for one in seeds]
+    head = b"POST /infer HTTP/1.1\r\nHost: a\r\n"
+    seeds += [
+        head + b"Content-Length: 5\r\n\r\nimage",
+        head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nimage\r\n0\r\n\r\n",
+    ]
     return [_mutant(rng, rng.choice(seeds)) for _ in range(count)]
 
 

@@ -1,7 +1,8 @@
-"""Calls as bytes, made by hand: the unframed binary protocol, and what of a reply a judge looks at."""
+"""Calls as bytes, made by hand: the unframed binary protocol, HTTP, and what of a reply a judge looks at."""
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 import time
@@ -55,10 +56,17 @@ def _string(number: int, value: bytes) -> bytes:
 class Wire:
     """A blocking connection that reads one reply at a time, however the bytes arrive."""
 
+    is_over = False
+    """Whether the last reply has said that the connection ends."""
+
     def __init__(self, port: int, timeout: float) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = b""
+
+    def pack(self, data: bytes, seqid: int) -> bytes:
+        """The next request, to be sent whole or not."""
+        return pack_batch(data, seqid)
 
     def send(self, data: bytes) -> None:
         try:
@@ -70,7 +78,7 @@ class Wire:
         """``TimeoutError``, ``ClosedError``."""
         while True:
             try:
-                reply, end = _read_reply(self._received)
+                reply, end = self._read_reply()
             except (struct.error, IndexError):
                 self._received += self._more()
                 continue
@@ -97,6 +105,10 @@ class Wire:
     def close(self) -> None:
         self.sock.close()
 
+    def _read_reply(self) -> tuple[Reply, int]:
+        """The first of what was received, and where it ends; ``IndexError`` if it is not whole."""
+        return _read_reply(self._received)
+
     def _more(self) -> bytes:
         try:
             piece = self.sock.recv(2**16)
@@ -113,12 +125,39 @@ class Wire:
         self.close()
 
 
-def connect(port: int, timeout: float, answer_within: float = 5.0) -> Wire:
+class HttpWire(Wire):
+    """The same over HTTP: one request at a time, whose number is the reply's."""
+
+    _seqid = 0
+
+    def pack(self, data: bytes, seqid: int) -> bytes:
+        self._seqid = seqid
+        return b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+
+    def _read_reply(self) -> tuple[Reply, int]:
+        head, found, rest = self._received.partition(b"\r\n\r\n")
+        if not found:
+            raise IndexError
+        line, *lines = head.decode().lower().split("\r\n")
+        fields = dict(one.split(": ", 1) for one in lines)
+        size = int(fields["content-length"])
+        if not line.startswith("http/1.1 "):
+            raise ValueError(f"no reply: {head[:40]!r}")
+        if len(rest) < size:
+            raise IndexError
+        self.is_over = fields.get("connection") == "close"
+        answer, end = json.loads(rest[:size]), len(head) + 4 + size
+        if "code" in answer:
+            return Reply(self._seqid, answer["code"], [], answer.get("retry_after_ms")), end
+        return Reply(self._seqid, "ok", [(answer["label"], answer["score"])]), end
+
+
+def connect(port: int, timeout: float, answer_within: float = 5.0, wire: type[Wire] = Wire) -> Wire:
     """A full accept queue resets connections: try again for a while."""
     until = time.monotonic() + answer_within
     while True:
         try:
-            return Wire(port, timeout)
+            return wire(port, timeout)
         except (ConnectionError, TimeoutError):
             if time.monotonic() > until:
                 raise

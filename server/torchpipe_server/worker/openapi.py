@@ -9,17 +9,19 @@ from torchpipe_server.worker.oip.document import paths
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "number"}
+_MILLISECONDS = {"type": "number", "exclusiveMinimum": 0}
 _ARRAY = {
     "type": "object",
     "required": ["dtype", "shape", "data"],
     "properties": {
         "dtype": {"type": "string", "description": "NumPy's name of the type, as float32"},
         "shape": {"type": "array", "items": {"type": "integer"}},
-        "data": {"type": "array", "items": _NUMBER, "description": "in C order"},
+        "data": {"type": "array", "items": {}, "description": "numbers, or true and false, in C order; flat or nested"},
     },
 }
 _BYTES = {"type": "object", "required": ["b64"], "properties": {"b64": {"type": "string", "format": "byte"}}}
-_VALUE = {"oneOf": [_TEXT, _NUMBER, _BYTES, _ARRAY]}
+_LIST = {"type": "array", "minItems": 1, "items": {"anyOf": [_BYTES, _ARRAY]}}
+_VALUE = {"anyOf": [_TEXT, _NUMBER, {"type": "boolean"}, _BYTES, _ARRAY, _LIST]}
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _ERROR = {
     "type": "object",
@@ -30,11 +32,14 @@ _ERROR = {
 _ERRORS = {
     "400": "wrong request, or an image that cannot be decoded",
     "404": "unknown path or node_name",
+    "405": "the path has another method; Allow names it",
     "408": "the request took too long to arrive",
     "413": "larger than --max-message-bytes, or JSON than --max-text-bytes",
+    "414": "a target that is too long",
     "415": "a compressed body",
     "422": "the pipeline made no result",
     "429": "overloaded; Retry-After says when to come back",
+    "431": "header fields that are too large, or too many",
     "500": "a backend failed",
     "503": "no worker can answer now",
     "504": "not finished by its deadline",
@@ -46,8 +51,8 @@ def openapi() -> dict[str, Any]:
     parameters = [
         _parameter("query", "node_name", _TEXT, "the root to enter, where the configuration has several"),
         _parameter("query", "outputs", _TEXT, "keys that come back, separated by commas; default: result"),
-        _parameter("query", "deadline_ms", _NUMBER, "answer within so many milliseconds, or with 504"),
-        _parameter("header", "X-Deadline-Ms", _NUMBER, "the same"),
+        _parameter("query", "deadline_ms", _MILLISECONDS, "answer within so many milliseconds, or with 504"),
+        _parameter("header", "X-Deadline-Ms", _MILLISECONDS, "the same"),
         _parameter("header", "X-Request-Id", _TEXT, "the caller's name for the request, for the log"),
     ]
     asked = {
@@ -57,10 +62,20 @@ def openapi() -> dict[str, Any]:
             "inputs": {"type": "object", "additionalProperties": _VALUE},
             "outputs": {"type": "array", "items": _TEXT},
             "node_name": _TEXT,
-            "deadline_ms": _NUMBER,
+            "deadline_ms": _MILLISECONDS,
+        },
+        "additionalProperties": False,
+    }
+    form = {
+        "type": "object",
+        "required": ["data"],
+        "properties": {
+            "data": {"type": "string", "format": "binary"},
+            "outputs": _TEXT,
+            "node_name": _TEXT,
+            "deadline_ms": _MILLISECONDS,
         },
     }
-    form = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", "format": "binary"}}}
     body = {
         "required": True,
         "content": {
@@ -89,6 +104,7 @@ def openapi() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "torchpipe_py", "version": torchpipe_py.__version__},
         "paths": {"/infer": {"post": infer}, **paths(failures)},
+        "components": {"schemas": {"Error": _ERROR}},
     }
 
 
@@ -97,4 +113,4 @@ def _parameter(place: str, name: str, schema: dict[str, Any], text: str) -> dict
 
 
 def _failure(text: str) -> dict[str, Any]:
-    return {"description": text, "content": {"application/json": {"schema": _ERROR}}}
+    return {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
