@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fakes import in_threads
 from service import ROOT, LocalServer, serving
+from test_docs import blocks
 
 from torchpipe_py import import_code
 
@@ -149,3 +150,12 @@ def test_the_detector(monkeypatch: pytest.MonkeyPatch):
                 [box["label"] for box in boxes] for boxes in expected
             ]
             assert json.loads(found[0])[0]["box"] == pytest.approx(expected[0][0]["box"])
+
+
+def test_the_example_of_the_page(
+    demo: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    code, printed, *_ = blocks(ROOT / "docs/oip.md")
+    monkeypatch.chdir(ROOT)
+    exec(code.text.replace("8888", str(demo.port)), {})
+    assert capsys.readouterr().out == printed.text
