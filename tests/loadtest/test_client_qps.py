@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from fake_servers import IDL, Serve, ToyServer, command, load, refused, toy_serv
 
 from torchpipe_py.loadtest.client import wire
 from torchpipe_py.loadtest.client.connection import Connection, Endpoint
+from torchpipe_py.loadtest.client.http_wire import HttpAnswers, HttpResult
 from torchpipe_py.loadtest.command import main
+from torchpipe_py.loadtest.errors import ReplyError
 from torchpipe_py.loadtest.measure import cpu, statistics
 from torchpipe_py.loadtest.plans import make_plans
 
@@ -95,11 +98,11 @@ class ShortSender:
 
 
 def test_send_cut_short_goes_on_where_it_was(serve: Callable[..., ToyServer]) -> None:
-    connection = Connection(IDL, Endpoint("127.0.0.1", serve().port, False, 5.0))
+    connection = Connection(wire.ThriftWire(IDL, False, 1), Endpoint("127.0.0.1", serve().port, 5.0))
     connection.close()
     connection._sock = ShortSender()
     with pytest.raises(TimeoutError):
-        connection.call("ping", 0, [b"twelve bytes", b" and twelve more"])
+        connection.call(0, 0, [b"twelve bytes", b" and twelve more"])
     assert connection._sock.sent == b"twelve bytes and twelve more"
 
 
@@ -326,3 +329,75 @@ def test_wrong_arguments(wrong: tuple[str, object], capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="2"):
         main(["--img_dir", "x", *map(str, wrong)])
     assert wrong[0] in capsys.readouterr().err
+
+
+# --- over HTTP
+
+
+class HttpToy(BaseHTTPRequestHandler):
+    """Answers as the images say: `ok:<label>`, else the body of an error 429."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        word, _, label = data.decode().partition(":")
+        if word == "ok" and self.path == "/other":
+            self._answer(200, json.dumps({"label": label}).encode())
+        else:
+            self._answer(429, b'{"error": "full", "code": "overloaded"}')
+
+    def do_OPTIONS(self) -> None:
+        self._answer(404, b"no JSON")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-LENGTH", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:1])
+        self.wfile.write(body[1:])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HttpToy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_images_over_http(http_port: int, images: Callable[..., Path]) -> None:
+    folder = images(circle_1="ok:circle", square_1="ok:circle", full="refuse")
+    options = ("--transport", "http", "--path", "/other", "--total_number", 30, "--request_client", 3, "--warmup", 1)
+    done, result = load(folder, http_port, *options, "--labels_from_names")
+    assert done.returncode == 2
+    assert (result["images_ok"], result["errors"]) == (20, {"HttpStatusError:overloaded": 10})
+    assert result["accuracy"] == pytest.approx(1 / 3), "of 30 answers"
+
+
+def test_what_answers_no_http_is_told(serve: Serve, images: Callable[..., Path], capsys) -> None:
+    why = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, "--transport", "http")
+    assert "does not answer OPTIONS /infer over HTTP: ConnectionClosed: closed by the server" in why
+
+
+class Pieces:
+    """A connection on which this arrives, a byte at a time."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = iter(data)
+
+    def read(self, size: int) -> bytes:
+        return bytes([next(self._data)])
+
+
+def test_answers_in_pieces() -> None:
+    answers = HttpAnswers(Pieces(b'HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{"label": "a"}HTTP/1.1 200 OK\r\n\r\n'))
+    assert answers.read(1, 1) == [HttpResult("a")]
+    with pytest.raises(ReplyError, match="Content-Length"):
+        answers.read(2, 1)

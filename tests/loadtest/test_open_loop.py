@@ -322,6 +322,8 @@ def test_gpus_are_sampled_where_there_is_a_program_for_it(serve: Serve, images: 
         (("--sweep", "batch=5"), "--sweep batch=5: valid are clients="),
         (("--html", "/nowhere/x.html"), "--html /nowhere/x.html: cannot be written"),
         (("--replay", "/nowhere/times"), "--replay /nowhere/times: No such file"),
+        (("--transport", "http", "--request_batch", 2), "--request_batch: over HTTP a request has one image"),
+        (("--path", "/x"), "--path: is for --transport http"),
     ],
 )
 def test_contradictions_are_named(

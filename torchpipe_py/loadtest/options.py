@@ -68,7 +68,8 @@ def parse_arguments(arguments: Sequence[str], program: str) -> argparse.Namespac
     option = parser.add_argument
     option("--host", default="127.0.0.1")
     option("--port", type=at_least(1, 65535), default=8888)
-    option("--transport", choices=("buffered", "framed"), default="buffered")
+    option("--transport", choices=("buffered", "framed", "http"), default="buffered", help="two of Thrift, or HTTP")
+    option("--path", metavar="PATH", help="where images are POSTed over HTTP; default /infer")
     option("--timeout", type=above_zero("seconds"), default=10.0, help="seconds for a call, and for a connection")
     option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
     option("--csv", type=Path, metavar="FILE", help="write a line for each run to FILE")
@@ -122,6 +123,8 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
         if is_wrong:
             raise CannotRunError(why)
     sweeps_rates = options.sweep is not None and options.sweep.startswith("rate=")
+    if options.path is None:
+        options.path = "/infer"
     if options.arrivals is None:
         paced = options.rate is not None or options.search or sweeps_rates
         options.arrivals = "replay" if options.replay is not None else "constant" if paced else "closed"
@@ -133,10 +136,13 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _contradictions(options: argparse.Namespace) -> list[tuple[bool, str]]:
+    is_http = options.transport == "http"
     paced, arrivals = options.rate is not None, options.arrivals
     sweeps_rates = options.sweep is not None and options.sweep.startswith("rate=")
     several = options.search or sweeps_rates
     return [
+        (is_http and options.request_batch > 1, "--request_batch: over HTTP a request has one image"),
+        (options.path is not None and not is_http, "--path: is for --transport http"),
         (
             options.replay is not None and arrivals not in (None, "replay"),
             f"--replay: does not go with --arrivals {arrivals}",

@@ -9,8 +9,9 @@ from typing import Any
 from torchpipe_py.idl import load_idl
 from torchpipe_py.loadtest.arrivals import make_load
 from torchpipe_py.loadtest.client.connection import Endpoint, probe
+from torchpipe_py.loadtest.client.http_wire import HttpWire
 from torchpipe_py.loadtest.client.processes import ClientProcesses
-from torchpipe_py.loadtest.client.wire import encode_body
+from torchpipe_py.loadtest.client.wire import ThriftWire, Wire
 from torchpipe_py.loadtest.measure.cpu import CpuMeter, cpu_fields, find_server, is_local, tester_cost
 from torchpipe_py.loadtest.measure.gpu import GpuMeter
 from torchpipe_py.loadtest.measure.verdict import judge, judge_lateness
@@ -24,12 +25,16 @@ class LoadRunner:
     """Runs loads on one server, one after the other; owns what they have in common: the images and where they go."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Reads the images and calls the server's `ping`; `CannotRunError` when images or server are not there."""
-        self._idl = load_idl()
-        self._endpoint = Endpoint(options.host, options.port, options.transport == "framed", options.timeout)
+        """Reads the images and probes the server; `CannotRunError` when either is not there."""
+        self._wire: Wire
+        if options.transport == "http":
+            self._wire = HttpWire(f"{options.host}:{options.port}", options.path)
+        else:
+            self._wire = ThriftWire(load_idl(), options.transport == "framed", options.request_batch)
+        self._endpoint = Endpoint(options.host, options.port, options.timeout)
         images = load_images(options.img_dir, options.labels_from_names)
-        self._payload = replace(images, bodies=[encode_body(self._idl, body) for body in images.bodies])
-        probe(self._idl, self._endpoint)
+        self._payload = replace(images, bodies=[self._wire.body(body) for body in images.bodies])
+        probe(self._wire, self._endpoint)
         self._is_local = is_local(options.host)
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
@@ -39,7 +44,7 @@ class LoadRunner:
         about |= {"host_is_local": self._is_local, "server_pids": server}
         load = make_load(options, len(self._payload.bodies))
         gpu = GpuMeter(wanted=self._is_local)
-        clients = ClientProcesses(load, self._endpoint, self._idl, self._payload)
+        clients = ClientProcesses(load, self._endpoint, self._wire, self._payload)
         cpu = CpuMeter(server, clients.pids)
         try:
             clients.wait_ready()

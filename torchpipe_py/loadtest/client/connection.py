@@ -8,10 +8,9 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-from torchpipe_py.loadtest.client.wire import ReplyReader, encode_call, error_name
+from torchpipe_py.loadtest.client.wire import Wire, error_name
 from torchpipe_py.loadtest.errors import CannotRunError, ConnectionClosed
 
 _FIRST_DELAY_S = 0.01
@@ -21,11 +20,10 @@ _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the server is and how it is spoken to; `timeout` in seconds, for a call and for a connection."""
+    """Where the server is; `timeout` in seconds, for a call and for a connection."""
 
     host: str
     port: int
-    framed: bool
     timeout: float
 
     def __str__(self) -> str:
@@ -38,7 +36,7 @@ class Connection:
     The kernel keeps the time limit (SO_RCVTIMEO, SO_SNDTIMEO): a Python timeout would cost a poll() each time.
     """
 
-    def __init__(self, idl: ModuleType, endpoint: Endpoint) -> None:
+    def __init__(self, wire: Wire, endpoint: Endpoint) -> None:
         """Connects; raises `OSError`."""
         self._timeout = endpoint.timeout
         self._sock = socket.create_connection((endpoint.host, endpoint.port), timeout=endpoint.timeout)
@@ -46,25 +44,25 @@ class Connection:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._limit(socket.SO_SNDTIMEO, endpoint.timeout)
         self._limit(socket.SO_RCVTIMEO, endpoint.timeout)
-        self._reader = ReplyReader(idl, self, endpoint.framed)
+        self._reader = wire.reader(self)
         self._deadline = 0.0
         self._in_pieces = False
 
-    def call(self, method: str, sequence: int, buffers: Sequence[bytes | bytearray]) -> Any:
-        """Sends one call and returns its decoded reply (`ReplyReader.read`).
+    def call(self, sequence: int, count: int, buffers: Sequence[bytes | bytearray]) -> list[Any]:
+        """Sends one call and returns one result or one exception for each of its `count` images.
 
-        Raises `TimeoutError` after the endpoint's timeout, `OSError` and thriftpy2's exceptions.
+        Raises `TimeoutError` after the endpoint's timeout, `OSError` and what the wire's reader raises.
         """
         self._deadline = time.perf_counter() + self._timeout
         try:
             self._send(buffers)
             self._in_pieces = False
-            return self._reader.read(method, sequence)
+            return self._reader.read(sequence, count)
         except BlockingIOError:
             raise TimeoutError(f"no answer within {self._timeout:g} s") from None
 
     def read(self, size: int) -> bytes:
-        """Some bytes of a reply, at most `size`: thriftpy2's transports read from here."""
+        """Some bytes of a reply, at most `size`: the wire's reader reads from here."""
         if self._in_pieces:  # a reply that trickles in must not renew the limit with each piece
             self._limit(socket.SO_RCVTIMEO, self._left())
         chunk = self._sock.recv(size)
@@ -104,13 +102,13 @@ class Connection:
         self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
 
 
-def connect_with_retries(idl: ModuleType, endpoint: Endpoint) -> Connection:
+def connect_with_retries(wire: Wire, endpoint: Endpoint) -> Connection:
     """A new connection, tried for the endpoint's timeout with growing delays; raises the last `OSError`."""
     deadline = time.monotonic() + endpoint.timeout
     delay = _FIRST_DELAY_S
     while True:
         try:
-            return Connection(idl, endpoint)
+            return Connection(wire, endpoint)
         except OSError:
             if time.monotonic() + delay > deadline:
                 raise
@@ -118,18 +116,15 @@ def connect_with_retries(idl: ModuleType, endpoint: Endpoint) -> Connection:
         delay = min(2 * delay, _LONGEST_DELAY_S)
 
 
-def probe(idl: ModuleType, endpoint: Endpoint) -> None:
-    """Connects and calls `ping`; `CannotRunError` says in one line why the server cannot be tested."""
+def probe(wire: Wire, endpoint: Endpoint) -> None:
+    """Connects and sends the wire's probe; `CannotRunError` says in one line why the server cannot be tested."""
     try:
-        connection = Connection(idl, endpoint)
+        connection = Connection(wire, endpoint)
     except OSError as error:
         raise CannotRunError(f"cannot connect to {endpoint}: {error.strerror or error}") from error
     try:
-        ping = encode_call(idl, "ping", {})
-        connection.call("ping", 0, [struct.pack(">i", len(ping)) + ping if endpoint.framed else ping])
+        connection.call(0, 0, wire.probe())
     except Exception as error:
-        transport = "framed" if endpoint.framed else "buffered"
-        why = f"{error_name(error)}: {error}"
-        raise CannotRunError(f"{endpoint} does not answer ping ({transport} transport): {why}") from error
+        raise CannotRunError(f"{endpoint} does not answer {wire}: {error_name(error)}: {error}") from error
     finally:
         connection.close()

@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
-from types import ModuleType
 from typing import Any
 
 from torchpipe_py.loadtest.arrivals import Arrivals, CallTime, LagMeter, Load
 from torchpipe_py.loadtest.client.connection import Endpoint, connect_with_retries
-from torchpipe_py.loadtest.client.wire import CallTemplate, answers_of, error_name
+from torchpipe_py.loadtest.client.wire import Template, Wire, error_name
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.plans import Payload, Plan, Rotation
 from torchpipe_py.loadtest.records import NO_REPLY, CallLog, Outcome, shared_words
@@ -91,25 +90,20 @@ class Gate:
 class ServiceClient:
     """Sends calls and enters them in its log; errors are counted in images, by `error_name`.
 
-    A call is `infer_batch` where the plan has one image per call, else `infer_many`.
-
     After `_BROKEN_CALLS_IN_A_ROW` calls without a reply, or when no new connection can be had within the endpoint's
     timeout, it gives up: the images that it has not sent are errors named `unsent`.
     """
 
-    def __init__(
-        self, plan: Plan, endpoint: Endpoint, idl: ModuleType, payload: Payload, log: CallLog, gate: Gate
-    ) -> None:
+    def __init__(self, plan: Plan, endpoint: Endpoint, wire: Wire, payload: Payload, log: CallLog, gate: Gate) -> None:
         """Connects; raises `OSError`."""
         self.errors: Counter[str] = Counter()
-        self._plan, self._endpoint, self._idl = plan, endpoint, idl
+        self._plan, self._endpoint, self._wire = plan, endpoint, wire
         self._payload, self._log, self._gate = payload, log, gate
-        self._method = "infer_batch" if plan.batch == 1 else "infer_many"
-        self._templates: dict[int, CallTemplate] = {}
+        self._templates: dict[int, Template] = {}
         self._sequence = 0
         self._rotation = Rotation(plan.first_image, len(payload.bodies))
         self._broken_in_a_row = 0
-        self._connection = connect_with_retries(idl, endpoint)
+        self._connection = connect_with_retries(wire, endpoint)
 
     def warm_up(self) -> None:
         """The plan's calls, not counted; ends early when one of them breaks the connection. Raises `OSError`."""
@@ -118,7 +112,7 @@ class ServiceClient:
                 self._exchange(self._plan.batch)
             except Exception:
                 self._connection.close()
-                self._connection = connect_with_retries(self._idl, self._endpoint)
+                self._connection = connect_with_retries(self._wire, self._endpoint)
                 return
             if self._gate.is_stopping:
                 return
@@ -168,11 +162,9 @@ class ServiceClient:
         payload, picks = self._payload, self._rotation.take(count)
         self._sequence += 1
         if count not in self._templates:
-            template = CallTemplate(self._idl, self._method, count, self._plan.index, self._endpoint.framed)
-            self._templates[count] = template
+            self._templates[count] = self._wire.template(count, self._plan.index)
         buffers = self._templates[count].fill(self._sequence, [payload.bodies[pick] for pick in picks])
-        result = self._connection.call(self._method, self._sequence, buffers)
-        return answers_of(result, count), [payload.labels[pick] for pick in picks]
+        return self._connection.call(self._sequence, count, buffers), [payload.labels[pick] for pick in picks]
 
     def _judge(self, answers: list[Any], labels: list[str | None]) -> tuple[int, int]:
         """How many images have a result, and how many the expected label; counts the errors."""
@@ -192,7 +184,7 @@ class ServiceClient:
         if self._broken_in_a_row >= _BROKEN_CALLS_IN_A_ROW:
             return False
         try:
-            self._connection = connect_with_retries(self._idl, self._endpoint)
+            self._connection = connect_with_retries(self._wire, self._endpoint)
         except OSError:
             return False
         return True
@@ -201,12 +193,10 @@ class ServiceClient:
 class ClientProcess:
     """One client: `_main` runs in a process of its own, the rest is the parent's side of it."""
 
-    def __init__(
-        self, plan: Plan, load: Load, endpoint: Endpoint, idl: ModuleType, payload: Payload, gate: Gate
-    ) -> None:
+    def __init__(self, plan: Plan, load: Load, endpoint: Endpoint, wire: Wire, payload: Payload, gate: Gate) -> None:
         """Forks."""
         self.plan, self.log = plan, CallLog(plan.calls)
-        self._load, self._endpoint, self._idl, self._payload, self._gate = load, endpoint, idl, payload, gate
+        self._load, self._endpoint, self._wire, self._payload, self._gate = load, endpoint, wire, payload, gate
         context = multiprocessing.get_context("fork")
         self.channel, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=self._main, args=(theirs,), daemon=True)
@@ -236,7 +226,7 @@ class ClientProcess:
         gate, plan = self._gate, self.plan
         gate.enter_client()
         try:
-            client = ServiceClient(plan, self._endpoint, self._idl, self._payload, self.log, gate)
+            client = ServiceClient(plan, self._endpoint, self._wire, self._payload, self.log, gate)
             client.warm_up()
         except OSError as error:
             channel.send(f"client {plan.index} cannot connect to {self._endpoint}: {error.strerror or error}")
@@ -258,11 +248,11 @@ class ClientProcess:
 class ClientProcesses:
     """Owns the client processes of one run. Make it before any thread exists: it forks."""
 
-    def __init__(self, load: Load, endpoint: Endpoint, idl: ModuleType, payload: Payload) -> None:
+    def __init__(self, load: Load, endpoint: Endpoint, wire: Wire, payload: Payload) -> None:
         self._load = load
         self._gate = Gate()
         gc.freeze()  # what exists now stays shared: no collection in a client touches it
-        self._clients = [ClientProcess(plan, load, endpoint, idl, payload, self._gate) for plan in load.plans]
+        self._clients = [ClientProcess(plan, load, endpoint, wire, payload, self._gate) for plan in load.plans]
 
     @property
     def pids(self) -> list[int]:

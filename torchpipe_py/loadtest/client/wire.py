@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType
@@ -58,6 +58,64 @@ def _encode_params(idl: ModuleType, data: bytes) -> bytes:
     return bytes(buffer.getvalue())
 
 
+class Template(Protocol):
+    """The calls of one client."""
+
+    def fill(self, sequence: int, bodies: Sequence[bytes]) -> Sequence[bytes | bytearray]:
+        """The buffers of call number `sequence` with these bodies, one per image."""
+
+
+class Answers(Protocol):
+    """Reads the replies of one connection."""
+
+    def read(self, sequence: int, count: int) -> list[Any]:
+        """Of the reply to that call, one result or one exception for each of its `count` images."""
+
+
+class Wire(Protocol):
+    """How a service is spoken to."""
+
+    def body(self, data: bytes) -> bytes:
+        """An image's part of a call."""
+
+    def template(self, count: int, client: int) -> Template:
+        """Of calls with `count` images."""
+
+    def probe(self) -> Sequence[bytes]:
+        """A call that says whether there is a service."""
+
+    def reader(self, source: Any) -> Answers:
+        """Of the replies on a connection: `source.read(n)` returns at most `n` bytes, and at least one."""
+
+
+class ThriftWire:
+    """`InferenceService` in the binary protocol: `infer_batch` where calls have one image, else `infer_many`."""
+
+    def __init__(self, idl: ModuleType, framed: bool, batch: int) -> None:
+        self._idl, self._framed = idl, framed
+        self._method = "infer_batch" if batch == 1 else "infer_many"
+
+    def __str__(self) -> str:
+        return f"ping ({'framed' if self._framed else 'buffered'} transport)"
+
+    def body(self, data: bytes) -> bytes:
+        """An image's part of a call."""
+        return encode_body(self._idl, data)
+
+    def template(self, count: int, client: int) -> CallTemplate:
+        """Of calls with `count` images."""
+        return CallTemplate(self._idl, self._method, count, client, self._framed)
+
+    def probe(self) -> Sequence[bytes]:
+        """A `ping`."""
+        ping = encode_call(self._idl, "ping", {})
+        return [_FRAME_LENGTH.pack(len(ping)) + ping if self._framed else ping]
+
+    def reader(self, source: Any) -> ReplyReader:
+        """Of the replies on a connection."""
+        return ReplyReader(self._idl, source, self._framed, self._method)
+
+
 class CallTemplate:
     """The buffers of a call with `count` images, complete but for sequence id, uuids and bodies.
 
@@ -91,17 +149,22 @@ class CallTemplate:
 
 
 class ReplyReader:
-    """Decodes the replies of one connection: `source.read(n)` returns at most `n` bytes, and at least one."""
+    """Decodes the replies of one connection, to calls of `method`."""
 
-    def __init__(self, idl: ModuleType, source: Any, framed: bool) -> None:
+    def __init__(self, idl: ModuleType, source: Any, framed: bool, method: str) -> None:
         self._protocol = TCyBinaryProtocol((TCyFramedTransport if framed else TCyBufferedTransport)(source))
-        self._service = idl.InferenceService
+        self._service, self._method = idl.InferenceService, method
 
-    def read(self, method: str, sequence: int) -> Any:
-        """The `<method>_result` struct of the reply, or the `TApplicationException` sent in its place.
+    def read(self, sequence: int, count: int) -> list[Any]:
+        """One `InferenceResult` or one exception for each of the call's `count` images; none is a `ping`.
 
         Raises `ReplyError` for a reply to another call, and what thriftpy2 and `source` raise.
         """
+        if not count:
+            return [self._read("ping", sequence)]
+        return answers_of(self._read(self._method, sequence), count)
+
+    def _read(self, method: str, sequence: int) -> Any:
         name, kind, answered = self._protocol.read_message_begin()
         if kind == TMessageType.EXCEPTION:
             return self._read_struct(TApplicationException())
@@ -134,9 +197,10 @@ def answers_of(result: Any, count: int) -> list[Any]:
 
 
 def error_name(error: Any) -> str:
-    """What an error is counted as: `InferenceError:<code>`, `TApplicationException:<type>`, `timeout`, or its class."""
+    """What an error is counted as: `InferenceError:<code>` (over HTTP `HttpStatusError:<code>`),
+    `TApplicationException:<type>`, `timeout`, or its class."""
     kind = type(error).__name__
-    if kind == "InferenceError":
+    if kind in ("InferenceError", "HttpStatusError"):
         return f"{kind}:{error.code}"
     if isinstance(error, TApplicationException):
         return f"{kind}:{_APPLICATION_ERRORS.get(error.type, error.type)}"
