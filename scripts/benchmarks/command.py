@@ -18,9 +18,11 @@ from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
 from benchmarks.in_process.processes import processes
 from benchmarks.ray.data import ray_data
+from benchmarks.service.io_cost import io_cost
 from benchmarks.service.isolation import isolation
 from benchmarks.service.mean import mean
 from benchmarks.service.models import service
+from benchmarks.service.over_http import over_http
 
 Benchmark = Callable[[float, int], Report | list[Report]]
 """Takes the seconds of each measurement and the rounds whose median is shown."""
@@ -33,6 +35,8 @@ ON_CPU: dict[str, Benchmark] = {
     "processes": processes,
     "detector": detector,
     "service": service,
+    "over_http": over_http,
+    "io_cost": io_cost,
     "mean": mean,
     "isolation": isolation,
     "ray_data": ray_data,

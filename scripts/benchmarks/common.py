@@ -24,11 +24,15 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Load:
-    """What one closed-loop run measured: calls per second, latencies in milliseconds."""
+    """What one closed-loop run measured: calls per second, latencies in milliseconds.
+
+    ``cpu_ms``: the server's CPU time for a call, 0 where it was not measured.
+    """
 
     qps: float
     p50: float
     p99: float
+    cpu_ms: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def mean(seconds: float, rounds: int) -> Report:
                 name = f"torchpipe-serve, {workers} worker(s), {clients} clients"
                 subjects[name] = partial(run_clients, port, folder, clients, seconds)
                 ours[clients].append(name)
-        peers = mosec_subjects(stack, {}, jpeg, seconds, report)
+        peers = mosec_subjects(stack, {}, folder, seconds, report)
         loads = interleave({**subjects, **peers}, rounds)
     report.add(loads)
     if not peers:

@@ -92,7 +92,7 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
         for count, name in ours.items():
             subjects[name] = partial(run_clients, port, jpeg.parent, count, seconds)
         settings = {"BENCH_MODEL": work.model, "BENCH_SIZE": str(work.size)}
-        peers = mosec_subjects(stack, settings, jpeg.read_bytes(), seconds, report)
+        peers = mosec_subjects(stack, settings, jpeg.parent, seconds, report)
         loads = interleave({**subjects, **peers}, rounds)
     limit = next(iter(loads.values()))
     report.rows = [Row(name, load.qps, load.p50 or None, load.p99 or None) for name, load in loads.items()]

@@ -1,119 +1,109 @@
-"""mosec, which the service is measured against: the same work over HTTP, and the clients that load it."""
+"""What the service is measured against, doing the same work over HTTP: mosec and LitServe."""
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
-import multiprocessing
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
-from time import monotonic, perf_counter, sleep
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
 
-from benchmarks.common import Load, Report, load_of, python, test_jpeg
-from benchmarks.service.servers import free_port
+from benchmarks.common import Load, Report, python, test_jpeg
+from benchmarks.service.servers import free_port, run_clients
 
 CLIENTS = 10
 SAME_BATCH = 8  # of configs/demo.toml, with its timeout
 SAME_TIMEOUT_MS = 2
+WORKERS = 2
+_START_SECONDS = 90
+
+
+class Peer(NamedTuple):
+    """A service that takes images at ``path``; all its processes descend from ``pid``."""
+
+    port: int
+    pid: int
+    path: str
+
+    @property
+    def options(self) -> list[str]:
+        """What tells the load tester so."""
+        return ["--transport", "http", "--path", self.path, "--server_pid", str(self.pid)]
 
 
 def mosec_subjects(
-    stack: ExitStack, settings: Mapping[str, str], body: bytes, seconds: float, report: Report
+    stack: ExitStack, settings: Mapping[str, str], folder: Path, seconds: float, report: Report
 ) -> dict[str, Callable[[], Load]]:
     """mosec without and with batches, for many clients and for one; nothing but a remark where it is not installed."""
-    if importlib.util.find_spec("mosec") is None:
-        report.remarks.append("no mosec: not installed (extra 'bench')")
+    if not is_installed("mosec", report):
         return {}
     subjects: dict[str, Callable[[], Load]] = {}
     for batch in (1, SAME_BATCH):
-        port = stack.enter_context(mosec(settings, batch))
+        peer = stack.enter_context(mosec(settings, batch))
         for clients in (CLIENTS, 1):
-            name = f"mosec, 2 workers, batch {batch}, {clients} clients"
-            subjects[name] = partial(run_http_clients, port, body, clients, seconds)
+            name = f"mosec, {WORKERS} workers, batch {batch}, {clients} clients"
+            subjects[name] = partial(run_clients, peer.port, folder, clients, seconds, peer.options)
     return subjects
 
 
+def is_installed(name: str, report: Report) -> bool:
+    """Whether it is; the report says where it is not."""
+    if importlib.util.find_spec(name) is not None:
+        return True
+    report.remarks.append(f"no {name}: not installed (extra 'bench')")
+    return False
+
+
 @contextmanager
-def mosec(work: Mapping[str, str], batch: int) -> Iterator[int]:
-    """mosec with two workers; ``work`` is what ``mosec_service.py`` is to do. The port it listens on."""
+def mosec(work: Mapping[str, str], batch: int) -> Iterator[Peer]:
+    """mosec; ``work`` is what ``mosec_service.py`` is to do."""
     port = free_port()
-    settings = {**work, "BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": "2"}
     options = ["--address", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    command = ["-m", "benchmarks.service.mosec_service", *options]
-    process = python(*command, environment=settings, stderr=subprocess.DEVNULL)
+    with _started("mosec_service", options, work, batch, port, "/inference") as peer:
+        yield peer
+
+
+@contextmanager
+def litserve(work: Mapping[str, str], batch: int) -> Iterator[Peer]:
+    """LitServe; ``work`` is what ``litserve_service.py`` is to do."""
+    port = free_port()
+    with _started("litserve_service", [], {**work, "BENCH_PORT": str(port)}, batch, port, "/predict") as peer:
+        yield peer
+
+
+@contextmanager
+def _started(
+    module: str, options: list[str], work: Mapping[str, str], batch: int, port: int, path: str
+) -> Iterator[Peer]:
+    settings = {"BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": str(WORKERS)}
+    command = ["-m", f"benchmarks.service.{module}", *options]
+    silent = subprocess.DEVNULL
+    process = python(*command, environment={**work, **settings}, stdout=silent, stderr=silent)
     try:
-        _wait_for(port)
-        yield port
+        _wait_for(module, port, path)
+        yield Peer(port, process.pid, path)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
 
 
-def _wait_for(port: int) -> None:
-    end = monotonic() + 60
+def _wait_for(name: str, port: int, path: str) -> None:
+    """Until it answers an image."""
+    end = monotonic() + _START_SECONDS
     while monotonic() < end:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
+            connection.request("POST", path, test_jpeg())
+            if connection.getresponse().status == 200:
+                return
         except OSError:
-            sleep(0.2)
-    else:
-        raise RuntimeError("mosec did not start")
-    run_http_clients(port, test_jpeg(), 1, 0.1)
-
-
-def run_http_clients(port: int, body: bytes, clients: int, seconds: float) -> Load:
-    """Closed-loop client processes, each with one keep-alive connection, for about ``seconds``: the load tester's twin.
-
-    They POST ``body`` to /inference; every answer must be a 200.
-    """
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(clients + 1)
-    pipes = [context.Pipe(duplex=False) for _ in range(clients)]
-    processes = [
-        context.Process(target=_client, args=(port, body, seconds, barrier, send), daemon=True) for _, send in pipes
-    ]
-    for process in processes:
-        process.start()
-    barrier.wait(timeout=30)
-    start = perf_counter()
-    latencies = [value for receive, _ in pipes for value in receive.recv()]
-    wall = perf_counter() - start
-    for process in processes:
-        process.join()
-    return load_of(latencies, wall)
-
-
-def _client(port: int, body: bytes, seconds: float, barrier: object, send: Connection) -> None:
-    head = f"POST /inference HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    request = head.encode() + body
-    latencies = []
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(20):
-            _exchange(sock, request)
-        barrier.wait()  # type: ignore[attr-defined]
-        end = perf_counter() + seconds
-        while (start := perf_counter()) < end:
-            _exchange(sock, request)
-            latencies.append(perf_counter() - start)
-    send.send(latencies)
-
-
-def _exchange(sock: socket.socket, request: bytes) -> None:
-    sock.sendall(request)
-    reply = sock.recv(65536)
-    while b"\r\n\r\n" not in reply:
-        reply += sock.recv(65536)
-    head, _, body = reply.partition(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200"):
-        raise RuntimeError(f"mosec answered {reply[:200]!r}")
-    length = next(
-        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
-    )
-    while len(body) < length:
-        body += sock.recv(65536)
+            pass
+        finally:
+            connection.close()
+        sleep(0.2)
+    raise RuntimeError(f"{name} did not start")

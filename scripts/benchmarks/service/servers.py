@@ -41,15 +41,15 @@ def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[
         process.wait(timeout=60)
 
 
-def run_clients(port: int, images: Path, clients: int, seconds: float) -> Load:
-    """Client processes in a closed loop for about ``seconds``."""
-    return load_in(client_report(port, images, clients, seconds))
+def run_clients(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> Load:
+    """Client processes in a closed loop for about ``seconds``; ``options`` are the load tester's."""
+    return load_in(client_report(port, images, clients, seconds, options))
 
 
-def client_report(port: int, images: Path, clients: int, seconds: float) -> dict[str, Any]:
+def client_report(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> dict[str, Any]:
     """The load tester's report of that."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
+        args = ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients), *options]
         command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--duration", str(seconds), "--no-progress"]
         subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
         report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
@@ -58,7 +58,8 @@ def client_report(port: int, images: Path, clients: int, seconds: float) -> dict
 
 def load_in(report: Mapping[str, Any]) -> Load:
     """The figures of a report."""
-    return Load(report["qps"], report["latency_ms"]["p50"], report["latency_ms"]["p99"])
+    qps, latency = report["qps"], report["latency_ms"]
+    return Load(qps, latency["p50"], latency["p99"], 10 * (report["server_cpu_percent"] or 0.0) / qps)
 
 
 def free_port() -> int:

@@ -1,0 +1,57 @@
+"""HTTP against Thrift on one port of the service, and against mosec and LitServe: the same work, images and clients."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import REPOSITORY, Load, Report, interleave, run_threads, test_jpeg
+from benchmarks.service.peer import SAME_BATCH, WORKERS, is_installed, litserve, mosec
+from benchmarks.service.servers import run_clients, serving
+from torchpipe_py import pipe
+
+CLIENTS = (1, 10, 40)
+CONFIG = "configs/demo.toml"
+_WORK = {"BENCH_MODEL": str(REPOSITORY / "configs" / "demo" / "model.onnx"), "BENCH_SIZE": "64"}
+
+
+def over_http(seconds: float, rounds: int) -> Report:
+    """QPS, latency and the CPU time that all processes of a service take for a request."""
+    jpeg = test_jpeg()
+    report = Report(f"over_http: demo model, {len(jpeg) / 1000:.0f} KB JPEG, client processes, same cores")
+    subjects: dict[str, Callable[[], Load]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "image.jpg").write_bytes(jpeg)
+        alone = stack.enter_context(pipe(CONFIG))
+        subjects["limit: the pipe alone, 10 threads"] = partial(run_threads, partial(_call, alone, jpeg), 10, seconds)
+        port = stack.enter_context(serving(CONFIG))
+        services: dict[str, tuple[int, list[str]]] = {
+            "torchpipe-serve, Thrift": (port, []),
+            "torchpipe-serve, HTTP": (port, ["--transport", "http"]),
+        }
+        for name, start in (("mosec", mosec), ("litserve", litserve)):
+            if is_installed(name, report):
+                peer = stack.enter_context(start(_WORK, SAME_BATCH))
+                services[f"{name}, {WORKERS} workers, batch {SAME_BATCH}"] = peer.port, peer.options
+        for clients in CLIENTS:
+            for name, (at, options) in services.items():
+                subjects[f"{name}, {clients} clients"] = partial(run_clients, at, folder, clients, seconds, options)
+        loads = interleave(subjects, rounds)
+    report.add(loads, {name: f"{load.cpu_ms:.2f} ms CPU" for name, load in loads.items() if load.cpu_ms})
+    for clients in CLIENTS:
+        thrift, http, *others = (loads[f"{name}, {clients} clients"] for name in services)
+        report.require(f"HTTP against Thrift, {clients} clients", http.qps / thrift.qps, low=0.85)
+        for name, other in zip(list(services)[2:], others, strict=True):
+            report.require(f"HTTP against {name}, {clients} clients", http.qps / other.qps, low=1.0)
+    report.remarks.append("ms CPU: of all processes of the service, for a request")
+    return report
+
+
+def _call(run: pipe, jpeg: bytes) -> None:
+    data: dict[str, Any] = {"data": jpeg}
+    run(data)
