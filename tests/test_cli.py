@@ -136,6 +136,14 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torchpipe_py {torchpipe_py.__version__}\n"
 
 
+@pytest.mark.parametrize("command", [["bench", "x.toml"], ["load"]])
+def test_the_nearest_flag_is_told(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--img_dir=x", "--total_numbr=5"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --total_numbr=5; did you mean '--total_number'?" in capsys.readouterr().err
+
+
 def test_a_parameters_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "DecodeTensor"]) == 0
     assert "the library that calls nvJPEG: torchvision, nvimgcodec" in capsys.readouterr().out

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
     "errors files html idl keys",
-    "values filters",
+    "arguments values filters",
     "http images backends.signature",
     "backends.base",
     "registry",
@@ -34,7 +34,7 @@ TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
 SERVER_MAY_IMPORT = {
-    *("", "errors", "idl", "http", "http.errors", "http.infer", "http.json_values", "http.values"),
+    *("", "arguments", "errors", "idl", "http", "http.errors", "http.infer", "http.json_values", "http.values"),
     *("runtime.deadlines", "runtime.statistics", "drawing.depict"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""

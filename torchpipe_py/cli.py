@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torchpipe_py
 from torchpipe_py import registry
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.export import options as export_options
@@ -20,7 +21,7 @@ from torchpipe_py.plan.build import plan_pipeline
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is well, 1 for an error in what was asked about, 2 for wrong arguments; ``bench``: see ``run_bench``."""
-    parser = argparse.ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
+    parser = ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.loadtest.errors import CannotRunError
 
 DEFAULT_TOTAL = 10_000
@@ -63,7 +64,7 @@ def parse_arguments(arguments: Sequence[str], program: str) -> argparse.Namespac
     Raises `CannotRunError` for options that contradict each other.
     """
     description = f"Load tester of the inference service. `{program} compare A.json B.json` compares two reports."
-    parser = argparse.ArgumentParser(prog=program, description=description, epilog=_STATUSES)
+    parser = ArgumentParser(prog=program, description=description, epilog=_STATUSES)
     add_options(parser, clients="client processes")
     option = parser.add_argument
     option("--host", default="127.0.0.1")

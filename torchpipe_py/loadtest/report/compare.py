@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.measure.statistics import percentile
 from torchpipe_py.loadtest.measure.verdict import EXIT_FAILED, EXIT_OK
@@ -29,7 +30,7 @@ much a run varies from second to second, not how much from one run to the next; 
 
 def compare_main(arguments: Sequence[str], program: str) -> int:
     """The subcommand; 0, or 2 when B is worse than A by more than `--max-regression` allows."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=f"{program} compare",
         description="Two reports of --json side by side; ratios are B/A.",
         epilog="exit status: 0; 1 a report cannot be read; 2 B is worse by more than --max-regression allows",
