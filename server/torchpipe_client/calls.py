@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torchpipe_client.contract import IDL
-from torchpipe_client.errors import BadReply, ClientError, InferenceError, inference_error
+from torchpipe_client.errors import BadReply, ClientError, InferenceError, InvalidRequest, inference_error
 from torchpipe_client.tracing import Trace
 from torchpipe_client.values import Result, from_value, to_bytes, to_value
 
@@ -74,6 +74,8 @@ class InferMany(Call["list[Result | InferenceError]"]):
         self, images: Iterable[Any], uuid: str, may_repeat: Callable[[ClientError], bool], trace: Trace
     ) -> None:
         super().__init__()
+        if isinstance(images, (bytes, str)):
+            raise InvalidRequest(f"images: expected a list of bytes, got {type(images).__name__}")
         self._params = [
             IDL.InferenceParams(uuid=uuid, data=to_bytes(f"images[{index}]", image))
             for index, image in enumerate(images)
@@ -115,6 +117,10 @@ class Infer(Call["dict[str, Any]"]):
         self, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None, uuid: str, trace: Trace
     ) -> None:
         super().__init__()
+        if not isinstance(inputs, Mapping):
+            raise InvalidRequest(f"inputs: expected a dict, as {{'data': …}}, got {type(inputs).__name__}")
+        if isinstance(outputs, str):
+            raise InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
         self._request = IDL.InferRequest(
             uuid=uuid,
             inputs={key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()},

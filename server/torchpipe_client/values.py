@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchpipe_client.contract import IDL
@@ -28,7 +29,8 @@ def to_bytes(name: str, data: Any) -> bytes:
         return data
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
-    raise InvalidRequest(f"{name}: expected bytes, got a {type(data).__name__}")
+    hint = "; of a file they are Path(...).read_bytes()" if isinstance(data, (str, os.PathLike)) else ""
+    raise InvalidRequest(f"{name}: expected bytes, got a {type(data).__name__}{hint}")
 
 
 def to_value(name: str, value: Any) -> Any:

@@ -123,10 +123,20 @@ def test_values_that_have_no_form_are_refused_here(make, value, text):
 
 def test_images_that_are_no_bytes_are_refused_here(make):
     with make("127.0.0.1:1") as client:
-        with pytest.raises(InvalidRequest, match=r"^image: expected bytes, got a str"):
+        with pytest.raises(InvalidRequest, match=r"^image: expected bytes, got a str; of a file they are Path"):
             client.infer_batch("photo.jpg")
         with pytest.raises(InvalidRequest, match=r"^images\[1\]: expected bytes, got a PosixPath"):
             client.infer_many([b"a", Path("photo.jpg")])
+        with pytest.raises(InvalidRequest, match=r"^images: expected a list of bytes, got bytes$"):
+            client.infer_many(b"a")
+
+
+def test_a_request_that_is_no_dict_and_keys_that_are_no_list_are_refused_here(make):
+    with make("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest, match=r"^inputs: expected a dict, as {'data': …}, got bytes$"):
+            client.infer(b"a")
+        with pytest.raises(InvalidRequest, match=r"^outputs: expected a list of keys, as \['result'\], got 'result'$"):
+            client.infer({"data": b"a"}, outputs="result")
 
 
 def test_what_the_service_refuses_is_told(make, echo):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import InvalidRequest, NoResult, message_of
+from torchpipe_py.errors import InvalidRequest, NoResult, message_of, nearest
 
 _TEXT_CHARACTERS = 1024
 _FOLDERS = re.compile(
@@ -49,7 +49,10 @@ def reason(data: Mapping[str, Any], key: str) -> BaseException:
     error = data.get("error")
     if isinstance(error, BaseException):
         return error
-    return NoResult(f"the request has no {key!r}" if error is None else str(error))
+    if error is not None:
+        return NoResult(str(error))
+    hint = "" if key == "result" else f"; {nearest(key, (name for name in data if isinstance(name, str)))}"
+    return NoResult(f"the request has no {key!r}{hint}")
 
 
 def describe_error(error: BaseException) -> str:

@@ -53,12 +53,13 @@ def from_json(key: str, value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {"b64"}:
             return _from_base64(key, value["b64"])
-        return tensor_from(key, value.get("dtype"), value.get("shape"), value.get("data"))
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        if "dtype" in value:
+            return tensor_from(key, value["dtype"], value.get("shape"), value.get("data"))
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         if len(value) > MOST_TENSORS:
             raise InvalidRequest(f"{key[:40]!r}: a list of {len(value)}; the limit is {MOST_TENSORS}")
         return [from_json(key, item) for item in value]
-    if isinstance(value, (str, int, float)) and value is not None:
+    elif isinstance(value, (str, int, float)):
         return value
     raise InvalidRequest(
         f'{key[:40]!r}: expected a text, a number, {{"b64": "…"}} or {{"dtype": "uint8", "shape": […], "data": […]}}'

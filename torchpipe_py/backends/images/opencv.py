@@ -67,6 +67,7 @@ def encoded_bytes(value: Any) -> np.ndarray:
         raise InvalidRequest(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
     if not isinstance(value, (bytearray, memoryview)):
         hint = "; of a file they are Path(...).read_bytes()" if isinstance(value, (str, os.PathLike)) else ""
+        hint += ', in JSON {"b64": "…"}' if isinstance(value, str) else ""
         raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}{hint}")
     return np.frombuffer(value, UINT8)
 
