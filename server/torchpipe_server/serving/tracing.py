@@ -48,7 +48,11 @@ def set_up(ratio: float) -> trace.TracerProvider:
         configurator: Any = _OTelSDKConfigurator
         configurator().configure(sampler=ParentBased(TraceIdRatioBased(ratio)))
     except Exception as error:
-        raise ConfigError(f"--trace-ratio: OpenTelemetry cannot be set up: {error}") from error
+        hint = "torchpipe_py[otel] brings otlp, and console is always there"
+        exporter = environment["OTEL_TRACES_EXPORTER"]
+        raise ConfigError(
+            f"--trace-ratio: OpenTelemetry cannot be set up (OTEL_TRACES_EXPORTER={exporter}; {hint}): {error}"
+        ) from error
     return trace.get_tracer_provider()
 
 

@@ -236,5 +236,5 @@ def test_a_request_that_is_cancelled(register: Register, kept: KeptSpans) -> Non
 
 def test_an_exporter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonsense")
-    with pytest.raises(ConfigError, match=r"--trace-ratio: OpenTelemetry cannot be set up: .*'nonsense' not found"):
+    with pytest.raises(ConfigError, match=r"\(OTEL_TRACES_EXPORTER=nonsense; .*\): .*'nonsense' not found"):
         tracing.set_up(0.5)
