@@ -54,6 +54,9 @@ def openapi() -> dict[str, Any]:
         _parameter("query", "deadline_ms", _MILLISECONDS, "answer within so many milliseconds, or with 504"),
         _parameter("header", "X-Deadline-Ms", _MILLISECONDS, "the same"),
         _parameter("header", "X-Request-Id", _TEXT, "the caller's name for the request, for the log"),
+        _parameter(
+            "header", "traceparent", _TEXT, "the trace that the request is part of, as the W3C's Trace Context says"
+        ),
     ]
     asked = {
         "type": "object",
