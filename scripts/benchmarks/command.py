@@ -18,6 +18,8 @@ from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
 from benchmarks.in_process.processes import processes
 from benchmarks.ray.data import ray_data
+from benchmarks.ray.faults import ray_faults
+from benchmarks.ray.overhead import ray_serve
 from benchmarks.service.io_cost import io_cost
 from benchmarks.service.isolation import isolation
 from benchmarks.service.mean import mean
@@ -40,6 +42,8 @@ ON_CPU: dict[str, Benchmark] = {
     "mean": mean,
     "isolation": isolation,
     "ray_data": ray_data,
+    "ray_serve": ray_serve,
+    "ray_faults": ray_faults,
 }
 ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = {
     "limits": gpu.limits,

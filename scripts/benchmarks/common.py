@@ -143,7 +143,7 @@ def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: A
 def show(report: Report) -> None:
     """Print the table and whether each target is met."""
     print(f"\n{report.title}")
-    width = max(len(row.what) for row in report.rows)
+    width = max((len(row.what) for row in report.rows), default=0)
     print(f"  {'':{width}}  {'QPS':>9}  {'p50 ms':>8}  {'p99 ms':>8}")
     for row in report.rows:
         p50, p99 = (f"{value:8.2f}" if value is not None else " " * 8 for value in (row.p50, row.p99))

@@ -43,9 +43,7 @@ class Arguments:
     )
     num_cpus: float | None = _argument(None, to_float, "CPUs of a replica")
     num_gpus: float | None = _argument(None, to_float, "GPUs of a replica")
-    max_ongoing_requests: int | None = _argument(
-        None, to_int, "requests that a replica has; the pipe refuses those beyond max_inflight", 1
-    )
+    max_ongoing_requests: int | None = _argument(None, to_int, "requests of a replica (max_inflight + 10,000)", 1)
     max_queued_requests: int | None = _argument(None, to_int, "requests that wait for one, of each proxy or handle", 1)
     deadline_ms: float = _argument(0.0, to_float, "longest deadline of a request; 0 is none")
     hang_seconds: float = _argument(30.0, to_float, "seconds for a batch; then the replica is unhealthy; 0: no limit")

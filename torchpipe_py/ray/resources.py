@@ -10,8 +10,8 @@ UNKNOWN_BATCH = 32
 """Taken for the largest batch of a backend of one's own, which says it only once it is set up."""
 ROUNDS = 2
 """While one batch is computed the next one waits, complete: for it there must be as many requests again."""
-SPARE = 2
-"""Serve lets a replica have so many times the requests that its pipe takes, so that it is the pipe that refuses some.
+SPARE = 10_000
+"""Serve lets a replica have so many requests more than its pipe takes, so that it is the pipe that refuses them.
 
 TRAP: requests that Serve itself holds back come to a replica by two in half a second, however fast it is.
 """
@@ -43,7 +43,7 @@ def resources_of(pipeline: Pipeline) -> Resources:
     return Resources(
         num_cpus=float(max([1, *threads])),
         num_gpus=float(max(devices, default=-1) + 1),
-        max_ongoing_requests=SPARE * most,
+        max_ongoing_requests=most + SPARE,
         max_queued_requests=most,
         busy_requests=min(requests, most),
     )

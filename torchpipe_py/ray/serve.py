@@ -48,7 +48,8 @@ class PipeDeployment:
         if not isinstance(given, Request):
             return await self._service.infer(given, deadline_ms)
         path = given.scope["path"].removeprefix(given.scope.get("root_path", "").rstrip("/"))
-        answer = await self._service.answer(given.method, path, given.url.query, given.headers, given.stream())
+        query = given.scope["query_string"].decode("latin-1")
+        answer = await self._service.answer(given.method, path, query, given.headers, given.stream())
         return Response(answer.body, answer.status, answer.headers, "application/json")
 
     async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:

@@ -1,5 +1,3 @@
-"""The folder is not called ``ray``: ``tests`` is on the path, and ``import ray`` would find it for the library."""
-
 from __future__ import annotations
 
 import subprocess

@@ -7,7 +7,7 @@ import pytest
 
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.config import Tables
-from torchpipe_py.ray.arguments import found_folder, overridden, read_arguments, read_user_config
+from torchpipe_py.ray.arguments import SETTINGS, found_folder, overridden, read_arguments, read_user_config
 
 
 def test_words_become_values() -> None:
@@ -107,3 +107,18 @@ def test_a_node_without_the_file_names_both_folders(tmp_path: Path, monkeypatch:
     assert str(error.value).startswith(
         f"a.toml: not on node {os.uname().nodename}, neither in {os.getcwd()} nor in /else: the file and all that it "
     )
+
+
+def test_the_table_of_the_documentation_has_every_argument() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ray.md").read_text(encoding="utf-8")
+    assert [line for line in table() if line not in page.splitlines()] == []
+
+
+def table() -> list[str]:
+    """A line for each argument, with its default where that is a value."""
+    lines = []
+    for name, setting in SETTINGS.items():
+        default = "" if setting.default in (None, "") else f"={setting.default}"
+        choices = ", ".join(setting.metadata["choices"])
+        lines.append(f"| `{name}{default}` | {setting.metadata['doc']}{choices and ': '}{choices} |")
+    return lines
