@@ -80,9 +80,21 @@ class Routes:
                 allowed.add(route.verb)
         path = request.path[:80]
         if not allowed:
-            raise RouteError(f"no {path}; {nearest(path, self._paths)}")
+            raise RouteError(f"no {path}; {nearest(path, self._near(path))}")
         verbs = sorted(allowed | {"HEAD"} if "GET" in allowed else allowed)
         raise RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)
+
+    def _near(self, path: str) -> set[str]:
+        """Where the way of the path, as far as there is one, may go on: few names, since each costs a comparison."""
+        parts = path.split("/")
+        ways = [known.split("/") for known in self._paths]
+        depth = 1
+        while depth < len(parts):
+            on = [way for way in ways if len(way) > depth and (way[depth] == parts[depth] or way[depth][:1] == "{")]
+            if not on:
+                break
+            ways, depth = on, depth + 1
+        return {"/".join(way[: depth + 1]) + ("/…" if len(way) > depth + 1 else "") for way in ways}
 
 
 class HttpService:

@@ -104,6 +104,8 @@ def test_outputs_that_are_asked_for():
         tensors([{"class": 3, "error": NoResult("none")}], "class", "label")
     with pytest.raises(InvalidRequest, match="no output 'scor'; did you mean 'score'"):
         tensors([item], "scor")
+    with pytest.raises(InvalidRequest, match="no output 'class'; valid: result"):
+        tensors([item, {"result": ("star", 0.5)}], "class")
 
 
 def test_an_answer_as_json_and_as_binary():

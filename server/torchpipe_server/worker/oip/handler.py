@@ -104,18 +104,19 @@ class OipHandler:
         asked = read_infer(request.body, request.fields, self._limits)
         signature = self._pipe.signature(asked.node_name)
         items = asked.items(signature.inputs)
+        count, asked = len(items), asked._replace(rows=())  # NOTE: inputs are kept no longer than the pipe keeps them
 
         def finish(outcomes: list[Any]) -> None:
             try:
                 result: Any = self._answer(asked, signature, outcomes)
             except BaseException as failure:
                 result = failure
-            self._figures.add(len(items), began, isinstance(result, HttpAnswer))
+            self._figures.add(count, began, isinstance(result, HttpAnswer))
             done(result)
 
         outcome = partial(_outcome, asked)
         seconds = self._deadlines.seconds(asked.deadline_ms)
-        if len(items) == 1:
+        if count == 1:
             return self._pipe.dispatch(items[0], lambda data, error: finish([outcome(data, error)]), seconds)
         return self._turns.gather(items, seconds, outcome, finish)
 

@@ -37,7 +37,7 @@ def outputs_of(
     """The tensors of the answer, and whether each is binary. ``specs`` is what the pipe says of its result."""
     names = [spec.name for spec in specs]
     made: dict[str, Output] = {}
-    if RESULT in items[0]:
+    if all(RESULT in item for item in items):
         made = {output.name: output for output in _of_results([item[RESULT] for item in items], names)}
     if not request.outputs:
         return [(output, request.is_binary) for output in made.values()]
@@ -89,7 +89,7 @@ def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
 
 def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
     """Whether all are lists of ``(label, score)``, of which some may be empty."""
-    if not all(value == [] if isinstance(value, list) and not value else is_ranking(value) for value in values):
+    if not all(is_ranking(value) or (isinstance(value, list) and not value) for value in values):
         return False
     return any(values) or list(names) == ["label", "score"]
 
