@@ -194,12 +194,12 @@ class pipe:
             for record in records:
                 record.traces = _beside_traces(record)
 
-    def instrument(self, tracer_provider: TracerProvider | None = None) -> None:
+    def instrument(self, tracer_provider: TracerProvider | None = None, *, starts_traces: bool = True) -> None:
         """Make OpenTelemetry spans of the requests from now on, as children of the span that is current at each call.
 
-        A parent's sampled flag is honoured; without a parent the sampler of ``tracer_provider`` decides, in place of
-        which the global one is taken. ``close`` makes the spans that are left. ``ImportError`` without OpenTelemetry,
-        ``RuntimeError`` where the pipe makes spans already.
+        A parent's sampled flag is honoured; without a parent the sampler of ``tracer_provider`` decides, or nothing is
+        made if not ``starts_traces``. Without a provider the global one is taken. ``close`` makes the spans that are
+        left. ``ImportError`` without OpenTelemetry, ``RuntimeError`` where the pipe makes spans already.
         """
         if self._spans is not None:
             raise RuntimeError("the pipe makes spans already")
@@ -211,7 +211,7 @@ class pipe:
             raise ImportError(f"spans need OpenTelemetry (pip install 'torchpipe_py[otel]'): {error}") from error
         runtime = self._runtime
         labels = {name: plan.label for name, plan in runtime.plans.items()}
-        spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels)
+        spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
         weakref.finalize(self, spans.stop).atexit = False
         runtime.instrument(spans, spans.around)
         self._make_request = spans.request

@@ -26,10 +26,12 @@ T = TypeVar("T")
 class Spans:
     """Records the requests that are sampled; a thread of its own makes spans of each when it is finished.
 
-    ``labels`` has the backends of the nodes, for the spans' attributes.
+    ``labels`` has the backends of the nodes, for the spans' attributes. ``starts_traces``: whether requests without a
+    parent are asked for.
     """
 
-    def __init__(self, provider: trace.TracerProvider, labels: Mapping[str, str]) -> None:
+    def __init__(self, provider: trace.TracerProvider, labels: Mapping[str, str], starts_traces: bool = True) -> None:
+        self._starts_traces = starts_traces
         self._tracer, self._labels = provider.get_tracer("torchpipe_py"), labels
         self._finished: SimpleQueue[Timeline | None] = SimpleQueue()
         self._dropped = 0
@@ -54,7 +56,7 @@ class Spans:
         """A request, traced if its parent is: the span that is current here. Without one the sampler decides."""
         request = Request(data, on_done, root, deadline)
         parent = trace.get_current_span().get_span_context()
-        if parent.is_valid and not parent.trace_flags.sampled:
+        if not (parent.trace_flags.sampled if parent.is_valid else self._starts_traces):
             return request
         span = self._tracer.start_span(f"pipe {root}")
         if span.is_recording():

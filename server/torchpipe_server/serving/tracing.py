@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from random import random
 from typing import Any
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # what distributions of OpenTelemetry are to use
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
 from torchpipe_py.errors import ConfigError
-from torchpipe_server.serving.http import Route, code_of
+from torchpipe_server.serving.http import code_of
 from torchpipe_server.serving.protocols import Served
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, TraceFields
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method
 
 _PARENT = re.compile("(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _PARENT_CHARACTERS = 512
@@ -32,11 +33,13 @@ _KEY = f"[a-z]{_WORD}{{0,255}}|[a-z0-9]{_WORD}{{0,240}}@[a-z]{_WORD}{{0,13}}"
 _MEMBER = re.compile(f"({_KEY})=" r"([ -+\--<>-~]{0,255}[!-+\--<>-~])")
 _REQUEST_ID_CHARACTERS = 200
 
+Start = Callable[[Any, Done], "Cancellable | None"]
 
-def set_up(ratio: float) -> trace.TracerProvider:
-    """The process's provider, which samples ``ratio`` of the requests that come without a parent.
 
-    For a process that forks no more: it starts the exporters' threads. ``ConfigError`` for what OpenTelemetry's
+def set_up() -> trace.TracerProvider:
+    """The process's provider, which takes every span: what is traced is decided before.
+
+    It starts the exporters' threads, which a fork would not take along. ``ConfigError`` for what OpenTelemetry's
     variables name and is not there.
     """
     environment = os.environ
@@ -46,7 +49,7 @@ def set_up(ratio: float) -> trace.TracerProvider:
     environment.setdefault("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     try:
         configurator: Any = _OTelSDKConfigurator
-        configurator().configure(sampler=ParentBased(TraceIdRatioBased(ratio)))
+        configurator().configure(sampler=ParentBased(ALWAYS_ON))
     except Exception as error:
         hint = "torchpipe_py[otel] brings otlp, and console is always there"
         exporter = environment["OTEL_TRACES_EXPORTER"]
@@ -64,40 +67,53 @@ def shut_down(provider: Any, seconds: float) -> bool:
     return not thread.is_alive()
 
 
-def traced(served: Served, provider: trace.TracerProvider) -> Served:
-    """The same with a span around each method that runs the pipe."""
-    tracer = provider.get_tracer("torchpipe_server")
-    methods = {name: _traced(tracer, name, method) for name, method in served.methods.items()}
-    return Served(methods, served.routes.changed(partial(_traced_route, tracer)))
+def traced(served: Served, provider: trace.TracerProvider, ratio: float) -> Served:
+    """The same with a span around each method that runs the pipe.
+
+    A request with a parent has one if the parent's sampled flag says so, of the others a share of ``ratio``.
+    """
+    change = _Change(provider.get_tracer("torchpipe_server"), ratio)
+    methods = {name: change(name, method) for name, method in served.methods.items()}
+    return Served(methods, served.routes.changed(lambda route: route._replace(method=change(route.name, route.method))))
 
 
-def _traced_route(tracer: trace.Tracer, route: Route) -> Route:
-    return route._replace(method=_traced(tracer, route.name, route.method))
+class _Change:
+    """Makes of a method one with spans."""
 
+    def __init__(self, tracer: trace.Tracer, ratio: float) -> None:
+        self._tracer, self._ratio = tracer, ratio
 
-def _traced(tracer: trace.Tracer, name: str, method: Method) -> Method:
-    fields_of = method.trace_fields
-    if fields_of is None:
-        return method
+    def __call__(self, name: str, method: Method) -> Method:
+        return method if method.trace_fields is None else method._replace(start=partial(self._start, name, method))
 
-    def start(args: Any, done: Done) -> Cancellable | None:
-        above = context_of(fields_of(args))
-        span = tracer.start_span(name, above, trace.SpanKind.SERVER)
-        if span.is_recording():
-            done = partial(_finish, span, method, done)
-            request_id = method.request_id(args)
-            if request_id:
-                span.set_attribute("torchpipe.request_id", request_id[:_REQUEST_ID_CHARACTERS])
-        token = contexts.attach(trace.set_span_in_context(span, above))
-        try:
+    def _start(self, name: str, method: Method, args: Any, done: Done) -> Cancellable | None:
+        assert method.trace_fields is not None
+        parent = parent_of(*method.trace_fields(args))
+        if parent is None and random() >= self._ratio:
             return method.start(args, done)
+        context = contexts.Context()
+        if parent is not None:
+            context = trace.set_span_in_context(trace.NonRecordingSpan(parent), context)
+            if not parent.trace_flags.sampled:
+                return _within(context, method.start, args, done)
+        span = self._tracer.start_span(name, context, trace.SpanKind.SERVER)
+        request_id = method.request_id(args)
+        if request_id:
+            span.set_attribute("torchpipe.request_id", request_id[:_REQUEST_ID_CHARACTERS])
+        done = partial(_finish, span, method, done)
+        try:
+            return _within(trace.set_span_in_context(span, context), method.start, args, done)
         except BaseException as error:
             _end(span, code_of(error))
             raise
-        finally:
-            contexts.detach(token)
 
-    return method._replace(start=start)
+
+def _within(context: contexts.Context, start: Start, args: Any, done: Done) -> Cancellable | None:
+    token = contexts.attach(context)
+    try:
+        return start(args, done)
+    finally:
+        contexts.detach(token)
 
 
 def _finish(span: trace.Span, method: Method, done: Done, result: Any) -> None:
@@ -115,18 +131,16 @@ def _end(span: trace.Span, outcome: str) -> None:
     span.end()
 
 
-def context_of(fields: TraceFields) -> contexts.Context:
-    """The context of a request's ``traceparent`` and ``tracestate`` (W3C Trace Context, level 2).
+def parent_of(parent: str | None, state: str | None) -> trace.SpanContext | None:
+    """The span that a ``traceparent`` names, with its ``tracestate`` (W3C Trace Context, level 2).
 
     What is not as the standard has it is ignored, and told to nobody: it is a client's.
     """
-    parent, state = fields
     match = _PARENT.fullmatch(parent) if isinstance(parent, str) and len(parent) <= _PARENT_CHARACTERS else None
     if match is None or (match[1] == "00" and match[5]):
-        return contexts.Context()
+        return None
     flags = trace.TraceFlags(int(match[4], 16) & _KNOWN_FLAGS)
-    span = trace.SpanContext(int(match[2], 16), int(match[3], 16), True, flags, trace.TraceState(_members(state)))
-    return trace.set_span_in_context(trace.NonRecordingSpan(span), contexts.Context())
+    return trace.SpanContext(int(match[2], 16), int(match[3], 16), True, flags, trace.TraceState(_members(state)))
 
 
 def _members(state: str | None) -> Sequence[tuple[str, str]]:

@@ -82,9 +82,9 @@ def _work(start: Start) -> None:
         if start.options.trace_ratio >= 0:
             from torchpipe_server.serving import tracing
 
-            provider = tracing.set_up(start.options.trace_ratio)
-            run.instrument(provider)
-            served = tracing.traced(served, provider)
+            provider = tracing.set_up()
+            run.instrument(provider, starts_traces=False)
+            served = tracing.traced(served, provider, start.options.trace_ratio)
         worker = Worker(start, run, served)
     except Exception as error:
         _say_failed(start.sock, error)

@@ -17,7 +17,6 @@ from kept_spans import KeptSpans
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from service import LocalServer
 from torchpipe_client import AsyncClient, Client, InferenceError
 from torchpipe_server.options import Options
@@ -36,7 +35,7 @@ UNSAMPLED = f"{PARENT[:-2]}00"
 
 def test_what_the_standard_allows() -> None:
     def of(parent: str | None, state: str | None = None) -> trace.SpanContext:
-        return trace.get_current_span(tracing.context_of((parent, state))).get_span_context()
+        return tracing.parent_of(parent, state) or trace.INVALID_SPAN_CONTEXT
 
     span = of(PARENT, "vendor=x , other@me=y=z")
     assert (span.trace_id, span.span_id, span.is_remote, span.trace_flags) == (TRACE, 0x00F067AA0BA902B7, True, 1)
@@ -73,7 +72,7 @@ def test_what_the_standard_allows() -> None:
 )
 def test_what_is_no_traceparent_is_ignored(parent: str | None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        assert not trace.get_current_span(tracing.context_of((parent, "a=b"))).get_span_context().is_valid
+        assert tracing.parent_of(parent, "a=b") is None
     assert not caplog.records
 
 
@@ -83,23 +82,23 @@ def test_what_is_no_traceparent_is_ignored(parent: str | None, caplog: pytest.Lo
 )
 def test_a_tracestate_that_is_wrong_is_left_out(state: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        span = trace.get_current_span(tracing.context_of((PARENT, state))).get_span_context()
+        span = tracing.parent_of(PARENT, state)
+    assert span is not None
     assert (span.trace_id, len(span.trace_state)) == (TRACE, 0)
     assert not caplog.records
 
 
 @pytest.fixture
 def kept() -> Iterator[KeptSpans]:
-    """What comes without a parent is not sampled."""
-    kept = KeptSpans(sampler=ParentBased(ALWAYS_OFF))
+    kept = KeptSpans()
     yield kept
     kept.provider.shutdown()
 
 
-def serving(run: pipe, provider: TracerProvider) -> LocalServer:
-    run.instrument(provider)
+def serving(run: pipe, provider: TracerProvider, ratio: float = 0.0) -> LocalServer:
+    run.instrument(provider, starts_traces=False)
     served = usual_service(Options("test"), run)
-    return LocalServer(run, make_served=lambda loop: tracing.traced(served, provider))
+    return LocalServer(run, make_served=lambda loop: tracing.traced(served, provider, ratio))
 
 
 def post(port: int, path: str, body: bytes, **fields: str) -> int:
@@ -174,6 +173,18 @@ def test_the_clients_send_the_current_span_or_what_is_named(kept: KeptSpans) -> 
         assert root.parent.span_id in (mine.span_id, 0x00F067AA0BA902B7)
 
 
+def test_the_ratio_is_of_requests_without_a_parent(monkeypatch: pytest.MonkeyPatch, kept: KeptSpans) -> None:
+    shares = iter((0.5, 0.1, 0.3, 0.2))
+    monkeypatch.setattr(tracing, "random", lambda: next(shares))
+    with pipe({"backend": "Identity"}) as run, serving(run, kept.provider, 0.3) as server:
+        for _ in range(4):
+            assert post(server.port, "/infer?outputs=data", b"x") == 200
+        assert post(server.port, "/infer?outputs=data", b"x", traceparent=UNSAMPLED) == 200
+    assert kept.tree() == 2 * ["POST /infer > pipe node"] + 2 * ["pipe node > node: compute"] + 2 * [
+        "root > POST /infer"
+    ]
+
+
 class Twice(Handler):
     routes: ClassVar[Mapping[str, str]] = {"POST /twice": "twice", "GET /seen": "seen"}
 
@@ -193,8 +204,8 @@ request_spans = KeptSpans()
 def test_a_handler_of_ones_own() -> None:
     with pipe({"backend": "Identity"}) as run:
         provider = request_spans.provider
-        run.instrument(provider)
-        served = tracing.traced(Served({}, Routes(CustomHandler(Twice, run).routes)), provider)
+        run.instrument(provider, starts_traces=False)
+        served = tracing.traced(Served({}, Routes(CustomHandler(Twice, run).routes)), provider, 0.0)
         with LocalServer(run, make_served=lambda loop: served) as server:
             assert post(server.port, "/twice", b"x", traceparent=PARENT) == 200
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -229,7 +240,7 @@ def test_a_stalled_exporter_blocks_nobody_and_keeps_so_many_spans() -> None:
     provider.add_span_processor(
         BatchSpanProcessor(exporter, max_queue_size=8, schedule_delay_millis=1, max_export_batch_size=4)
     )
-    with pipe({"backend": "Identity"}) as run, serving(run, provider) as server:
+    with pipe({"backend": "Identity"}) as run, serving(run, provider, 1.0) as server:
         for _ in range(20):
             assert post(server.port, "/infer?outputs=data", b"x") == 200
             assert exporter.entered.wait(30)
@@ -255,4 +266,4 @@ def test_a_request_that_is_cancelled(register: Register, kept: KeptSpans) -> Non
 def test_an_exporter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonsense")
     with pytest.raises(ConfigError, match=r"\(OTEL_TRACES_EXPORTER=nonsense; .*\): .*'nonsense' not found"):
-        tracing.set_up(0.5)
+        tracing.set_up()
