@@ -26,6 +26,11 @@ _TOKENS = (
     b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"ffffffffffffffff", b"[" * 99, b'{"a":' * 50, b"1e999",
     b"9" * 50, b"\\ud800", b"\xff", b"&", b"?", b"%", b"/", b"--xyz\r\n", b"filename=",
 )  # fmt: skip
+_OIP_TARGETS = (
+    b"/v2/models/pipe/infer", b"/v2/models/pipe/versions/1/infer", b"/v2", b"/v2/models/pipe", b"/v2/models/stats",
+    b"/v2/models/pipe/config?node_name=%ff", b"/v2/models/%FF/ready", b"/v2/health/ready",
+)  # fmt: skip
+_DATATYPES = ("BYTES", "FP32", "UINT8", "INT64", "BOOL", "FP16", "BF16", "")
 _NAMES = ("data", "result", "node_name", "error", "", "é", "x" * 300, "context", "node\n")
 _NUMBERS = (0, 1, -1, 2.5, 1e308, 2**31, 2**63, -(2**63), 2**70, 1e-320, True, None)
 _TEXTS = ("", "a", "größe", "\x00", "\ud83d\ude00", "/etc/a", "x" * 1500)
@@ -45,10 +50,13 @@ class HttpMaker:
 
     def request(self) -> bytes:
         rng = self.rng
-        kind, body = self.body()
-        method = rng.choice((b"POST", b"POST", b"POST", b"POST", b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"get"))
+        kind, body, *more = self.body()
+        is_usual = rng.random() < 0.7
+        method = b"POST" if is_usual else rng.choice((b"POST", b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"get"))
         version = rng.choice((b"HTTP/1.1",) * 12 + (b"HTTP/1.0", b"HTTP/1.2", b"HTTP/0.9"))
-        fields = [b"Host: a", *([b"Content-Type: " + kind] if kind else []), *rng.sample(_FIELDS, self.few())]
+        fields = [b"Host: a", *([b"Content-Type: " + kind] if kind else []), *more, *rng.sample(_FIELDS, self.few())]
+        targets = _OIP_TARGETS if more else _TARGETS
+        target = targets[0] if is_usual else rng.choice(targets)
         framing = rng.randrange(12)
         if framing < 5:
             fields.append(b"Content-Length: %d" % len(body))
@@ -59,7 +67,7 @@ class HttpMaker:
             fields.append(b"Content-Length: " + rng.choice((b"0", b"007", b"1, 1", b"+1", b"-1", b"9" * 30, b"")))
         rng.shuffle(fields)
         line = rng.choice((b"\r\n",) * 20 + (b"\n",))
-        head = line.join([b" ".join((method, rng.choice(_TARGETS), version)), *fields, b"", b""])
+        head = line.join([b" ".join((method, target, version)), *fields, b"", b""])
         return rng.choice((b"",) * 9 + (b"\r\n",)) + head + body
 
     def few(self) -> int:
@@ -76,11 +84,11 @@ class HttpMaker:
         trailers = rng.choice((b"",) * 6 + (b"A: b\r\n", b"Content-Length: 9\r\n", b"A: b\r\n" * 70, b" a\r\n"))
         return out + b"0\r\n" + trailers + b"\r\n"
 
-    def body(self) -> tuple[bytes, bytes]:
-        """Its type, and the bytes, sometimes changed."""
+    def body(self) -> tuple[bytes, ...]:
+        """Its type, the bytes, sometimes changed, and a field that belongs to it."""
         rng = self.rng
-        kind, body = rng.choice((self.raw, self.json, self.json, self.form))()
-        return kind, self.mutant(body, body) if rng.random() < 0.4 else body
+        kind, body, *more = rng.choice((self.raw, self.json, self.json, self.form, self.oip))()
+        return kind, self.mutant(body, body) if rng.random() < 0.4 else body, *more
 
     def raw(self) -> tuple[bytes, bytes]:
         kind = self.rng.choice((b"", b"image/jpeg", b"application/x-www-form-urlencoded", b"\xff/a", b"a" * 300))
@@ -124,6 +132,39 @@ class HttpMaker:
         if rng.random() < 0.1:
             shape = [rng.choice((*_NUMBERS, "1"))] * rng.choice((1, 2, 33))
         return {"dtype": rng.choice((*_DTYPES[:5], *_DTYPES)), "shape": shape, "data": data}
+
+    def oip(self) -> tuple[bytes, bytes, bytes]:
+        """Of the Open Inference Protocol: tensors as JSON, and behind it as bytes."""
+        rng, inputs, binary = self.rng, [], b""
+        rows = rng.choice((1, 1, 1, 2, 0, 300))
+        for name in rng.choice((["data"], ["data"], ["data", "extra"], [])):
+            given: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": [rows, 2], "data": [1] * (2 * rows)}
+            if rng.random() < 0.5:
+                piece = bytes(8 * rows)
+                if rng.random() < 0.5:
+                    piece = b"".join(rng.choice((1, 1, 0, 2**32 - 1)).to_bytes(4, "little") + b"x" for _ in range(rows))
+                    given.update(datatype="BYTES", shape=[rows])
+                del given["data"]
+                given["parameters"] = {"binary_data_size": len(piece)}
+                binary += piece
+            if rng.random() < 0.4:
+                odd = {
+                    "name": rng.choice(_NAMES),
+                    "datatype": rng.choice(_DATATYPES),
+                    "shape": rng.choice(([], [-1], [rows, 2**62, 4], [0], "1", [rows])),
+                    "data": rng.choice((["a"] * rows, [self.value()], self.value(), [[1, 2]] * rows)),
+                    "parameters": {"binary_data_size": rng.choice((0, 5, -1, True, 2**70))},
+                }
+                given.update({key: odd[key] for key in rng.sample(sorted(odd), rng.choice((1, 1, 2)))})
+            inputs.append(given)
+        asked: dict[str, Any] = {"inputs": inputs}
+        for _ in range(self.few()):
+            key = rng.choice(("id", "outputs", "parameters", "inputs", "x"))
+            options = {"deadline_ms": rng.choice(_NUMBERS), "binary_data_output": True}
+            asked[key] = rng.choice(("a", [{"name": "result", "parameters": {"binary_data": True}}], options, [], 3))
+        text = json.dumps(asked).encode()
+        size = rng.choice((len(text),) * 6 + (0, len(text) + 1, 2**40))
+        return b"application/octet-stream", text + binary, b"Inference-Header-Content-Length: %d" % size
 
     def form(self) -> tuple[bytes, bytes]:
         rng, boundary = self.rng, self.rng.choice((b"xyz", b"x" * 70, b"a b", b""))
@@ -222,7 +263,8 @@ def what_is_wrong(reply: bytes, is_head: bool, is_last: bool) -> str:
         return "an answer to HEAD has a body" if body else ""
     if int(fields[b"Content-Length"]) != len(body):
         return f"a body of {len(body)} bytes, said to have {fields[b'Content-Length']!r}"
-    answer = json.loads(body)
+    text_bytes = int(fields.get(b"Inference-Header-Content-Length", len(body)))
+    answer = json.loads(body[:text_bytes])
     if status == 200:
         return ""
     if status not in (400, 404, 405, 413, 415, 422, 500, 504):

@@ -24,17 +24,16 @@ from typing import Any
 import psutil
 from http_messages import HttpMaker, plain_reading, what_is_wrong
 from thrift_messages import ThriftMaker
-from torchpipe_server.serving.http import HttpService, Routes
+from torchpipe_server.options import Options
+from torchpipe_server.serving.http import HttpService
 from torchpipe_server.serving.protocols import Protocols, Reader, Request, Stream
 from torchpipe_server.serving.service import ThriftService
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.protocol import ONEWAY, Limits, ProtocolError
-from torchpipe_server.worker.handler import InferenceHandler
-from torchpipe_server.worker.http_handler import HttpHandler
+from torchpipe_server.worker.worker import usual_service
 
+from torchpipe_py import Signature
 from torchpipe_py.errors import DecodeError, UnknownNode
-from torchpipe_py.idl import load_idl
-from torchpipe_py.runtime.deadlines import Deadlines
 
 SEEDS = Path(__file__).parent / "seeds"
 LIMITS = Limits(message_bytes=2**20, string_bytes=2**20, text_bytes=2**12, items=2**12)
@@ -45,6 +44,9 @@ POOL = 400
 MAKERS = {"thrift": ThriftMaker, "http": HttpMaker}
 
 
+_NODE = {"instances": 1, "max": 1, "alive": 1, "batches": 0, "queue_ms": 0, "batch_wait_ms": 0, "compute_ms": 0}
+
+
 class EchoPipe:
     """Answers at once: what it got, an error, or nothing."""
 
@@ -52,7 +54,10 @@ class EchoPipe:
         return 0.0
 
     def stats(self) -> dict[str, Any]:
-        return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 1}}}
+        return {"max_inflight": 1000, "admitted": 0, "nodes": {"node": _NODE}}
+
+    def signature(self, node_name: str | None) -> Signature:
+        return Signature()
 
     def dispatch(self, data: dict[str, Any], on_done: Any, timeout: float | None = None) -> None:
         if not isinstance(data.get("node_name", ""), str) or data.get("node_name"):
@@ -76,10 +81,10 @@ class Judge:
 
     def __init__(self) -> None:
         run: Any = EchoPipe()
-        deadlines = Deadlines(run, 1000.0)
-        methods = InferenceHandler(run, load_idl(), deadlines).methods
-        routes = Routes(HttpHandler(run, deadlines, JSON_BYTES, 2**20).routes)
-        self.protocols = Protocols(ThriftService(methods, LIMITS), HttpService(routes, BODY_BYTES, 2**20))
+        options = Options("pipe.toml", deadline_ms=1000.0, max_text_bytes=JSON_BYTES, max_reply_bytes=2**20)
+        served = usual_service(options, run)
+        thrift, http = ThriftService(served.methods, LIMITS), HttpService(served.routes, BODY_BYTES, 2**20)
+        self.protocols = Protocols(thrift, http)
         self.calls = 0
         self.seconds = 0.0
 

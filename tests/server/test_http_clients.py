@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fakes import WAIT
-from service import ROOT, Client, LocalServer, serving
+from fakes import WAIT, in_threads
+from service import ROOT, Client, LocalServer, eventually, serving
 
 from torchpipe_py import import_code
 
@@ -116,6 +119,75 @@ def test_httpx_many_at_once(demo: LocalServer):
     answers = asyncio.run(ask_all())
     expected = demo.run([{"data": path.read_bytes()} for path in IMAGES])
     assert [tuple(answer.json().values()) for answer in answers] == [each["result"] for each in expected]
+
+
+HAPROXY = """
+global
+    maxconn 100
+defaults
+    mode http
+    timeout connect 30s
+    timeout client 30s
+    timeout server 30s
+    http-reuse always
+    option http-keep-alive
+frontend entry
+    bind 127.0.0.1:{port}
+    default_backend service
+backend service
+    option httpchk GET /v2/health/ready
+    server only 127.0.0.1:{service} check inter 100ms
+"""
+
+
+@pytest.fixture
+def proxied(demo: LocalServer, tmp_path: Path) -> Iterator[httpx.Client]:
+    """Through HAProxy, which shares its connections to the service among its clients."""
+    if shutil.which("haproxy") is None:
+        pytest.skip("haproxy is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(HAPROXY.format(port=port, service=demo.port))
+    process = subprocess.Popen(["haproxy", "-db", "-f", str(config)], stderr=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT, trust_env=False) as client:
+            eventually(lambda: _is_up(client), "haproxy does not answer")
+            yield client
+    finally:
+        process.terminate()
+        process.wait(WAIT)
+
+
+def _is_up(client: httpx.Client) -> bool:
+    try:
+        return client.get("/v2/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_behind_haproxy(demo: LocalServer, proxied: httpx.Client):
+    image = RING.read_bytes()
+    answers = [
+        proxied.post("/infer", content=image),
+        proxied.post("/infer", content=iter([image[:100], image[100:]])),
+        proxied.post("/infer", content=image, headers={"Expect": "100-continue"}),
+        proxied.post("/infer", files={"data": image}),
+        proxied.post("/infer", content=b"no image"),
+        proxied.get("/infer"),
+        proxied.post("/infer", content=image),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 400, 405, 200]
+    assert {answer.json()["label"] for answer in answers if answer.status_code == 200} == {"ring"}
+
+    def run(index: int) -> None:
+        for path in IMAGES[index::4]:
+            answer = httpx.post(
+                proxied.base_url.join("/infer"), content=path.read_bytes(), timeout=WAIT, trust_env=False
+            )
+            assert tuple(answer.json().values()) == demo.run({"data": path.read_bytes()})["result"]
+
+    in_threads(4, run)
 
 
 def test_the_detector(detector: LocalServer):
