@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -41,15 +42,26 @@ def over_http(seconds: float, rounds: int) -> Report:
         for clients in CLIENTS:
             for name, (at, options) in services.items():
                 subjects[f"{name}, {clients} clients"] = partial(run_clients, at, folder, clients, seconds, options)
-        loads = interleave(subjects, rounds)
+        rows: dict[str, list[Load]] = {name: [] for name in subjects}
+        loads = interleave({name: partial(_kept, rows[name], subject) for name, subject in subjects.items()}, rounds)
     report.add(loads, {name: f"{load.cpu_ms:.2f} ms CPU" for name, load in loads.items() if load.cpu_ms})
     for clients in CLIENTS:
-        thrift, http, *others = (loads[f"{name}, {clients} clients"] for name in services)
-        report.require(f"HTTP against Thrift, {clients} clients", http.qps / thrift.qps, low=0.85)
+        thrift, http, *others = (rows[f"{name}, {clients} clients"] for name in services)
+        report.require(f"HTTP against Thrift, {clients} clients", _ratio(http, thrift), low=0.85)
         for name, other in zip(list(services)[2:], others, strict=True):
-            report.require(f"HTTP against {name}, {clients} clients", http.qps / other.qps, low=1.0)
+            report.require(f"HTTP against {name}, {clients} clients", _ratio(http, other), low=1.0)
     report.remarks.append("ms CPU: of all processes of the service, for a request")
     return report
+
+
+def _kept(loads: list[Load], subject: Callable[[], Load]) -> Load:
+    loads.append(subject())
+    return loads[-1]
+
+
+def _ratio(ours: list[Load], theirs: list[Load]) -> float:
+    """Of the rates: the median of the rounds' ratios, since a machine that is busy changes from round to round."""
+    return statistics.median(one.qps / other.qps for one, other in zip(ours, theirs, strict=True))
 
 
 def _call(run: pipe, jpeg: bytes) -> None:
