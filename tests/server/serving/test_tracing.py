@@ -180,9 +180,8 @@ def test_the_ratio_is_of_requests_without_a_parent(monkeypatch: pytest.MonkeyPat
         for _ in range(4):
             assert post(server.port, "/infer?outputs=data", b"x") == 200
         assert post(server.port, "/infer?outputs=data", b"x", traceparent=UNSAMPLED) == 200
-    assert kept.tree() == 2 * ["POST /infer > pipe node"] + 2 * ["pipe node > node: compute"] + 2 * [
-        "root > POST /infer"
-    ]
+    lines = ("POST /infer > pipe node", "pipe node > node: compute", "root > POST /infer")
+    assert kept.tree() == [line for line in lines for _ in range(2)]
 
 
 class Twice(Handler):
