@@ -206,10 +206,21 @@ def test_an_exchange_loses_no_request(register: Any) -> None:
         assert served(use, {"backend": name}) == (b"old", b"new")
 
 
-def test_a_pipe_that_cannot_be_built_leaves_the_one_before() -> None:
+def test_a_pipe_that_cannot_be_built_keeps_a_replica_from_starting() -> None:
     async def use(service: Service) -> Any:
         with pytest.raises(ValueError, match="no backend 'Identiti'"):
             await service.exchange(lambda: pipe({"backend": "Identiti"}))
+
+    served(use)
+
+
+def test_a_pipe_at_work_stays_where_another_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(service: Service) -> Any:
+        service.check()
+        await service.exchange(lambda: pipe({"backend": "Identiti"}))
+        await service.exchange(lambda: None)
         return await service.infer(b"1")
 
     assert served(use) == b"1"
+    assert "the configuration cannot be exchanged; the one before stays" in caplog.text
+    assert "no backend 'Identiti'" in caplog.text

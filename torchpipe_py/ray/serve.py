@@ -72,18 +72,24 @@ class PipeDeployment:
     async def reconfigure(self, user_config: Any) -> None:
         """Exchange the pipe for that of another file, or of other values; no request is lost.
 
-        Raises ``ConfigError``, and whatever keeps a pipe from being built; the one before stays then.
+        What cannot be built is raised at the start of a replica; later it is logged, and the pipe before stays.
         """
-        config, overrides = read_user_config(user_config, self._arguments)
-        self._enter(config)
-        tables = overridden(parse_toml(config), overrides)
-        if tables != self._tables:
-            await self._service.exchange(partial(pipe, tables))
-            self._tables = tables
+        await self._service.exchange(partial(self._pipe_for, user_config))
 
     async def __del__(self) -> None:
         """Serve calls it once no request is left."""
         await self._service.end()
+
+    def _pipe_for(self, user_config: Any) -> pipe | None:
+        """Another pipe, or none where that is what there is."""
+        config, overrides = read_user_config(user_config, self._arguments)
+        self._enter(config)
+        tables = overridden(parse_toml(config), overrides)
+        if tables == self._tables:
+            return None
+        run = pipe(tables)
+        self._tables = tables
+        return run
 
     def _enter(self, config: str) -> None:
         """Work where relative files are found."""

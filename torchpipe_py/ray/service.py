@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import DeadlineExceeded, TorchpipeError
+from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, log_failure
 from torchpipe_py.http.answers import failure, to_line
 from torchpipe_py.http.errors import Bound, RequestTooLargeError, reason
 from torchpipe_py.http.infer import answer_of, read_request
@@ -86,6 +86,7 @@ class Service:
         self._text = Bound(arguments.max_text_bytes, "max_text_bytes")
         self._reply = Bound(arguments.max_reply_bytes, "max_reply_bytes")
         self._served = Served(build(), arguments.deadline_ms)
+        self._is_at_work = False  # from the first check on, which Serve makes before it sends requests
 
     @property
     def current(self) -> pipe:
@@ -132,6 +133,7 @@ class Service:
 
     def check(self) -> None:
         """Raises ``UnhealthyError`` that names a node with a dead instance, or with a batch that does not end."""
+        self._is_at_work = True
         most = self._arguments.hang_seconds
         for name, node in self.current.stats()["nodes"].items():
             dead = node["instances"] - node["alive"]
@@ -142,12 +144,21 @@ class Service:
                     f"node {name!r}: a batch runs for {node['oldest_batch_s']:.0f} s, more than hang_seconds = {most:g}"
                 )
 
-    async def exchange(self, build: Callable[[], pipe]) -> None:
+    async def exchange(self, build: Callable[[], pipe | None]) -> None:
         """Build another pipe, let it take new requests, and end the old one once its requests are finished.
 
-        Raises what ``build`` raises; nothing is exchanged then.
+        Nothing is exchanged where ``build`` gives none, or raises. That is raised at the start; of a pipe that is at
+        work Serve would end the replica for it, and have none that can be started: then it is a line in the log.
         """
-        run = await asyncio.get_running_loop().run_in_executor(None, build)
+        try:
+            run = await asyncio.get_running_loop().run_in_executor(None, build)
+        except Exception as error:
+            if not self._is_at_work:
+                raise
+            log_failure("the configuration cannot be exchanged; the one before stays", error)
+            return
+        if run is None:
+            return
         before, self._served = self._served, Served(run, self._arguments.deadline_ms)
         await before.end(self._arguments.drain_seconds)
 
