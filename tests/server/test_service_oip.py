@@ -245,6 +245,20 @@ def test_deadlines(register: Register):
         gate.open()
 
 
+def test_overload_is_a_failure_among_the_figures(register: Register):
+    gate = Gate()
+    config = {"global": {"max_inflight": 1}, "node": {"backend": register(gate.backend)}}
+    with gate, serving(config) as server, conversing(server.port) as first:
+        first.request("POST", TEST, json.dumps(texts("x")))
+        gate.wait_entered()
+        status, answer = ask(server.port, texts("x"), TEST)
+        assert (status, answer["code"]) == (429, "overloaded")
+        stats = get(server, "/v2/models/stats")[1]["model_stats"][0]["inference_stats"]
+        assert (stats["success"]["count"], stats["fail"]["count"]) == (0, 1)
+        gate.open()
+        assert first.getresponse().status == 200
+
+
 def test_a_client_that_leaves_takes_its_batch_along(register: Register):
     gate = Gate()
     with gate, serving(register(gate.backend)) as server:

@@ -115,10 +115,14 @@ class OipHandler:
             done(result)
 
         outcome = partial(_outcome, asked)
-        seconds = self._deadlines.seconds(asked.deadline_ms)
-        if count == 1:
-            return self._pipe.dispatch(items[0], lambda data, error: finish([outcome(data, error)]), seconds)
-        return self._turns.gather(items, seconds, outcome, finish)
+        try:
+            seconds = self._deadlines.seconds(asked.deadline_ms)
+            if count == 1:
+                return self._pipe.dispatch(items[0], lambda data, error: finish([outcome(data, error)]), seconds)
+            return self._turns.gather(items, seconds, outcome, finish)
+        except BaseException:  # it was not let in
+            self._figures.add(count, began, False)
+            raise
 
     def _answer(self, asked: InferRequest, signature: Signature, outcomes: list[Any]) -> HttpAnswer:
         for index, outcome in enumerate(outcomes):
