@@ -104,6 +104,8 @@ def test_elements_branches_and_jumps(memory: KeptSpans) -> None:
             "f > f: compute",
         ]
     )
+    ends = {span.context.span_id: span.end_time or 0 for span in memory.spans if span.context}
+    assert all((span.end_time or 0) <= ends[span.parent.span_id] for span in memory.spans if span.parent)
     assert sorted((span.attributes or {})["torchpipe.element"] for span in memory.named("e")) == [0, 1]
     assert len(memory.traces) == 1
 

@@ -153,7 +153,7 @@ class Spans:
             if begun.is_recording():
                 begun.end()
         _set_outcome(span, timeline.error)
-        span.end(self._ns(timeline.ended or max([visit.ended for visit in timeline.visits], default=0.0)))
+        span.end(self._ns(_last_end(timeline)))
 
     def _make_visit(self, timeline: Timeline, visit: Visit, context: Any, elements: Sequence[Timeline]) -> None:
         node = visit.node
@@ -189,6 +189,13 @@ class Spans:
 def timeline_of(request: Request) -> Timeline | None:
     """What is recorded of a request, if it is traced."""
     return None if request.links is None else request.links.timeline
+
+
+def _last_end(timeline: Timeline) -> float:
+    """When it was through. NOTE: ``timeline.ended`` is later, since whoever waits is told before."""
+    last = max([visit.ended for visit in timeline.visits], default=0.0)
+    is_through = last and (timeline.error is None or any(visit.error for visit in timeline.visits))
+    return last if is_through else timeline.ended or last
 
 
 def _set_outcome(span: trace.Span, error: Outcome | None) -> None:
