@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 import psutil
+
 from benchmarks.common import Load, Report, python, test_jpeg
 from benchmarks.service.servers import free_port, run_clients
 
