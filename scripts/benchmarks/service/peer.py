@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -85,14 +86,16 @@ def _started(
     settings = {"BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": str(WORKERS)}
     command = ["-m", f"benchmarks.service.{module}", *options]
     silent = subprocess.DEVNULL
-    process = python(*command, environment={**work, **settings}, stdout=silent, stderr=silent)
+    process = python(*command, environment={**work, **settings}, stdout=silent, stderr=silent, start_new_session=True)
     try:
         _wait_for(module, port, path)
         yield Peer(port, process.pid, path)
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # LitServe's children outlive it
         for child in psutil.wait_procs(children, timeout=5)[1]:
             child.kill()  # LitServe's outlive it
 
