@@ -75,6 +75,11 @@ def test_a_body_names_the_argument_that_bounds_it() -> None:
     assert json.loads(asked(b"x" * 65).body)["error"] == "a body of more than 64 bytes (max_message_bytes)"
 
 
+def test_another_path_is_named_as_it_was_asked_for() -> None:
+    answer: Answer = served(lambda service: post(service, b"x", path="/v2/models/demo"))
+    assert json.loads(answer.body) == {"error": "no /v2/models/demo; there is /infer", "code": "not_found"}
+
+
 def test_other_methods_are_told_what_is_allowed() -> None:
     answer: Answer = served(lambda service: service.answer("GET", "/infer", "", {}, pieces(b"")))
     assert (answer.status, answer.headers) == (405, {"Allow": "POST"})

@@ -516,6 +516,7 @@ class Photos(Handler):
         "GET /raw": "raw",
         "GET /wrong": "wrong",
         "GET /split": "split",
+        "GET /elsewhere": "elsewhere",
     }
 
     async def upload(self, request):
@@ -533,6 +534,11 @@ class Photos(Handler):
     def split(self, request):
         return HttpAnswer(200, "text/plain", b"", {"A": f"b{request.query}\r\nC: d"})
 
+    def elsewhere(self, request):
+        error = OSError("not there")
+        error.code = 404  # as those of urllib have it: what went wrong elsewhere is no fault of this client
+        raise error
+
 
 def test_a_handler_of_ones_own():
     with pipe({"backend": "Identity"}) as run:
@@ -544,7 +550,7 @@ def test_a_handler_of_ones_own():
                 assert connection.getresponse().read() == b"mea=b"
                 connection.request("GET", "/raw")
                 assert connection.getresponse().read() == b"\x00"
-            for path in ("/wrong", "/split"):
+            for path in ("/wrong", "/split", "/elsewhere"):
                 status, answer = ask(server.port, b"", path, "GET")
                 assert (status, answer["code"]) == (500, "internal")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
-from torchpipe_py.http.errors import ReplyTooLargeError, describe_error
+from torchpipe_py.http.errors import ReplyTooLargeError, RouteError, code_of, describe_error
 
 _encode = json.JSONEncoder(allow_nan=False).encode
 logger = logging.getLogger("torchpipe_py")
@@ -43,14 +42,14 @@ class Failure(NamedTuple):
     headers: dict[str, str]
 
 
-def code_of(error: BaseException) -> str:
-    """What the error is called, for programs."""
-    return "cancelled" if isinstance(error, CancelledError) else str(getattr(error, "code", "internal"))
-
-
 def failure(error: BaseException) -> Failure:
     """What an error that ended a request is answered with."""
     code = code_of(error)
+    if isinstance(error, RouteError):  # in which a path is no folder of this machine
+        failed = failure_of(STATUSES[code], code, str(error))
+        if error.allowed:
+            failed.headers["Allow"] = ", ".join(error.allowed)
+        return failed
     status = 500 if isinstance(error, ReplyTooLargeError) else STATUSES.get(code, 400)
     text = describe_error(error)
     if code == "internal":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import InvalidRequest, NoResult, message_of, nearest
+from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError, message_of, nearest
 
 _TEXT_CHARACTERS = 1024
 _FOLDERS = re.compile(
@@ -35,6 +36,18 @@ class UnsupportedEncodingError(InvalidRequest):
     code = "unsupported_encoding"
 
 
+class RouteError(TorchpipeError):
+    """A request that no route takes; ``allowed`` are the methods that the path has."""
+
+    code = "not_found"
+
+    def __init__(self, text: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.allowed = allowed
+        if allowed:
+            self.code = "method_not_allowed"
+
+
 class ReplyTooLargeError(NoResult):
     """A result that is there, and too large to be sent."""
 
@@ -42,6 +55,13 @@ class ReplyTooLargeError(NoResult):
 
     def __init__(self, size: int, bound: Bound) -> None:
         super().__init__(f"the result has {size} bytes; the limit of a reply is {bound.bytes} ({bound.name})")
+
+
+def code_of(error: BaseException) -> str:
+    """What the error is called, for programs. NOTE: a code of another library's exception means something else."""
+    if isinstance(error, CancelledError):
+        return "cancelled"
+    return error.code if isinstance(error, TorchpipeError) else "internal"
 
 
 def reason(data: Mapping[str, Any], key: str) -> BaseException:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, log_failure
 from torchpipe_py.http.answers import failure, to_line
-from torchpipe_py.http.errors import Bound, RequestTooLargeError, reason
+from torchpipe_py.http.errors import Bound, RequestTooLargeError, RouteError, reason
 from torchpipe_py.http.infer import answer_of, read_request
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.runtime.deadlines import Deadlines
@@ -26,14 +26,6 @@ class Answer(NamedTuple):
     status: int
     body: bytes
     headers: Mapping[str, str]
-
-
-class NoRouteError(TorchpipeError):
-    """A path, or a method, that is not served."""
-
-    def __init__(self, text: str, code: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class UnhealthyError(TorchpipeError, RuntimeError):
@@ -111,16 +103,15 @@ class Service:
         """What an HTTP request gets; every error is one."""
         try:
             if path.rstrip("/") != PATH:
-                raise NoRouteError(f"no {path[:80]}; there is {PATH}", "not_found")
+                raise RouteError(f"no {path[:80]}; there is {PATH}")
             if method != "POST":
-                raise NoRouteError(f"{PATH} takes POST, not {method[:20]}", "method_not_allowed")
+                raise RouteError(f"{PATH} takes POST, not {method[:20]}", ["POST"])
             asked = read_request(await self._read(body), query, fields, self._text)
             data = await self._served.call(asked.data, asked.deadline_ms)
             return Answer(200, answer_of(data, asked.keys, self._reply), {})
         except Exception as error:
             failed = failure(error)
-            headers = {**failed.headers, "Allow": "POST"} if failed.status == 405 else failed.headers
-            return Answer(failed.status, to_line(failed.body), headers)
+            return Answer(failed.status, to_line(failed.body), failed.headers)
 
     async def _read(self, body: AsyncIterator[bytes]) -> bytes:
         most = self._arguments.max_message_bytes

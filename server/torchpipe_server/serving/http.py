@@ -9,9 +9,9 @@ from functools import lru_cache
 from time import time
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import TorchpipeError, nearest
-from torchpipe_py.http import answers
-from torchpipe_py.http.errors import ReplyTooLargeError
+from torchpipe_py.errors import nearest
+from torchpipe_py.http import answers, errors
+from torchpipe_py.http.errors import ReplyTooLargeError, RouteError
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, TraceFields, reply_bound
 from torchpipe_server.wire.codec import TEXT_BYTES
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
@@ -21,18 +21,6 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 JSON = "application/json"
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
-
-
-class RouteError(TorchpipeError):
-    """A request that no route takes; ``allowed`` are the methods that the path has."""
-
-    code = "not_found"
-
-    def __init__(self, text: str, allowed: Sequence[str] = ()) -> None:
-        super().__init__(text)
-        self.allowed = allowed
-        if allowed:
-            self.code = "method_not_allowed"
 
 
 class Route(NamedTuple):
@@ -144,7 +132,7 @@ def _date(second: int) -> str:
 
 def code_of(error: BaseException) -> str:
     """What the error is counted as."""
-    return error.kind if isinstance(error, ProtocolError) else answers.code_of(error)
+    return error.kind if isinstance(error, ProtocolError) else errors.code_of(error)
 
 
 def error_answer(error: BaseException) -> HttpAnswer:
@@ -153,10 +141,6 @@ def error_answer(error: BaseException) -> HttpAnswer:
         failure = answers.failure_of(error.status, error.kind, error.detail)
     elif isinstance(error, ProtocolError):
         failure = answers.failure_of(answers.STATUSES.get(error.kind, 400), error.kind, error.detail)
-    elif isinstance(error, RouteError):  # in which a path is no folder of this machine
-        failure = answers.failure_of(answers.STATUSES[error.code], error.code, str(error))
-        if error.allowed:
-            failure.headers["Allow"] = ", ".join(error.allowed)
     else:
         failure = answers.failure(error)
     return json_answer(failure.body, failure.status, failure.headers)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, Protocol
 
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
-from torchpipe_py.http.errors import Bound, ReplyTooLargeError, describe_error
+from torchpipe_py.http.errors import Bound, ReplyTooLargeError, code_of, describe_error
 from torchpipe_server.wire.codec import BadArgumentsError, Codec
 from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, MessageReader
 
@@ -131,9 +130,8 @@ class ThriftService:
             return self._exception(message, TApplicationException.UNKNOWN_METHOD, str(error), "unknown_method")
         if isinstance(error, BadArgumentsError):
             return self._exception(message, TApplicationException.PROTOCOL_ERROR, str(error), "bad_arguments")
-        outcome = "cancelled" if isinstance(error, CancelledError) else getattr(error, "code", "internal")
         text = f"{type(error).__name__}: {describe_error(error)}"
-        return self._exception(message, TApplicationException.INTERNAL_ERROR, text, str(outcome))
+        return self._exception(message, TApplicationException.INTERNAL_ERROR, text, code_of(error))
 
     def _exception(self, message: Message, kind: int, text: str, outcome: str) -> Reply:
         error = TApplicationException(kind, text)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
 from typing import Any
 
-from torchpipe_py import InvalidRequest, TorchpipeError, pipe
+from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.errors import message_of
-from torchpipe_py.http.errors import ReplyTooLargeError, describe_error
+from torchpipe_py.http.errors import ReplyTooLargeError, code_of, describe_error
 from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound, trace_fields
@@ -139,9 +138,7 @@ class InferenceHandler:
         return self._idl.InferenceOutcome(result=result, error=failure)
 
     def _to_error(self, error: BaseException) -> Any:
-        code = error.code if isinstance(error, TorchpipeError) else "internal"
-        if isinstance(error, CancelledError):
-            code = "cancelled"  # nobody reads it: the client is gone
+        code = code_of(error)
         text = describe_error(error)
         if code == "internal" or (code == "backend_error" and text != message_of(error)):
             logger.error("a request failed", exc_info=error)

@@ -10,9 +10,9 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_py.http.errors import Bound, describe_error
+from torchpipe_py.http.errors import Bound, RouteError, describe_error
 from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_server.serving.http import Route, RouteError, json_answer, route
+from torchpipe_server.serving.http import Route, json_answer, route
 from torchpipe_server.serving.service import Cancellable, Done
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 from torchpipe_server.worker.many import Turns
