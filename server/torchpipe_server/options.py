@@ -87,7 +87,7 @@ class _Join(argparse.Action):
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Options from the command line; wrong ones end the process with status 2 and a line that says why."""
-    parser = ArgumentParser(prog="torchpipe-serve", description="Serve a pipeline over Thrift.")
+    parser = ArgumentParser(prog="torchpipe-serve", description="Serve a pipeline over Thrift and HTTP.")
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     parser.add_argument("config", help="TOML file of the pipeline")
     for option in _SETTINGS:

@@ -34,7 +34,7 @@ def check_name(what: str, name: str) -> None:
 
 
 def size_of(value: Any) -> int:
-    """About how many bytes ``to_values`` would make of it; 0 where that is not known before."""
+    """About how many bytes it takes on a wire, as binary; 0 where that is not known before."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -62,6 +62,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} in it")
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is a Tensor or an array of NumPy."""
+    import torch
+
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def are_arrays(value: Any) -> bool:
+    """Whether ``value`` is a list of them, and not an empty one."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(is_array, value))
 
 
 def is_label_and_score(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchpipe_py.http.values import is_label_and_score, plain
+from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, plain
 
 Values = Sequence[Any]
 
@@ -54,7 +54,7 @@ def columns_of(key: str, written: Values, prefix: str = "") -> list[Column]:
     if all(map(is_label_and_score, written)):
         forms: dict[str, Form] = {"label": Texts(), "score": Numbers(np.dtype(np.float32))}
         return [Column(f"{prefix}{name}", key, form, place, 2) for place, (name, form) in enumerate(forms.items())]
-    if all(_are_arrays(each) and len(each) == len(first) for each in written):
+    if all(are_arrays(each) and len(each) == len(first) for each in written):
         return [
             Column(f"{prefix}{key}_{place}", key, _form([each[place] for each in written]), place, len(first))
             for place in range(len(first))
@@ -62,12 +62,8 @@ def columns_of(key: str, written: Values, prefix: str = "") -> list[Column]:
     return [Column(f"{prefix}{key}", key, _form(written))]
 
 
-def _are_arrays(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_array, value))
-
-
 def _form(values: Values) -> Form:
-    if all(map(_is_array, values)):
+    if all(map(is_array, values)):
         arrays = [to_array(value) for value in values]
         shapes = {array.shape for array in arrays}
         return Arrays(arrays[0].dtype, arrays[0].shape) if len(shapes) == 1 else Ragged(arrays[0].dtype, arrays[0].ndim)
@@ -88,7 +84,7 @@ class Arrays:
     shape: tuple[int, ...]
 
     def value(self, given: Any) -> np.ndarray:
-        array = to_array(given) if _is_array(given) else None
+        array = to_array(given) if is_array(given) else None
         if array is None or (array.dtype, array.shape) != (self.dtype, self.shape):
             raise ValueError(f"expected {_array_text(self.dtype, self.shape)}, got {_kind(given)}")
         return array
@@ -108,7 +104,7 @@ class Ragged:
     ndim: int
 
     def value(self, given: Any) -> np.ndarray:
-        array = to_array(given) if _is_array(given) else None
+        array = to_array(given) if is_array(given) else None
         if array is None or (array.dtype, array.ndim) != (self.dtype, self.ndim):
             raise ValueError(f"expected {self.dtype} of {self.ndim} dimensions, got {_kind(given)}")
         return array
@@ -192,14 +188,8 @@ def _objects(values: Values) -> np.ndarray:
     return column
 
 
-def _is_array(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, (np.ndarray, torch.Tensor))
-
-
 def _kind(value: Any) -> str:
-    if _is_array(value):
+    if is_array(value):
         array = to_array(value)
         return _array_text(array.dtype, array.shape)
     if isinstance(value, (list, tuple)):

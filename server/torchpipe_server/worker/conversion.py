@@ -11,7 +11,15 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import nearest
-from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
+from torchpipe_py.http.values import (
+    DTYPES,
+    MOST_DIMENSIONS,
+    MOST_TENSORS,
+    are_arrays,
+    is_array,
+    is_label_and_score,
+    plain,
+)
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
@@ -41,9 +49,9 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
         return _ranked(idl, key, value, _pair(value))
     if is_ranking(value):
         return _ranked(idl, key, value[0], list(map(_pair, value)))
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if is_array(value):
         return {key: idl.Value(tensor=_from_array(idl, value))}
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, (torch.Tensor, np.ndarray)) for v in value):
+    if are_arrays(value):
         return {key: idl.Value(tensors=[_from_array(idl, array) for array in value])}
     if isinstance(value, (bytes, bytearray)):
         return {key: idl.Value(bytes=bytes(value))}

@@ -20,7 +20,7 @@ _OF_REQUEST = ("binary_data_output", "deadline_ms", "node_name", "timeout")
 _OF_INPUT = ("binary_data_size",)
 _OF_OUTPUT = ("binary_data",)
 _DATA = "data"
-MOST_VALUES = 2**12
+MOST_ITEM_VALUES = 2**12
 """Of one request: items times inputs. Each costs the same, however small."""
 
 Row = dict[str, Any]
@@ -152,8 +152,8 @@ def _rows(inputs: Sequence[Mapping[str, Any]], binary: memoryview, most: int) ->
         form = form_of(given["name"], given.get("datatype"), given.get("shape"))
         if form.items > most:
             raise InvalidRequest(f"{form.where}a batch of {form.items}; the limit is {most} (--max-batch)")
-        if form.items * len(inputs) > MOST_VALUES:
-            raise InvalidRequest(f"{len(inputs)} inputs of {form.items} items; the limit is {MOST_VALUES} values")
+        if form.items * len(inputs) > MOST_ITEM_VALUES:
+            raise InvalidRequest(f"{len(inputs)} inputs of {form.items} items; the limit is {MOST_ITEM_VALUES} values")
         rows = rows or [{} for _ in range(form.items)]
         if form.items != len(rows):
             raise InvalidRequest(f"{form.where}a batch of {form.items}, and of {len(rows)} in another input")

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.errors import nearest
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError
 from torchpipe_py.http.json_values import NUMBER_BYTES, to_text
-from torchpipe_py.http.values import is_label_and_score, output_of
+from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, output_of
 from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.worker.conversion import is_ranking
+from torchpipe_server.worker.oip.metadata import VERSION
 from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferRequest
 from torchpipe_server.worker.oip.tensors import Output, numbers, texts
 
@@ -55,7 +55,7 @@ def answer(model: str, request: InferRequest, outputs: Sequence[tuple[Output, bo
     size = sum(output.size() * (1 if is_binary else NUMBER_BYTES) for output, is_binary in outputs)
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply)
-    head: dict[str, Any] = {"model_name": model, "model_version": "1"}
+    head: dict[str, Any] = {"model_name": model, "model_version": VERSION}
     if request.id is not None:
         head["id"] = request.id
     head["outputs"] = described = []
@@ -80,7 +80,7 @@ def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
     if _are_rankings(values, names):
         most = max(map(len, values))
         return _labelled([[*value, *[("", 0.0)] * (most - len(value))] for value in values], [len(values), most])
-    if all(map(_are_arrays, values)) and len({len(value) for value in values}) == 1:
+    if all(map(are_arrays, values)) and len({len(value) for value in values}) == 1:
         count = len(values[0])
         own = names if len(names) == count else [f"{RESULT}_{index}" for index in range(count)]
         return [to_output(name, column) for name, column in zip(own, zip(*values, strict=True), strict=True)]
@@ -102,7 +102,7 @@ def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[O
 
 def to_output(name: str, values: Sequence[Any]) -> Output:
     """One tensor of all items' values: arrays one behind the other, other values one each; what is none as JSON."""
-    if all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
+    if all(map(is_array, values)):
         return _joined(name, values)
     if all(isinstance(value, (str, bytes, bytearray)) for value in values):
         return texts(name, [value.encode() if isinstance(value, str) else bytes(value) for value in values])
@@ -135,11 +135,3 @@ def _joined(name: str, values: Sequence[Any]) -> Output:
             )
     array = np.concatenate([first, *[array for _, array in others]]) if others else first
     return Output(name, datatype, list(array.shape), array)
-
-
-def _are_arrays(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(part, (torch.Tensor, np.ndarray)) for part in value)
-    )
