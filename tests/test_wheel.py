@@ -58,6 +58,9 @@ def test_its_commands_and_extras(wheel: zipfile.ZipFile) -> None:
         by_extra.setdefault(condition.split("'")[1], set()).add(name.split(">")[0].strip())
     assert by_extra["client"] == {"thriftpy2", "numpy"}
     assert by_extra["server"] >= {"thriftpy2", "prometheus-client", "httptools", "psutil", "tqdm"}
+    assert by_extra["http"] == {"httptools", "multipart"} <= by_extra["server"]
+    assert by_extra["otel"] == {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
+    assert by_extra["ray"] == {"ray[data,serve]", "multipart"}
 
 
 def test_it_works_away_from_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
