@@ -14,8 +14,6 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
-import psutil
-
 from benchmarks.common import Load, Report, python, test_jpeg
 from benchmarks.service.servers import free_port, run_clients
 
@@ -91,13 +89,10 @@ def _started(
         _wait_for(module, port, path)
         yield Peer(port, process.pid, path)
     finally:
-        children = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=60)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # LitServe's children outlive it
-        for child in psutil.wait_procs(children, timeout=5)[1]:
-            child.kill()  # LitServe's outlive it
 
 
 def _wait_for(name: str, port: int, path: str) -> None:
