@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -48,6 +49,12 @@ def http_port(small: Process) -> int:
 def is_served(port: int, client_type: type = Client) -> bool:
     with client_type(port) as client:
         return client.infer_batch(JPEG)[0] == "ring"
+
+
+def has_read_all(port: int) -> bool:
+    """Whether nothing waits in the sockets of that port, on the service's side."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return not any(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}"))
 
 
 def is_let_in(port: int) -> bool:
@@ -106,6 +113,7 @@ def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, client_ty
         half = [stack.enter_context(connect(small.port)) for _ in range(MOST)]
         for sock in half:
             sock.sendall(message[:20])
+        eventually(lambda: has_read_all(small.port))  # until then they are idle
         with client_type(small.port) as client:
             error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=JPEG))
         assert error.code == "overloaded"
