@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -390,13 +391,23 @@ def test_the_whole_way_of_a_picture(jpeg: bytes) -> None:
 
 
 def test_what_was_read_to_tell_how_large_an_image_is_belongs_to_that_image() -> None:
-    plan = plan_pipeline({"backend": "DecodeMat", "max_pixels": 2399}).plans["node"]
+    plan = plan_pipeline({"backend": "DecodeMat", "max_pixels": 2400}).plans["node"]
     decode = plan.backends[0].create(BackendConfig())
     small, other = {"data": IMAGES["png"]}, {"data": IMAGES["one pixel"]}
     decode.setup()
-    decode.is_large(small)
+    assert not decode.is_large(small)  # 600 pixels, a quarter
     decode.forward([other])
     assert other["result"].shape == (1, 1, 3)
-    assert decode.is_large(small)  # 600 pixels, more than a quarter
+    assert not decode.is_large(small)
     decode.forward([small])
     assert (small["result"] == cv2.imdecode(np.frombuffer(small["data"], np.uint8), cv2.IMREAD_COLOR)).all()
+
+
+def test_a_large_image_that_is_put_aside_is_kept_by_no_instance() -> None:
+    decode = plan_pipeline({"backend": "DecodeMat", "max_pixels": 2399}).plans["node"].backends[0]
+    instance = decode.create(BackendConfig())
+    instance.setup()
+    data = bytes(bytearray(IMAGES["png"]))
+    references = sys.getrefcount(data)
+    assert instance.is_large({"data": data})  # 600 pixels, more than a quarter
+    assert sys.getrefcount(data) == references

@@ -224,6 +224,10 @@ WRONG_JSON = {
     "dtype": (b'{"inputs": {"data": {"dtype": "uint9", "shape": [], "data": []}}}', "uint8"),
     "object dtype": (b'{"inputs": {"data": {"dtype": "O", "shape": [], "data": []}}}', "dtype 'O'"),
     "shape": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [-1], "data": [1]}}}', "no list of sizes"),
+    "a shape that none can have": (
+        b'{"inputs": {"data": {"dtype": "uint8", "shape": [0, 9223372036854775808], "data": []}}}',
+        "'data': shape [0,",
+    ),
     "sizes": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}', "1 numbers do not fit shape [3]"),
     "ragged": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [[1], 2]}}}', "lists of several depths"),
     "too large": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [256]}}}', "256"),

@@ -53,8 +53,8 @@ class ReplyTooLargeError(NoResult):
 
     code = "too_large"
 
-    def __init__(self, size: int, bound: Bound) -> None:
-        super().__init__(f"the result has {size} bytes; the limit of a reply is {bound.bytes} ({bound.name})")
+    def __init__(self, size: int, bound: Bound, hint: str = "") -> None:
+        super().__init__(f"the result has {size} bytes; the limit of a reply is {bound.bytes} ({bound.name}){hint}")
 
 
 def code_of(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +78,17 @@ def tensor_from(key: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
     if len(shape) > MOST_DIMENSIONS:
         raise InvalidRequest(f"{where}an array of {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
     array = array_from(where, dtype, data)
+    return torch.from_numpy(shaped(where, array, shape))
+
+
+def shaped(where: str, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The array in another shape; ``InvalidRequest`` where that has another size, or none can have it."""
     if array.size != math.prod(shape):
-        raise InvalidRequest(f"{where}{array.size} numbers do not fit shape {shape}")
-    return torch.from_numpy(array.reshape(shape))
+        raise InvalidRequest(f"{where}{array.size} numbers do not fit shape {list(shape)}")
+    try:
+        return array.reshape(shape)
+    except ValueError as error:  # more elements in a dimension than NumPy can count, where another one is 0
+        raise InvalidRequest(f"{where}shape {list(shape)}: {error}") from None
 
 
 def array_from(where: str, dtype: str, data: Any) -> np.ndarray:

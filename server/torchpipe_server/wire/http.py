@@ -103,7 +103,7 @@ class HttpRequest:
         """How many bytes of the body are JSON, as the head says."""
         if self.path.startswith(_OIP_PATHS):  # whose clients may name another kind, or none
             length = self.fields.get(_OIP_JSON_LENGTH, "")
-            return int(length) if _LENGTH.fullmatch(length) else len(self.body)
+            return min(int(length), len(self.body)) if _LENGTH.fullmatch(length) else len(self.body)
         return len(self.body) if self.kind == "application/json" else 0
 
     @property

@@ -173,6 +173,7 @@ def test_what_of_a_body_is_json():
     assert json_bytes("/v2/models/x/infer", content_type="application/octet-stream") == 9000
     assert json_bytes("/v2/models/x/infer", inference_header_content_length="100") == 100
     assert json_bytes("/v2/models/x/infer", inference_header_content_length="1" * 5000) == 9000
+    assert json_bytes("/v2/models/x/infer", inference_header_content_length="9" * 12) == 9000
 
 
 def test_chunks_are_read_where_another_protocol_is_offered():

@@ -154,9 +154,11 @@ class DecodeMat(StatelessBackend):
     def is_large(self, item: Data) -> bool:
         data = item[TASK_DATA_KEY]
         size = declared_size(data)
-        if self._decodes and isinstance(data, bytes):
+        large = size is not None and is_large(size.width * size.height, self.max_pixels)
+        # NOTE: a large one may be put aside, or end there, and would be kept here.
+        if self._decodes and isinstance(data, bytes) and not large:
             self._declared = data, size
-        return size is not None and is_large(size.width * size.height, self.max_pixels)
+        return large
 
     def forward_item(self, item: Data) -> None:
         data, declared = item[TASK_DATA_KEY], self._declared

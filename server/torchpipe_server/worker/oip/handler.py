@@ -128,7 +128,7 @@ class OipHandler:
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
                 raise _of_item(outcome, index, len(outcomes))
-        return answer(self._name, asked, outputs_of(outcomes, asked, signature.outputs), self._reply)
+        return answer(self._name, asked, outputs_of(outcomes, asked, signature.outputs), self._limits.text, self._reply)
 
 
 def _outcome(asked: InferRequest, data: dict[str, Any], error: BaseException | None) -> Any:

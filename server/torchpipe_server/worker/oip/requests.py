@@ -77,7 +77,6 @@ def read_infer(body: bytes, fields: Mapping[str, str], limits: Limits) -> InferR
                 raise InvalidRequest(f"{what} is not a text")
             check_name(what, value)
     outputs = [_output(given, is_binary) for given in _objects(asked, "outputs")]
-    check_names("outputs", [output.name for output in outputs])
     if len({output.name for output in outputs}) < len(outputs):
         raise InvalidRequest("an output is asked for twice")
     rows = _rows(_objects(asked, "inputs"), memoryview(body)[size:], limits.items)
@@ -95,7 +94,7 @@ def _json_bytes(given: str | None, size: int) -> int:
 def _deadline(options: Mapping[str, Any], header: str | None) -> float | None:
     """In milliseconds; ``timeout``, which is Triton's, is in microseconds, and 0 means none."""
     if "deadline_ms" not in options and options.get("timeout"):
-        if type(options["timeout"]) is not int:
+        if type(options["timeout"]) is not int or abs(options["timeout"]) >= 2**63:
             raise InvalidRequest(f"timeout {str(options['timeout'])[:40]!r}; expected microseconds")
         return milliseconds(options["timeout"] / 1000)
     return milliseconds(options.get("deadline_ms", header))
@@ -133,6 +132,7 @@ def _objects(asked: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     for value in given:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
             raise InvalidRequest(f'{key}: expected objects with a "name"')
+    check_names(key, [value["name"] for value in given])
     return given
 
 
@@ -143,7 +143,6 @@ def _output(given: Mapping[str, Any], is_binary: bool) -> Wanted:
 
 
 def _rows(inputs: Sequence[Mapping[str, Any]], binary: memoryview, most: int) -> list[Row]:
-    check_names("inputs", [given["name"] for given in inputs])
     if not inputs:
         raise InvalidRequest("the request has no inputs")
     rows: list[Row] = []

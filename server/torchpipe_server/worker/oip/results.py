@@ -11,7 +11,7 @@ import numpy as np
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.errors import nearest
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError
-from torchpipe_py.http.json_values import NUMBER_BYTES, to_text
+from torchpipe_py.http.json_values import to_text
 from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, output_of
 from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.worker.conversion import is_ranking
@@ -50,11 +50,18 @@ def outputs_of(
     return found
 
 
-def answer(model: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound) -> HttpAnswer:
-    """JSON, with the binary data behind it where there is any. ``ReplyTooLargeError`` beyond ``reply``."""
-    size = sum(output.size() * (1 if is_binary else NUMBER_BYTES) for output, is_binary in outputs)
+def answer(
+    model: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], most_json: Bound, reply: Bound
+) -> HttpAnswer:
+    """JSON, with the binary data behind it where there is any. ``ReplyTooLargeError`` beyond ``reply``, and for JSON
+    beyond ``most_json``: while it is made, an instance and whoever needs the GIL wait.
+    """
+    size = sum(output.size(is_binary) for output, is_binary in outputs)
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply)
+    size = sum(output.size(is_binary) for output, is_binary in outputs if not is_binary)
+    if size > most_json.bytes:
+        raise ReplyTooLargeError(size, most_json, "; ask for large outputs with binary_data")
     head: dict[str, Any] = {"model_name": model, "model_version": VERSION}
     if request.id is not None:
         head["id"] = request.id

@@ -12,7 +12,7 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import nearest
-from torchpipe_py.http.json_values import array_from, from_json
+from torchpipe_py.http.json_values import NUMBER_BYTES, array_from, from_json, shaped
 from torchpipe_py.http.values import MOST_DIMENSIONS
 
 BYTES, BF16 = "BYTES", "BF16"
@@ -69,9 +69,7 @@ def rows_of_json(form: Form, data: Any) -> list[Any]:
     if form.datatype != BYTES:
         dtype = NUMBERS.get(form.datatype, "float32")
         array = array_from(form.where, dtype, data)
-        if array.size != math.prod(form.shape):
-            raise InvalidRequest(f"{form.where}{array.size} numbers do not fit shape {list(form.shape)}")
-        tensor = torch.from_numpy(array.reshape(form.shape))
+        tensor = torch.from_numpy(shaped(form.where, array, form.shape))
         return _rows(tensor.bfloat16() if form.datatype == BF16 else tensor)
     if not isinstance(data, list):
         raise InvalidRequest(f"{form.where}the data is no list")
@@ -95,10 +93,7 @@ def rows_of_binary(form: Form, data: memoryview) -> list[Any]:
         array = np.frombuffer(data, np.uint8) != 0
     else:
         array = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
-    try:
-        array = array.reshape(form.shape)
-    except ValueError as error:  # more elements in a dimension than NumPy can count, where another one is 0
-        raise InvalidRequest(f"{form.where}shape {list(form.shape)}: {error}") from None
+    array = shaped(form.where, array, form.shape)
     tensor = torch.from_numpy(array.view(np.int16) if form.datatype == BF16 else array)
     return _rows(tensor.view(torch.bfloat16) if form.datatype == BF16 else tensor)
 
@@ -142,9 +137,11 @@ class Output(NamedTuple):
     shape: Sequence[int]
     data: np.ndarray | list[bytes]
 
-    def size(self) -> int:
-        """About how many bytes it has."""
-        return sum(map(len, self.data)) if isinstance(self.data, list) else int(self.data.nbytes)
+    def size(self, is_binary: bool) -> int:
+        """About how many bytes it has, as binary or as JSON."""
+        if isinstance(self.data, list):
+            return sum(map(len, self.data))
+        return int(self.data.nbytes) if is_binary else NUMBER_BYTES * self.data.size
 
     def to_binary(self) -> bytes:
         """As ``rows_of_binary`` reads it."""
