@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -42,12 +42,12 @@ class Sleep(Backend):
 
 register_backend(Sleep, "Sleep")
 '''
-SLEEP_TOML = 'batching_timeout = 2\\n[sleep]\\nbackend = "Sleep"\\ninstance_num = 2\\n'.replace("\\n", "\n")
+SLEEP_TOML = 'batching_timeout = 2\n[sleep]\nbackend = "Sleep"\ninstance_num = 2\n'
 
 
 def is_missing(report: Report) -> bool:
     """Whether Ray is not installed; a remark says so then."""
-    if importlib.util.find_spec("ray.serve") is None:
+    if not (find_spec("ray") and find_spec("ray.serve")):
         report.remarks.append("Ray is not installed: pip install -e '.[ray]'")
         return True
     return False

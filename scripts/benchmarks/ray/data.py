@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common import REPOSITORY, Report, Row
+from benchmarks.ray.cluster import is_missing
 from benchmarks.ray.images import EACH, write_images
 from torchpipe_py import pipe
 from torchpipe_py.ray.data import PipeMapper
@@ -57,8 +57,9 @@ class Rate:
 
 def ray_data(seconds: float, rounds: int) -> Report | list[Report]:
     """Loops for ``rounds`` times ``seconds`` each; Ray Data once over all images."""
-    if find_spec("ray") is None:
-        return Report("ray_data", [Row("nothing", 0.0)], remarks=["Ray is not installed (extra 'ray')"])
+    outcomes = Report(f"ray_data: {IMAGES} images, one in {EACH} bad")
+    if is_missing(outcomes):
+        return outcomes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         images, few = folder / "images", folder / "few"
@@ -69,7 +70,6 @@ def ray_data(seconds: float, rounds: int) -> Report | list[Report]:
         shutil.copytree(REPOSITORY / "configs" / "demo", folder / "work" / "configs" / "demo")
         shutil.copy(REPOSITORY / CONFIG, folder / "work" / CONFIG)
         speed, loop = _loops(images, seconds, rounds)
-        outcomes = Report(f"ray_data: {IMAGES} images, one in {EACH} bad")
         names = [path.name for path in sorted(images.iterdir())]
         with _cluster(folder / "work"):
             _rate(_labelled(few))  # the first actor imports what the operating system has to read
