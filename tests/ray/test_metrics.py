@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from torchpipe_server.supervisor import metrics as service
 
 from torchpipe_py import pipe
 from torchpipe_py.ray.metrics import Metrics
@@ -15,9 +16,11 @@ class Library:
 
     def __init__(self) -> None:
         self.told: Counter[Any] = Counter()
+        self.names: set[str] = set()
 
     def _metric(self, name: str, **options: Any) -> Any:
         told = self.told
+        self.names.add(name)
 
         class Metric:
             def inc(self, value: float, tags: dict[str, str]) -> None:
@@ -32,6 +35,14 @@ class Library:
         return Metric()
 
     Counter = Gauge = Histogram = _metric
+
+
+def test_the_names_are_those_of_the_service() -> None:
+    library = Library()
+    Metrics(library)
+    families = (*service._NODE_COUNTERS, *service._NODE_GAUGES, *service._NODE_TIMES)
+    assert library.names <= {name for _, name, _ in families} | {"torchpipe_node_batch_size"}
+    assert len(library.names) > 10
 
 
 def test_only_what_is_new_is_told() -> None:

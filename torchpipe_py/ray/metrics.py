@@ -9,8 +9,13 @@ _COUNTERS = (
     ("batches", "torchpipe_node_batches", "Batches that a node has run", 1.0),
     ("failed", "torchpipe_node_failures", "Requests whose backend raised", 1.0),
     ("expired", "torchpipe_node_expired", "Requests whose deadline passed in a node's queue", 1.0),
-    ("queue_ms", "torchpipe_node_queue_seconds", "Time of requests from their arrival at a node on", 1e-3),
-    ("batch_wait_ms", "torchpipe_node_batch_wait_seconds", "Time of requests from then until their batch closed", 1e-3),
+    ("queue_ms", "torchpipe_node_queue_seconds", "Time of requests in a node's queue", 1e-3),
+    (
+        "batch_wait_ms",
+        "torchpipe_node_batch_wait_seconds",
+        "Time of requests after that until their batch closed",
+        1e-3,
+    ),
     ("compute_ms", "torchpipe_node_compute_seconds", "Time of batches in a node's backend", 1e-3),
 )
 _GAUGES = (
