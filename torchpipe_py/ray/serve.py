@@ -83,11 +83,16 @@ class PipeDeployment:
     def _pipe_for(self, user_config: Any) -> pipe | None:
         """Another pipe, or none where that is what there is."""
         config, overrides = read_user_config(user_config, self._arguments)
-        self._enter(config)
-        tables = overridden(parse_toml(config), overrides)
-        if tables == self._tables:
-            return None
-        run = pipe(tables)
+        before = os.getcwd()
+        try:
+            self._enter(config)
+            tables = overridden(parse_toml(config), overrides)
+            if tables == self._tables:
+                return None
+            run = pipe(tables)
+        except BaseException:
+            os.chdir(before)  # the pipe before stays
+            raise
         self._tables = tables
         return run
 
