@@ -17,8 +17,8 @@ run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; 
 supervision=tests/server/supervisor/test_supervision.py
 pages=tests/test_docs.py
 run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision & first=$!
-run server tests/server tests/loadtest --ignore=$supervision & second=$!
-run pages $pages tests/test_working_directory.py & third=$!
+run server tests/server --ignore=$supervision & second=$!
+run pages $pages tests/test_working_directory.py tests/loadtest & third=$!
 status=0
 run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$pages \
   --ignore=tests/test_working_directory.py || status=$?

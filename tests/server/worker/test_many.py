@@ -9,6 +9,7 @@ import pytest
 from conftest import Register
 from fakes import Gate
 from service import IDL, Client, FakePipe, eventually, serving
+from torchpipe_server.serving.connection import Work
 from torchpipe_server.worker.many import ROUNDS, Call, Turns
 
 from torchpipe_py import Overloaded
@@ -40,7 +41,7 @@ def test_calls_take_turns(register: Register):
         gate.wait_entered()
         second = other.send("infer_many", params=images(b"second", 20))
         other.send_batch(b"behind it")
-        eventually(lambda: server.run.stats()["admitted"] == ROUNDS + 1)
+        eventually(lambda: [one.work for one in server.server._connections] == [Work.RUNNING] * 2)
         gate.open()
         assert len(other.receive(second)) == 20
         assert len(client.receive(first)) == 256
