@@ -170,7 +170,11 @@ Everything.thrift_spec = {
 
 
 def read_all(data: bytes, limits: Limits = SMALL) -> list[Message]:
-    return list(MessageReader(limits).feed(data))
+    reader = MessageReader(limits)
+    messages = list(reader.feed(data))
+    while reader.is_paused:  # within a message of many items
+        messages += reader.feed(b"")
+    return messages
 
 
 def feed_bytes(reader: MessageReader, data: bytes) -> list[Message]:
