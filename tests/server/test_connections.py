@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,6 +57,11 @@ def has_read_all(port: int) -> bool:
     """Whether nothing waits in the sockets of that port, on the service's side."""
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return not any(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}"))
+
+
+def open_connections(http_port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/stats", timeout=WAIT) as reply:
+        return int(json.load(reply)["connections"]["open"])
 
 
 def is_let_in(port: int) -> bool:
@@ -107,8 +114,9 @@ def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small
 
 
 @every_client
-def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, client_type):
+def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, http_port: int, client_type):
     message = client_type.pack(JPEG)
+    eventually(lambda: open_connections(http_port) == 0)  # one that has just ended would take a place, and leave it
     with ExitStack() as stack:
         half = [stack.enter_context(connect(small.port)) for _ in range(MOST)]
         for sock in half:
