@@ -12,8 +12,8 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.http import HttpService, Routes
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.protocols import Service
+from torchpipe_server.serving.server import limits_of
 from torchpipe_server.serving.service import ThriftService
-from torchpipe_server.wire.protocol import Limits
 from torchpipe_server.worker.handler import InferenceHandler
 from torchpipe_server.worker.http_handler import HttpHandler
 
@@ -65,18 +65,14 @@ def io_cost(seconds: float, rounds: int) -> Report:
 
 def _services(run: Any, jpeg: bytes) -> dict[str, tuple[Service, bytes]]:
     options, idl, deadlines = Options(config="", host="", port=0), load_idl(), Deadlines(run)
-    limits = Limits(
-        message_bytes=options.max_message_bytes,
-        string_bytes=options.max_message_bytes,
-        text_bytes=options.max_text_bytes,
-        items=options.max_items,
-        depth=options.max_depth,
-    )
     handler = InferenceHandler(run, idl, deadlines)
     routes = Routes(HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes).routes)
     params = idl.InferenceParams(uuid="0001-00000001-0000", data=jpeg)
     services: dict[str, tuple[Service, bytes]] = {
-        "Thrift": (ThriftService(handler.methods, limits), encode_call(idl, "infer_batch", {"params": params}))
+        "Thrift": (
+            ThriftService(handler.methods, limits_of(options)),
+            encode_call(idl, "infer_batch", {"params": params}),
+        )
     }
     for name, fields in _HEADS.items():
         head = f"POST /infer HTTP/1.1\r\nHost: 127.0.0.1:8888\r\n{fields}Content-Length: {len(jpeg)}\r\n\r\n"

@@ -94,7 +94,7 @@ class Connection:
     @property
     def is_settled(self) -> bool:
         """Whether all bytes taken from the socket belong to requests that have begun."""
-        # NOTE: here and in what else is asked for each request, nothing is called that need not be.
+        # NOTE: asked twice for each request: nothing is called that need not be.
         return self.uncut is None and not self.backlog and not self.reader.pending_bytes
 
     @property
@@ -103,11 +103,15 @@ class Connection:
         return (
             self.state not in (OPEN, CLOSED)
             or self.work is SENDING
-            or self.uncut is not None
-            or bool(self.backlog)
+            or self.has_messages
             or self.is_gone
             or self.reader.awaits_invitation
         )
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether more messages are to be cut out of what was read; behind them it is seen that the client is gone."""
+        return self.uncut is not None and len(self.backlog) < BACKLOG
 
     def is_full(self, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""
@@ -166,7 +170,7 @@ class Connection:
         """
         if self.is_gone:
             return None
-        if self.uncut is not None and len(self.backlog) < BACKLOG:
+        if self.can_cut:
             self._cut(until)
         if not self.backlog or (self.backlog[0].is_costly and not takes_costly):
             return None
@@ -191,9 +195,7 @@ class Connection:
         """Whether the I/O thread has to go on, after a turn in which a reply may have been made."""
         with self.lock:
             self.has_turn = False
-            if self.uncut is not None and len(self.backlog) < BACKLOG:
-                return True  # more messages are to be cut; behind them it is seen that the client is gone
-            if self.work is NONE and self.backlog:
+            if self.can_cut or (self.work is NONE and self.backlog):
                 return True
             return has_replies and self.work is not RUNNING and self.waits_for_loop
 
@@ -208,7 +210,7 @@ class Connection:
 
     def settle(self) -> None:
         """Tell the journal where all that was taken has begun."""
-        if self.uncut is None and not self.backlog and not self.reader.pending_bytes:
+        if self.is_settled:
             self.journal.settle()
 
     def attach(self, ticket: Cancellable) -> bool:

@@ -50,6 +50,17 @@ TICK_SECONDS = 0.5
 ROUND_SECONDS = 0.01  # for the line, in each round
 
 
+def limits_of(options: Options) -> Limits:
+    """What a Thrift message may hold."""
+    return Limits(
+        message_bytes=options.max_message_bytes,
+        string_bytes=options.max_message_bytes,
+        text_bytes=options.max_text_bytes,
+        items=options.max_items,
+        depth=options.max_depth,
+    )
+
+
 class Server:
     """Serves methods to the connections that it is given.
 
@@ -60,15 +71,8 @@ class Server:
 
     def __init__(self, loop: Loop, served: Served, options: Options, on_gone: Callable[[int, bool], object]) -> None:
         self._loop, self._options, self._on_gone = loop, options, on_gone
-        limits = Limits(
-            message_bytes=options.max_message_bytes,
-            string_bytes=options.max_message_bytes,
-            text_bytes=options.max_text_bytes,
-            items=options.max_items,
-            depth=options.max_depth,
-        )
         self._protocols = Protocols(
-            ThriftService(served.methods, limits, options.max_reply_bytes),
+            ThriftService(served.methods, limits_of(options), options.max_reply_bytes),
             HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
         )
         self.counters = RequestCounters(options.log_requests)
