@@ -25,6 +25,8 @@ from benchmarks.service.isolation import isolation
 from benchmarks.service.mean import mean
 from benchmarks.service.models import service
 from benchmarks.service.over_http import over_http
+from benchmarks.service.tracing import tracing
+from benchmarks.service.workers import workers
 
 Benchmark = Callable[[float, int], Report | list[Report]]
 """Takes the seconds of each measurement and the rounds whose median is shown."""
@@ -38,6 +40,8 @@ ON_CPU: dict[str, Benchmark] = {
     "detector": detector,
     "service": service,
     "over_http": over_http,
+    "workers": workers,
+    "tracing": tracing,
     "io_cost": io_cost,
     "mean": mean,
     "isolation": isolation,

@@ -101,11 +101,21 @@ def load_of(latencies: Sequence[float], wall: float) -> Load:
 
 
 def interleave(subjects: Mapping[str, Callable[[], Load]], rounds: int) -> dict[str, Load]:
-    """The median of each figure over ``rounds``; each has all subjects, so a drift of the machine hits all."""
+    """The median of each figure over ``rounds``."""
+    return medians(in_rounds(subjects, rounds))
+
+
+def in_rounds(subjects: Mapping[str, Callable[[], Load]], rounds: int) -> dict[str, list[Load]]:
+    """A load of each round; each round has all subjects, so a drift of the machine hits all."""
     loads: dict[str, list[Load]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
             loads[name].append(subject())
+    return loads
+
+
+def medians(loads: Mapping[str, Sequence[Load]]) -> dict[str, Load]:
+    """``median_load`` of each."""
     return {name: median_load(values) for name, values in loads.items()}
 
 

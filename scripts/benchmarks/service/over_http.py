@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, interleave, run_threads, test_jpeg
+from benchmarks.common import REPOSITORY, Load, Report, in_rounds, medians, run_threads, test_jpeg
 from benchmarks.service.peer import SAME_BATCH, WORKERS, is_installed, litserve, mosec
 from benchmarks.service.servers import run_clients, serving
 from torchpipe_py import pipe
 
 CLIENTS = (1, 10, 40)
 CONFIG = "configs/demo.toml"
-_WORK = {"BENCH_MODEL": str(REPOSITORY / "configs" / "demo" / "model.onnx"), "BENCH_SIZE": "64"}
+WORK = {"BENCH_MODEL": str(REPOSITORY / "configs" / "demo" / "model.onnx"), "BENCH_SIZE": "64"}
 
 
 def over_http(seconds: float, rounds: int) -> Report:
@@ -37,13 +37,13 @@ def over_http(seconds: float, rounds: int) -> Report:
         }
         for name, start in (("mosec", mosec), ("litserve", litserve)):
             if is_installed(name, report):
-                peer = stack.enter_context(start(_WORK, SAME_BATCH))
+                peer = stack.enter_context(start(WORK, SAME_BATCH))
                 services[f"{name}, {WORKERS} workers, batch {SAME_BATCH}"] = peer.port, peer.options
         for clients in CLIENTS:
             for name, (at, options) in services.items():
                 subjects[f"{name}, {clients} clients"] = partial(run_clients, at, folder, clients, seconds, options)
-        rows: dict[str, list[Load]] = {name: [] for name in subjects}
-        loads = interleave({name: partial(_kept, rows[name], subject) for name, subject in subjects.items()}, rounds)
+        rows = in_rounds(subjects, rounds)
+    loads = medians(rows)
     report.add(loads, {name: f"{load.cpu_ms:.2f} ms CPU" for name, load in loads.items() if load.cpu_ms})
     for clients in CLIENTS:
         thrift, http, *others = (rows[f"{name}, {clients} clients"] for name in services)
@@ -52,11 +52,6 @@ def over_http(seconds: float, rounds: int) -> Report:
             report.require(f"HTTP against {name}, {clients} clients", _ratio(http, other), low=1.0)
     report.remarks.append("ms CPU: of all processes of the service, for a request")
     return report
-
-
-def _kept(loads: list[Load], subject: Callable[[], Load]) -> Load:
-    loads.append(subject())
-    return loads[-1]
 
 
 def _ratio(ours: list[Load], theirs: list[Load]) -> float:

@@ -61,27 +61,28 @@ def is_installed(name: str, report: Report) -> bool:
 
 
 @contextmanager
-def mosec(work: Mapping[str, str], batch: int) -> Iterator[Peer]:
+def mosec(work: Mapping[str, str], batch: int, workers: int = WORKERS) -> Iterator[Peer]:
     """mosec; ``work`` is what ``mosec_service.py`` is to do."""
     port = free_port()
     options = ["--address", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    with _started("mosec_service", options, work, batch, port, "/inference") as peer:
+    with _started("mosec_service", options, work, batch, workers, port, "/inference") as peer:
         yield peer
 
 
 @contextmanager
-def litserve(work: Mapping[str, str], batch: int) -> Iterator[Peer]:
+def litserve(work: Mapping[str, str], batch: int, workers: int = WORKERS) -> Iterator[Peer]:
     """LitServe; ``work`` is what ``litserve_service.py`` is to do."""
     port = free_port()
-    with _started("litserve_service", [], {**work, "BENCH_PORT": str(port)}, batch, port, "/predict") as peer:
+    work = {**work, "BENCH_PORT": str(port)}
+    with _started("litserve_service", [], work, batch, workers, port, "/predict") as peer:
         yield peer
 
 
 @contextmanager
 def _started(
-    module: str, options: list[str], work: Mapping[str, str], batch: int, port: int, path: str
+    module: str, options: list[str], work: Mapping[str, str], batch: int, workers: int, port: int, path: str
 ) -> Iterator[Peer]:
-    settings = {"BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": str(WORKERS)}
+    settings = {"BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": str(workers)}
     command = ["-m", f"benchmarks.service.{module}", *options]
     silent = subprocess.DEVNULL
     process = python(*command, environment={**work, **settings}, stdout=silent, stderr=silent, start_new_session=True)

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from benchmarks.common import REPOSITORY, Load, python
@@ -35,6 +37,7 @@ def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(command)} did not start")
+        Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # a full pipe would stop who writes to it
         yield int(line.rsplit(" on ")[-1].split(" ")[0].rsplit(":", 1)[1])
     finally:
         process.send_signal(signal.SIGTERM)
