@@ -70,16 +70,17 @@ class Links:
     """What ties requests to others; shared by all branches of one request.
 
     ``branches`` is what they have in common, once the request has forked. ``is_inner`` marks a request that a node of
-    another graph started: ``parent`` is the request that waits for it, if any, and has it among its ``children``.
+    another graph started: ``parent`` is the request that waits for it, if any. ``give_up`` has what is to be called
+    when the request is completed, so that what was started elsewhere for its sake ends as well.
     ``timeline`` is there where spans are made of it.
     """
 
-    __slots__ = ("branches", "children", "is_inner", "parent", "timeline")
+    __slots__ = ("branches", "give_up", "is_inner", "parent", "timeline")
 
     def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
         self.parent, self.is_inner = parent, is_inner
         self.branches: Branches | None = None
-        self.children: list[Request] = []
+        self.give_up: list[Callable[[], object]] = []
         self.timeline: Timeline | None = None
 
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 from torchpipe_py.backends.base import Data
@@ -327,9 +328,9 @@ class Runtime:
         """Nobody waits any more for what the request's jumps have started."""
         links = request.links  # NOTE: anew, since a jump may have made them until the request was done.
         if links is not None:
-            for child in links.children:
-                self.complete(child, CancelledError())
-            links.children.clear()
+            for give_up in links.give_up:
+                give_up()
+            links.give_up.clear()
             if links.timeline is not None:
                 links.timeline.end(request.error, request.data)
         if branches is not None:
@@ -361,7 +362,7 @@ class Runtime:
                 if timeline is not None:
                     request.links.timeline = timeline.element(root, parent.node, index)
                 request.deadline = parent.deadline
-                parent.linked().children.append(request)
+                parent.linked().give_up.append(partial(self.complete, request, CancelledError()))
             requests.append(request)
         self._inner.update(requests)
         for request in requests:
