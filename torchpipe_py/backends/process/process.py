@@ -16,9 +16,9 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param, tensor_key
+from torchpipe_py.backends.process.outcome import visible
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
-from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
-from torchpipe_py.backends.process.worker import ItemOutcome
+from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, Failure, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
@@ -157,44 +157,19 @@ class Process(Backend):
         return worker
 
     def _forward(self, worker: WorkerProcess, items: list[Data]) -> None:
-        visible = items
+        sent = items
         try:
             packed = worker.pack("forward", items)
         except Exception:
-            visible = [self._visible(item) for item in items]
-            packed = worker.pack("forward", visible)
+            sent = [visible(item, self.config.label) for item in items]
+            packed = worker.pack("forward", sent)
         try:
             outcomes = worker.call(packed, self.max_seconds or None)
         finally:
             if not worker.is_open:
                 self._worker = None
-        for item, sent, outcome in zip(items, visible, outcomes, strict=True):
-            _apply(item, sent, outcome)
-
-    def _visible(self, item: Data) -> Data:
-        """What of the dict can be sent."""
-        visible = {}
-        for key, value in item.items():
-            try:
-                check_travels((key, value))
-            except Exception as error:
-                if key == TASK_DATA_KEY:
-                    raise TypeError(
-                        f"{self.config.label}: {key!r} cannot go to a worker process: {first_line(error)}"
-                    ) from error
-            else:
-                visible[key] = value
-        return visible
-
-
-def _apply(item: Data, sent: Data, outcome: ItemOutcome) -> None:
-    """Make the dict what the worker's is; what was not sent stays."""
-    kept = {key: sent[source] for key, source in outcome.kept.items()}
-    for key in [*sent]:
-        if key not in kept and key not in outcome.changed:
-            del item[key]
-    item.update(kept)
-    item.update(outcome.changed)
+        for item, of_it, outcome in zip(items, sent, outcomes, strict=True):
+            outcome.apply(item, of_it)
 
 
 class WorkerProcess:

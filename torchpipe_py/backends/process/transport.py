@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Block:
         offset = _ALIGNMENT
         for part in parts:
             self._slice(offset, part.nbytes)[:] = np.frombuffer(part, np.uint8)
-            offset += _padded(part.nbytes)
+            offset += padded(part.nbytes)
 
     def read(self, sizes: Sequence[int], arrays: int) -> Iterator[np.ndarray | bytes]:
         """A copy of each buffer: the first ``arrays`` of them as arrays of bytes, the others as ``bytes``."""
@@ -67,7 +67,7 @@ class Block:
         offset = _ALIGNMENT
         for index, size in enumerate(sizes):
             yield self._slice(offset, size).copy() if index < arrays else self._map[offset : offset + size]
-            offset += _padded(size)
+            offset += padded(size)
 
     @property
     def note(self) -> int:
@@ -97,11 +97,40 @@ class Block:
 
 def space(sizes: Iterable[int]) -> int:
     """Bytes that buffers of these sizes take in a block."""
-    return _ALIGNMENT + sum(map(_padded, sizes))
+    return _ALIGNMENT + sum(map(padded, sizes))
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Bytes that a buffer of this size takes where the next one is aligned."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def pack_sizes(sizes: Sequence[int]) -> bytes:
+    """The sizes of parts, as they stand in a message."""
+    return struct.pack(f"<{len(sizes)}Q", *sizes)
+
+
+class Packed(NamedTuple):
+    """A message as a pickle, and what is large in it: first ``arrays`` buffers of arrays, then those of ``bytes``."""
+
+    pickled: memoryview
+    parts: list[memoryview]
+    arrays: int
+
+    @classmethod
+    def of(cls, message: Any) -> Packed:
+        """Raises whatever pickling raises."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(message)
+        return cls(file.getbuffer(), [*pickler.buffers, *pickler.blobs], len(pickler.buffers))
+
+
+def unpack(
+    pickled: bytes | memoryview, parts: list[Any], arrays: int, before_main: Callable[[], object] | None = None
+) -> Any:
+    """The message, with its parts in it as they are; raises whatever unpickling raises."""
+    return _Unpickler(io.BytesIO(pickled), parts[:arrays], parts[arrays:], before_main).load()
 
 
 class SharedMemoryChannel:
@@ -118,14 +147,10 @@ class SharedMemoryChannel:
 
     def pack(self, message: Any) -> bytes:
         """What ``post`` takes; raises whatever pickling raises, and nothing has left this process then."""
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(message)
-        parts = [*pickler.buffers, *pickler.blobs]
-        sizes = [part.nbytes for part in parts]
-        self._outgoing.write(parts, space(sizes))
-        header = _HEADER.pack(len(pickler.buffers), len(pickler.blobs)) + struct.pack(f"<{len(sizes)}Q", *sizes)
-        return header + file.getbuffer()
+        packed = Packed.of(message)
+        sizes = [part.nbytes for part in packed.parts]
+        self._outgoing.write(packed.parts, space(sizes))
+        return _HEADER.pack(packed.arrays, len(sizes) - packed.arrays) + pack_sizes(sizes) + packed.pickled
 
     def post(self, packed: bytes) -> None:
         """Send what ``pack`` gave; ``OSError`` where nobody is at the other end."""
@@ -141,16 +166,15 @@ class SharedMemoryChannel:
 
     def unpack(self, packed: bytes) -> Any:
         """The message; raises whatever unpickling raises."""
-        buffers, blobs = _HEADER.unpack_from(packed)
-        sizes = struct.unpack_from(f"<{buffers + blobs}Q", packed, _HEADER.size)
-        parts = list(self._incoming.read(sizes, buffers))
+        arrays, blobs = _HEADER.unpack_from(packed)
+        sizes = struct.unpack_from(f"<{arrays + blobs}Q", packed, _HEADER.size)
+        parts = list(self._incoming.read(sizes, arrays))
         start = _HEADER.size + _NOTE.size * len(sizes)
-        file = io.BytesIO(memoryview(packed)[start:])
-        return _Unpickler(file, parts[:buffers], parts[buffers:], self.before_main).load()
+        return unpack(memoryview(packed)[start:], parts, arrays, self.before_main)
 
     def loads(self, content: bytes) -> Any:
         """An ordinary pickle that came inside a message."""
-        return _Unpickler(io.BytesIO(content), [], [], self.before_main).load()
+        return unpack(content, [], 0, self.before_main)
 
     @property
     def is_taken(self) -> bool:

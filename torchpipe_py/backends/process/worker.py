@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,20 +17,11 @@ from typing import Any
 from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
+from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
 from torchpipe_py.backends.process.setup import Setup, load_main
-from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel, check_travels
+from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import ConfigError, Failure, first_line
-
-_IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
-
-
-@dataclass(frozen=True)
-class ItemOutcome:
-    """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
-
-    kept: dict[Any, Any]
-    changed: dict[Any, Any]
+from torchpipe_py.errors import ConfigError, Failure
 
 
 def main(connection: int, outgoing: int, incoming: int, parent: int) -> None:
@@ -97,7 +87,9 @@ class _BackendServer:
         try:
             packed = self._channel.pack(answer)
         except Exception as error:
-            packed = self._channel.pack(("failed", Failure.of(_stuck(answer[1], error))))
+            packed = self._channel.pack(
+                ("failed", Failure.of(stuck(answer[1] if isinstance(answer[1], list) else [], error)))
+            )
         self._channel.post(packed)
 
     def _set_up(self, setup: Setup) -> tuple[BatchRange, Signature]:
@@ -133,26 +125,8 @@ class _BackendServer:
         assert self._backend is not None
         before = [dict(item) for item in items]
         self._backend.forward(items)
-        return list(map(_outcome, before, items))
+        return list(map(ItemOutcome.of, before, items))
 
     def _close(self, _: object) -> None:
         if self._backend is not None:
             self._backend.close()
-
-
-def _outcome(before: Data, after: Data) -> ItemOutcome:
-    """What the parent has already stays there: only values that nobody can have changed in place."""
-    sources = {id(value): key for key, value in before.items() if type(value) in _IMMUTABLE}
-    kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
-    return ItemOutcome(kept, {key: value for key, value in after.items() if key not in kept})
-
-
-def _stuck(value: Any, error: Exception) -> Exception:
-    """A ``TypeError`` that names the key whose value cannot be sent."""
-    outcomes = value if isinstance(value, list) else []
-    for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
-        try:
-            check_travels((key, changed))
-        except Exception as reason:
-            return TypeError(f"{key!r} cannot come back from a worker process: {first_line(reason)}")
-    return error

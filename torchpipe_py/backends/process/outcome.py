@@ -1,0 +1,68 @@
+"""What becomes of a request's dict when a backend of another process has run on a copy of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.process.transport import check_travels
+from torchpipe_py.errors import first_line
+from torchpipe_py.keys import TASK_DATA_KEY
+
+_IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
+_LARGE = _IMMUTABLE | {np.ndarray}
+
+
+@dataclass(frozen=True)
+class ItemOutcome:
+    """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
+
+    kept: dict[Any, Any]
+    changed: dict[Any, Any]
+
+    @classmethod
+    def of(cls, before: Data, after: Data, keeps_arrays: bool = False) -> ItemOutcome:
+        """What the caller has already stays there: values that nobody can have changed in place.
+
+        Arrays are among them where the other process ``keeps_arrays`` for itself, whatever it does with them.
+        """
+        types = _LARGE if keeps_arrays else _IMMUTABLE
+        sources = {id(value): key for key, value in before.items() if type(value) in types}
+        kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
+        return cls(kept, {key: value for key, value in after.items() if key not in kept})
+
+    def apply(self, item: Data, sent: Data) -> None:
+        """Make the dict what the other process made of what was sent of it; what was not sent stays."""
+        kept = {key: sent[source] for key, source in self.kept.items()}
+        for key in [*sent]:
+            if key not in kept and key not in self.changed:
+                del item[key]
+        item.update(kept)
+        item.update(self.changed)
+
+
+def visible(item: Data, label: str) -> Data:
+    """What of the dict can be sent; ``TypeError`` where ``data`` cannot."""
+    found = {}
+    for key, value in item.items():
+        try:
+            check_travels((key, value))
+        except Exception as error:
+            if key == TASK_DATA_KEY:
+                raise TypeError(f"{label}: {key!r} cannot go to a worker process: {first_line(error)}") from error
+        else:
+            found[key] = value
+    return found
+
+
+def stuck(outcomes: list[ItemOutcome], error: Exception) -> Exception:
+    """A ``TypeError`` that names the key whose value cannot be sent back."""
+    for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
+        try:
+            check_travels((key, changed))
+        except Exception as reason:
+            return TypeError(f"{key!r} cannot come back from a worker process: {first_line(reason)}")
+    return error
