@@ -22,7 +22,7 @@ PACKAGE = [
     "plan",
     "backends",
     "runtime",
-    "drawing export loadtest parity training",
+    "drawing engine export loadtest parity training",
     "ray",
     "cli",
 ]

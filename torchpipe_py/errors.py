@@ -139,6 +139,12 @@ class WorkerDied(TorchpipeError, RuntimeError):
     code = "worker_died"
 
 
+class EngineUnavailable(TorchpipeError, RuntimeError):
+    """The engine process that runs a shared node has died, and the next one is not ready yet."""
+
+    code = "unavailable"
+
+
 class PipeClosed(TorchpipeError, RuntimeError):
     """The pipe was closed before the request was finished, or before it came."""
 

@@ -360,3 +360,14 @@ class DeferredBackend(Backend):
         An exception instead of that is a defect, as in ``forward``. ``request`` stands for the pipe's request.
         """
         raise NotImplementedError(type(self).__name__)
+
+
+class HandOverBackend(DeferredBackend):
+    """A deferred backend whose ``start`` takes microseconds and may run on any thread, several at once.
+
+    What ``done`` gets as an error is the request's as it is.
+    """
+
+    def pending(self) -> int:
+        """How many items were started and are not done; a moment's estimate."""
+        raise NotImplementedError(type(self).__name__)

@@ -76,13 +76,17 @@ class Pipeline:
     plans: Mapping[str, NodePlan]
 
 
-def plan_pipeline(config: str | os.PathLike[str] | Mapping[str, Any], registry: Registry = default) -> Pipeline:
-    """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts.
+def plan_pipeline(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, registry: Registry = default
+) -> Pipeline:
+    """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, or a plan.
 
     ``registry`` knows the backends, filters and postprocessors that it names.
 
     Raises ``ConfigError`` for all that is wrong with it, as far as one mistake does not hide another.
     """
+    if isinstance(config, Pipeline):
+        return config
     problems = Problems()
     spec = read_config(config, problems)
     bound = {}

@@ -23,7 +23,17 @@ DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
 MAX_INSTANCES = 1024  # of a node: threads, far beyond any machine's cores
 
-NODE_KEYS = ("backend", "next", "map", "filter", "instance_num", "batching_timeout", "device_id", "decode_isolation")
+NODE_KEYS = (
+    "backend",
+    "next",
+    "map",
+    "filter",
+    "instance_num",
+    "batching_timeout",
+    "device_id",
+    "decode_isolation",
+    "shared",
+)
 ISOLATIONS = ("none", "process")
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
@@ -87,6 +97,7 @@ class NodeSpec:
     batching_timeout: float = 0.0
     device_id: int = 0
     decode_isolation: str = ISOLATIONS[0]
+    shared: bool = False
     params: Mapping[str, Value] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     has_backend: bool = True
@@ -276,6 +287,7 @@ def _node(
         batching_timeout=read("batching_timeout", _not_negative, 0.0),
         device_id=read("device_id", _device, 0),
         decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),
+        shared=read("shared", to_bool, False),
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
         own=frozenset(own),
         has_backend="backend" in keys,

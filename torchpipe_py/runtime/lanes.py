@@ -16,7 +16,7 @@ from functools import partial
 from time import perf_counter, sleep
 from typing import Any, Protocol, TypeVar
 
-from torchpipe_py.backends.base import Data, DeferredBackend, run_padded
+from torchpipe_py.backends.base import Data, DeferredBackend, HandOverBackend, run_padded
 from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied, describe
 from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -373,6 +373,43 @@ class DeferredLane(SingleLane):
         except BaseException as error:
             self._fail_defect(instance, request, error)
         record.computed(perf_counter() - start)  # what it waits for, is other nodes' time
+
+
+class HandOverLane(Lane):
+    """Where requests go to another process: on whatever thread brings them, since that waits for nothing."""
+
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[BatchingLane]) -> None:
+        super().__init__(name, instances, fail, waiting)
+        self.idle: IdleStack[Instance] = IdleStack(self._queue)
+        backend = instances[0].backend
+        assert isinstance(backend, HandOverBackend)
+        self._backend = backend
+
+    def put(self, request: Request) -> None:
+        request.caller = None
+        instance = self.instances[0]
+        if not self._starts(instance, request, request.arrived):
+            return
+
+        def finish(error: BaseException | None) -> None:
+            if error is None:
+                self._go_on(instance, request)
+            else:
+                self.fail(request, error)
+            if self._waiting:
+                self._wake_leaders()
+
+        try:
+            self._backend.start(request.data, finish, request)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
+
+    def load(self) -> int:
+        return self._backend.pending()
+
+    def _serve(self, instance: Instance) -> None:
+        while self.idle.sleep(instance):
+            pass
 
 
 class BatchingLane(Lane):

@@ -7,12 +7,12 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, DeferredBackend, Graphs, Shared
+from torchpipe_py.backends.base import Backend, BackendConfig, DeferredBackend, Graphs, HandOverBackend, Shared
 from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.control.ranges import Composed
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes import Around, BatchingLane, DeferredLane, Fail, Lane, SingleLane
+from torchpipe_py.runtime.lanes import Around, BatchingLane, DeferredLane, Fail, HandOverLane, Lane, SingleLane
 from torchpipe_py.runtime.statistics import summed
 from torchpipe_py.runtime.tracing import Recorder
 
@@ -59,6 +59,8 @@ class Node:
         common = self.name, self.instances, self._fail, self._waiting
         if self.max > 1:
             return BatchingLane(*common, self._timeout)
+        if isinstance(self.instances[0].backend, HandOverBackend):
+            return HandOverLane(*common)
         if all(isinstance(instance.backend, DeferredBackend) for instance in self.instances):
             return DeferredLane(*common)
         return SingleLane(*common)

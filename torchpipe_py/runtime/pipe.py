@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
-from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.request import CallerThread, Countdown, OnDone, Request, deadline_after
@@ -40,7 +40,8 @@ Given = TypeVar("Given", bound="Data | Sequence[Data]")
 class pipe:
     """A pipeline that any number of threads may call at once.
 
-    ``config`` is a path ending in ``.toml``, a flat dict (one node) or a dict of dicts (``"global"`` holds defaults).
+    ``config`` is a path ending in ``.toml``, a flat dict (one node) or a dict of dicts (``"global"`` holds defaults),
+    or what ``plan_pipeline`` made of one.
     Raises ``ConfigError`` for a configuration that cannot be built, ``BackendUnavailable`` where a backend lacks a
     library or device here, ``SetupError`` for any other failure of a backend's ``setup``; each of these is both a
     ``ValueError`` and a ``RuntimeError``. No thread is left then.
@@ -56,7 +57,9 @@ class pipe:
     postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None) -> None:
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, *, registry: Registry | None = None
+    ) -> None:
         self._runtime = Runtime(plan_pipeline(config, default_registry if registry is None else registry))
         # The threads know the runtime only: a pipe that is dropped is closed. At exit, the runtime closes itself.
         self._finalizer = weakref.finalize(self, self._runtime.drop)
@@ -283,6 +286,11 @@ class Ticket:
     def deadline(self) -> float | None:
         """When the request's time is over, in seconds of ``time.perf_counter``."""
         return self._request.deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its outcome is final."""
+        return self._request.done
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""

@@ -1,0 +1,1 @@
+"""Nodes that an engine process runs for all workers: its memory, and its other end in a worker."""

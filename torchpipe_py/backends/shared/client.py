@@ -1,0 +1,307 @@
+"""The engine process as a worker sees it, whichever process that is now."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.shared.memory import SLOTS, Bell, LinkMemory, Row, attach_bell, changed
+from torchpipe_py.backends.signature import Signature
+from torchpipe_py.errors import EngineUnavailable, Failure, WorkerDied, log_failure
+
+HOLD_SECONDS = 0.4
+"""How long a request waits for the next engine process when one has died."""
+
+START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
+_HELLO_BYTES = 2**20
+
+Done = Callable[[Any, BaseException | None], object]
+"""Gets the answer or an error, once."""
+
+
+class Call:
+    """A request on its way; ``done(answer, error)`` is called once, unless it is given up."""
+
+    __slots__ = ("asked", "deadline", "done", "is_given_up", "number", "packed", "section", "slot", "until")
+
+    def __init__(self, section: int, packed: Packed, deadline: float | None, done: Done) -> None:
+        self.section, self.packed, self.done = section, packed, done
+        self.deadline = inf if deadline is None else deadline
+        self.asked = perf_counter()
+        self.until = inf  # when it fails, where no engine process is there
+        self.slot, self.number = -1, 0
+        self.is_given_up = False
+
+
+class Engine:
+    """Takes calls from any thread; a thread of its own receives the answers and tells them.
+
+    ``attach(sock)`` gives it the way to an engine process: the first one, or the next when one has died.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._link: _Link | None = None
+        self._next: socket.socket | None = None
+        self._waiting: deque[Call] = deque()  # for a slot, or for an engine process
+        self._sections: dict[str, tuple[int, Signature]] = {}
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self.figures = Figures()
+
+    def attach(self, sock: socket.socket) -> None:
+        """The engine process at the other end serves from now on, or as soon as the one before is gone."""
+        with self._lock:
+            before, self._next = self._next, sock
+            if before is not None:
+                before.close()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="torchpipe-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def section(self, head: str) -> tuple[int, Signature]:
+        """The number of a section, and what its data and results hold; waits for the engine process to tell."""
+        with self._lock:
+            if not self._changed.wait_for(lambda: self._sections, START_SECONDS):
+                raise EngineUnavailable(f"no engine process has told what it runs within {START_SECONDS:g} s")
+            return self._sections[head]
+
+    def ask(self, call: Call) -> None:
+        """Have the engine process run it."""
+        with self._lock:
+            link = self._link
+            if link is None:
+                call.until = call.asked + HOLD_SECONDS
+            if link is None or not link.free:
+                self._waiting.append(call)
+                self._changed.notify_all()
+                return
+            link.take_slot(call)
+        self._send(link, call)
+
+    def give_up(self, call: Call) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            if call.is_given_up:
+                return
+            call.is_given_up = True
+            link = self._link
+            if link is not None and call.slot >= 0 and link.calls[call.slot] is call:
+                link.memory.give_up(call.slot, call.number)
+            else:
+                link = None
+        if link is not None:
+            link.bell.ring()
+
+    def pending(self) -> int:
+        """Calls that are not answered; a moment's estimate."""
+        link = self._link
+        return len(self._waiting) + (0 if link is None else SLOTS - len(link.free))
+
+    def close(self) -> None:
+        """End the thread. Calls that are left are not answered any more."""
+        with self._lock:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(START_SECONDS)
+
+    # -- to the engine process ----------------------------------------------------------------------------------
+
+    def _send(self, link: _Link, call: Call) -> None:
+        """Write a call into the slot it has; what cannot be sent ends it."""
+        try:
+            link.memory.ask(call.slot, call.number, call.packed, call.section, perf_counter(), call.deadline)
+        except Exception as error:
+            self._free(link, call)
+            if not call.is_given_up:
+                call.done(None, error)
+            return
+        link.bell.ring()
+
+    def _free(self, link: _Link, call: Call) -> None:
+        """Its slot is free for the next call that waits."""
+        with self._lock:
+            link.calls[call.slot] = None
+            link.free.append(call.slot)
+        self._send_waiting(link)
+
+    def _send_waiting(self, link: _Link) -> None:
+        while True:
+            with self._lock:
+                if self._link is not link or not link.free or not self._waiting:
+                    return
+                call = self._waiting.popleft()
+                if call.is_given_up:
+                    continue
+                link.take_slot(call)
+            self._send(link, call)
+
+    # -- from it: the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                link = self._link
+                if link is None:
+                    self._connect()
+                elif link.has_answers():
+                    self._take_answers(link)
+                elif link.is_gone():
+                    self._lose(link)
+            except Exception as error:
+                log_failure("what comes from the engine process cannot be taken", error)
+
+    def _connect(self) -> None:
+        """Wait for an engine process, and meanwhile fail the calls that have waited for too long."""
+        with self._lock:
+            now = perf_counter()
+            late = [call for call in self._waiting if call.until <= now]
+            self._waiting = deque(call for call in self._waiting if call.until > now)
+            sock, self._next = self._next, None
+            if sock is None and not late:
+                first = min((call.until for call in self._waiting), default=inf)
+                self._changed.wait(None if first == inf else max(0.0, first - now))
+                return
+        for call in late:
+            if not call.is_given_up:
+                call.done(None, EngineUnavailable("the engine process has died, and the next one is not ready yet"))
+        if sock is None:
+            return
+        try:
+            link = _Link(sock)
+        except (OSError, EOFError, ValueError):
+            sock.close()
+            return
+        with self._lock:
+            self._link, self._sections = link, link.sections
+            for call in self._waiting:
+                call.until = inf
+            self._changed.notify_all()
+        self._send_waiting(link)
+
+    def _take_answers(self, link: _Link) -> None:
+        for slot in link.take_answered():
+            call = link.calls[slot]
+            assert call is not None
+            reply = link.memory.reply(slot)
+            error: BaseException | None = None
+            try:
+                answer = link.memory.read(slot, reply, copies=True)
+            except Exception as failure:
+                answer, error = None, failure
+            self.figures.answered(call.asked, link.memory.request(slot), reply)
+            link.memory.release(slot)
+            self._free(link, call)
+            if call.is_given_up:
+                continue
+            if error is None and reply.kind:
+                error = answer.error() if isinstance(answer, Failure) else TypeError("no answer")
+            try:
+                call.done(answer, error)
+            except Exception as failure:
+                log_failure("the answer of the engine process cannot be told", failure)
+
+    def _lose(self, link: _Link) -> None:
+        """The engine process has died: fail what it had, and let the rest wait for the next one."""
+        self._take_answers(link)
+        with self._lock:
+            self._link = None
+            until = perf_counter() + HOLD_SECONDS
+            for call in self._waiting:
+                call.until = until
+        lost = [call for call in link.calls if call is not None and not call.is_given_up]
+        link.close()
+        for call in lost:
+            call.done(None, WorkerDied("the engine process died while it had the request"))
+
+
+class Figures:
+    """Times of calls since the start, in seconds; the thread that takes the answers adds to them."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.slot_wait = self.there = self.in_engine = self.back = 0.0
+
+    def answered(self, asked: float, request: Row, reply: Row) -> None:
+        """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
+        self.requests += 1
+        self.slot_wait += request.first - asked
+        self.there += reply.first - request.first
+        self.in_engine += reply.second - reply.first
+        self.back += perf_counter() - reply.second
+
+    def as_dict(self) -> dict[str, float]:
+        """Totals, in milliseconds."""
+        return {
+            "requests": self.requests,
+            "slot_wait_ms": 1000 * self.slot_wait,
+            "there_ms": 1000 * self.there,
+            "in_engine_ms": 1000 * self.in_engine,
+            "back_ms": 1000 * self.back,
+        }
+
+
+class _Link:
+    """The slots that a worker has in one engine process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.memory = LinkMemory.create()
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._own_bell = Bell(self.memory.worker_asleep, fd)
+        sock.settimeout(START_SECONDS)
+        socket.send_fds(sock, [b"slots"], [self.memory.fd, fd])
+        told, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
+        if len(descriptors) != 2:
+            raise EOFError
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told)
+        self.bell = attach_bell(*descriptors)
+        os.close(descriptors[0])
+        self.free = deque(range(SLOTS))
+        self.calls: list[Call | None] = [None] * SLOTS
+        self._seen = self.memory.from_engine()
+        self._numbers = [0] * SLOTS
+        self._poller = select.poll()
+        self._poller.register(fd, select.POLLIN)
+        self._poller.register(sock, select.POLLIN)
+
+    def take_slot(self, call: Call) -> None:
+        """Give a call a free slot, and a number that the slot's last one had not."""
+        # NOTE: the one that was free last is warm.
+        slot = call.slot = self.free.pop()
+        call.number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
+        self.calls[slot] = call
+
+    def has_answers(self) -> bool:
+        """Whether an answer is there that was not taken."""
+        return self.memory.from_engine() != self._seen
+
+    def take_answered(self) -> list[int]:
+        """The slots with answers that were not taken before."""
+        before, self._seen = self._seen, self.memory.from_engine()
+        return changed(before, self._seen)
+
+    def is_gone(self) -> bool:
+        """Sleep until something comes from the engine process; whether that is its end."""
+        return bool(self._own_bell.sleep(self._poller, self.has_answers))
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._sock.close()
+        os.close(self._own_bell.fd)
+        os.close(self.memory.fd)
+        os.close(self.bell.fd)

@@ -1,0 +1,219 @@
+"""Memory without a name that a worker shares with an engine process: slots for requests, and bells for who sleeps."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchpipe_py.backends.process.transport import Packed, pack_sizes, padded, unpack
+
+SLOTS = 128
+"""Requests that a worker has in an engine process at most; further ones wait in the worker."""
+
+SLOT_BYTES = 2**28
+"""What a request and its answer may take together. It is address space: memory is taken as it is written."""
+
+KEPT_BYTES = 2**19
+"""Of memory that a slot keeps for its next request; what a larger one took is given back."""
+
+SLEEP_SECONDS = 0.1
+"""After which a sleeper looks for work by itself."""
+
+_ROW = struct.Struct("<IIIIQdd")
+_SIZE = struct.Struct("<Q")
+_WORDS = 4 * SLOTS
+_ROWS = -(-_ROW.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
+_ASLEEP = mmap.PAGESIZE  # a word of the worker's
+_REQUESTS = 2 * mmap.PAGESIZE
+_ANSWERS = _REQUESTS + _ROWS
+_CONTENT = _ANSWERS + _ROWS
+_LINK_BYTES = _CONTENT + SLOTS * SLOT_BYTES
+
+
+class Row(NamedTuple):
+    """What is said of a message: its ``kind``, the sizes of what it is made of, and where it stands in the slot.
+
+    ``kind`` is the section of a request; of an answer, whether it is a failure. The times are seconds of
+    ``perf_counter``, which is one clock for all processes: of a request, when it was sent, and its deadline (infinity:
+    none); of an answer, when the request was taken, and when it was answered.
+    """
+
+    kind: int
+    pickled: int
+    arrays: int
+    parts: int
+    start: int
+    first: float
+    second: float
+
+
+class TooLargeError(ValueError):
+    """A message that does not fit into a slot."""
+
+
+class Bell:
+    """Wakes one thread of another process, and costs nothing while that is awake.
+
+    ``asleep`` is a word of shared memory, which the sleeper alone writes; ``fd`` is an eventfd.
+    """
+
+    def __init__(self, asleep: memoryview, fd: int) -> None:
+        self._asleep, self.fd = asleep, fd
+        self._fence = threading.Lock()
+
+    def ring(self) -> None:
+        """Wake the sleeper, from any thread; the work for it is written before."""
+        # NOTE: taking a lock is a barrier: either the sleeper sees the work, or it is seen here that it sleeps.
+        with self._fence:
+            pass
+        if self._asleep[0]:
+            os.eventfd_write(self.fd, 1)
+
+    def sleep(self, poller: select.poll, has_work: Callable[[], bool]) -> list[int]:
+        """Sleep until somebody rings, or ``SLEEP_SECONDS``; the other descriptors of ``poller`` that are ready."""
+        self._asleep[0] = 1
+        try:
+            with self._fence:
+                pass
+            if has_work():
+                return []
+            ready = [fd for fd, _ in poller.poll(1000 * SLEEP_SECONDS)]
+        finally:
+            self._asleep[0] = 0
+        if self.fd in ready:
+            ready.remove(self.fd)
+            os.eventfd_read(self.fd)
+        return ready
+
+
+class BellMemory:
+    """A bell with a word of its own."""
+
+    def __init__(self) -> None:
+        self.memory_fd = os.memfd_create("torchpipe-bell")
+        os.ftruncate(self.memory_fd, mmap.PAGESIZE)
+        self.bell = attach_bell(self.memory_fd, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+
+
+def attach_bell(memory_fd: int, fd: int) -> Bell:
+    """The same bell in another process."""
+    return Bell(memoryview(mmap.mmap(memory_fd, mmap.PAGESIZE))[:4].cast("I"), fd)
+
+
+def changed(before: bytes, after: bytes) -> list[int]:
+    """The indexes of the words that differ."""
+    found: list[int] = np.flatnonzero(np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).tolist()
+    return found
+
+
+class LinkMemory:
+    """The slots of a worker in an engine process.
+
+    Each word has one writer: the worker writes the number of a request into ``asked`` and, where nobody waits for it
+    any more, into ``given_up``; the engine process writes it into ``answered``. Then the slot is free again.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, _LINK_BYTES)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        words = memoryview(self._map)[: 3 * _WORDS].cast("I")
+        self._asked, self._given_up, self._answered = (words[at * SLOTS : (at + 1) * SLOTS] for at in range(3))
+        self.worker_asleep = memoryview(self._map)[_ASLEEP : _ASLEEP + 4].cast("I")
+
+    @classmethod
+    def create(cls) -> LinkMemory:
+        """Nothing is in it; the other process maps a copy of its ``fd``."""
+        fd = os.memfd_create("torchpipe-slots")
+        try:
+            os.ftruncate(fd, _LINK_BYTES)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def from_worker(self) -> bytes:
+        """The words ``asked``, then ``given_up``, one for each slot."""
+        return self._map[: 2 * _WORDS]
+
+    def from_engine(self) -> bytes:
+        """The words ``answered``."""
+        return self._map[2 * _WORDS : 3 * _WORDS]
+
+    def ask(self, slot: int, number: int, packed: Packed, section: int, sent: float, deadline: float) -> None:
+        """Write a request; ``TooLargeError`` where there is no room for it."""
+        self._write(_REQUESTS, slot, packed, section, 0, sent, deadline)
+        self._asked[slot] = number
+
+    def give_up(self, slot: int, number: int) -> None:
+        """Tell that nobody waits for the request any more; it is answered nevertheless."""
+        self._given_up[slot] = number
+
+    def answer(self, slot: int, number: int, packed: Packed, is_failure: bool, taken: float, now: float) -> None:
+        """Write an answer behind its request; ``TooLargeError`` where there is no room for it."""
+        request = self.request(slot)
+        start = request.start + self._sizes(slot, request)[1]
+        self._write(_ANSWERS, slot, packed, is_failure, start, taken, now)
+        self._answered[slot] = number
+
+    def request(self, slot: int) -> Row:
+        """What is said of the request in a slot."""
+        return Row(*_ROW.unpack_from(self._map, _REQUESTS + slot * _ROW.size))
+
+    def reply(self, slot: int) -> Row:
+        """What is said of the answer in a slot."""
+        return Row(*_ROW.unpack_from(self._map, _ANSWERS + slot * _ROW.size))
+
+    def read(self, slot: int, row: Row, copies: bool) -> Any:
+        """The message; raises whatever unpickling raises. Its arrays lie in the slot, unless it ``copies`` them."""
+        sizes, _ = self._sizes(slot, row)
+        offset = _CONTENT + slot * SLOT_BYTES + row.start + padded(_SIZE.size * row.parts + row.pickled)
+        parts: list[Any] = []
+        for index, size in enumerate(sizes):
+            part = self._bytes[offset : offset + size]
+            parts.append(part.tobytes() if index >= row.arrays else part.copy() if copies else part)
+            offset += padded(size)
+        begin = _CONTENT + slot * SLOT_BYTES + row.start + _SIZE.size * row.parts
+        return unpack(self._map[begin : begin + row.pickled], parts, row.arrays)
+
+    def release(self, slot: int) -> None:
+        """Give back the memory that a large request and its answer took; the slot is free."""
+        reply = self.reply(slot)
+        end = reply.start + self._sizes(slot, reply)[1]
+        if end > KEPT_BYTES:
+            self._map.madvise(
+                mmap.MADV_REMOVE, _CONTENT + slot * SLOT_BYTES + KEPT_BYTES, _whole_pages(end - KEPT_BYTES)
+            )
+
+    def _sizes(self, slot: int, row: Row) -> tuple[tuple[int, ...], int]:
+        """Of the parts of a message, and of all that it takes."""
+        sizes = struct.unpack_from(f"<{row.parts}Q", self._map, _CONTENT + slot * SLOT_BYTES + row.start)
+        return sizes, padded(_SIZE.size * row.parts + row.pickled) + sum(map(padded, sizes))
+
+    def _write(self, rows: int, slot: int, packed: Packed, kind: int, start: int, first: float, second: float) -> None:
+        sizes = [part.nbytes for part in packed.parts]
+        head = pack_sizes(sizes)
+        small = len(head) + packed.pickled.nbytes
+        total = padded(small) + sum(map(padded, sizes))
+        if start + total > SLOT_BYTES:
+            raise TooLargeError(f"{total} bytes, with {start} before them: a slot holds {SLOT_BYTES}")
+        offset = _CONTENT + slot * SLOT_BYTES + start
+        self._map[offset : offset + len(head)] = head
+        self._map[offset + len(head) : offset + small] = packed.pickled
+        offset += padded(small)
+        for part, size in zip(packed.parts, sizes, strict=True):
+            self._bytes[offset : offset + size] = np.frombuffer(part, np.uint8)
+            offset += padded(size)
+        row = kind, packed.pickled.nbytes, packed.arrays, len(sizes), start, first, second
+        _ROW.pack_into(self._map, rows + slot * _ROW.size, *row)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,55 @@
+"""A shared node in a worker: its requests go to the engine process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchpipe_py.backends.base import Data, HandOverBackend
+from torchpipe_py.backends.process.outcome import visible
+from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.shared.client import Call, Engine
+from torchpipe_py.backends.signature import Signature
+
+
+class Remote(HandOverBackend):
+    """Hands requests over to the engine process: ``section`` is the head of the nodes that it runs, ``engine`` the way.
+
+    What the dict holds goes there and comes back as copies; what cannot be pickled stays, unseen there. What the engine
+    process changes in an array in place is not seen here.
+    """
+
+    any_params = True
+
+    def setup(self) -> None:
+        self._engine: Engine = self.params["engine"]
+        self._section, self._signature = self._engine.section(self.params["section"])
+
+    def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+        sent = item
+        try:
+            packed = Packed.of(item)
+        except Exception:
+            sent = visible(item, self.config.label)
+            packed = Packed.of(sent)
+
+        def finish(outcome: Any, error: BaseException | None) -> None:
+            if error is None:
+                outcome.apply(item, sent)
+            done(error)
+
+        call = Call(self._section, packed, request.deadline, finish)
+        request.linked().give_up.append(lambda: self._engine.give_up(call))
+        if not request.done:
+            self._engine.ask(call)
+
+    def pending(self) -> int:
+        return self._engine.pending()
+
+    def signature(self) -> Signature:
+        found: Signature = self._signature
+        return found
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Any) -> tuple[int, int]:
+        return 1, 1

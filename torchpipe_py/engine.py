@@ -1,0 +1,242 @@
+"""Shared nodes: a pipe that runs them for several processes, and pipes that leave them to it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import sys
+import threading
+from functools import partial
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
+from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.shared.client import Engine
+from torchpipe_py.backends.shared.memory import SLOTS, Bell, BellMemory, LinkMemory, TooLargeError, changed
+from torchpipe_py.backends.shared.remote import Remote
+from torchpipe_py.errors import Failure, log_failure
+from torchpipe_py.keys import TASK_NODE_NAME_KEY
+from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.plan.sharing import Section, engine_part, sections, worker_part
+from torchpipe_py.runtime.pipe import Ticket, pipe
+
+__all__ = ["Engine", "EngineServer", "pipe_of_worker"]
+
+
+def pipe_of_worker(pipeline: Pipeline, engine: Engine) -> pipe:
+    """The pipe of a worker whose shared nodes ``engine`` runs."""
+
+    def remote(section: Section, label: str) -> BackendPlan:
+        return BackendPlan(Remote, label, {"engine": engine, "section": section.head})
+
+    return pipe(worker_part(pipeline, remote))
+
+
+class EngineServer:
+    """Runs the shared nodes of a plan for the workers that are attached to it.
+
+    A thread takes their requests out of shared memory and brings them to a pipe; the thread that finishes a request
+    writes its answer there. Batches form of all workers' requests.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        heads = [section.head for section in sections(pipeline)]
+        self.pipe = pipe(engine_part(pipeline))
+        self._heads = heads
+        told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(heads)}
+        self._hello = pickle.dumps(told)
+        self._memory = BellMemory()
+        self._bell = self._memory.bell
+        self._links: dict[int, _Link] = {}
+        self._new: list[socket.socket] = []
+        self._is_closed = False
+        self._poller = select.poll()
+        self._poller.register(self._bell.fd, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="torchpipe-slots", daemon=True)
+        self._thread.start()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Serve the worker at the other end, until that is gone."""
+        self._new.append(sock)
+        os.eventfd_write(self._bell.fd, 1)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Take no further request, finish the batches that run; see ``pipe.close``."""
+        self._is_closed = True
+        os.eventfd_write(self._bell.fd, 1)
+        self._thread.join()
+        return self.pipe.close(timeout)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                self._round()
+            except Exception as error:
+                log_failure("what comes from a worker cannot be taken", error)
+
+    def _round(self) -> None:
+        while self._new:
+            link = _Link(self._new.pop())
+            self._links[link.fileno()] = link
+            self._poller.register(link, select.POLLIN)
+        for link in list(self._links.values()):
+            if link.has_work():
+                self._take(link)
+        for fd in self._bell.sleep(self._poller, self._has_work):
+            link = self._links[fd]
+            if not link.meet(self._hello, self._memory):
+                self._poller.unregister(link)
+                del self._links[fd]
+                link.end()
+
+    def _has_work(self) -> bool:
+        return bool(self._new) or any(link.has_work() for link in self._links.values())
+
+    def _take(self, link: _Link) -> None:
+        asked, given_up = link.take()
+        for slot, number in asked:
+            self._begin(link, slot, number)
+        for slot, number in given_up:
+            link.give_up(slot, number)
+
+    def _begin(self, link: _Link, slot: int, number: int) -> None:
+        now = perf_counter()
+        try:
+            row = link.memory.request(slot)
+            item: Data = link.memory.read(slot, row, copies=False)
+            before = dict(item)
+            item[TASK_NODE_NAME_KEY] = self._heads[row.kind]
+            answer = partial(self._answer, link, slot, number, before, now)
+            link.keep(slot, number, self.pipe.dispatch(item, answer, None if row.second == inf else row.second - now))
+        except Exception as error:
+            link.answer(slot, number, Failure.of(error), True, now)
+
+    def _answer(
+        self, link: _Link, slot: int, number: int, before: Data, taken: float, data: Data, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            link.answer(slot, number, Failure.of(error), True, taken)
+            return
+        if TASK_NODE_NAME_KEY in before:
+            data[TASK_NODE_NAME_KEY] = before[TASK_NODE_NAME_KEY]
+        else:
+            del data[TASK_NODE_NAME_KEY]
+        link.answer(slot, number, ItemOutcome.of(before, _on_cpu(data), keeps_arrays=True), False, taken)
+
+
+class _Link:
+    """A worker as an engine process sees it: a socket, and slots once the two have met."""
+
+    memory: LinkMemory
+    _bell: Bell
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setblocking(False)
+        self._has_met = self._is_over = False
+        self._words = b""
+        self._tickets: list[tuple[int, Ticket] | None] = [None] * SLOTS
+
+    def fileno(self) -> int:
+        """Readable when the worker has said something, or is gone."""
+        return self._sock.fileno()
+
+    def meet(self, hello: bytes, bell: BellMemory) -> bool:
+        """Take the worker's memory, and tell it where to ring; ``False`` where the worker is gone."""
+        try:
+            told, descriptors, _, _ = socket.recv_fds(self._sock, 64, 2)
+            if not told or self._has_met or len(descriptors) != 2:
+                return False
+            self.memory = LinkMemory(descriptors[0])
+            self._bell = Bell(self.memory.worker_asleep, descriptors[1])
+            self._words = self.memory.from_worker()
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            socket.send_fds(self._sock, [hello], [bell.memory_fd, bell.bell.fd])
+        except OSError:
+            return False
+        self._has_met = True
+        return True
+
+    def has_work(self) -> bool:
+        """Whether the worker asks for anything new."""
+        return self._has_met and self.memory.from_worker() != self._words
+
+    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Slot and number of each new request, the first first, and of each that nobody waits for any more."""
+        before, self._words = self._words, self.memory.from_worker()
+        numbers = np.frombuffer(self._words, np.uint32).tolist()
+        asked, given_up = [], []
+        for index in changed(before, self._words):
+            if index < SLOTS:
+                asked.append((index, numbers[index]))
+            else:
+                given_up.append((index - SLOTS, numbers[index]))
+        if len(asked) > 1:
+            asked.sort(key=lambda one: self.memory.request(one[0]).first)
+        return asked, given_up
+
+    def keep(self, slot: int, number: int, ticket: Ticket) -> None:
+        """The request of a slot runs; it may be over already."""
+        self._tickets[slot] = number, ticket
+        if ticket.is_over:
+            self._tickets[slot] = None
+
+    def give_up(self, slot: int, number: int) -> None:
+        """Nobody waits for that request."""
+        kept = self._tickets[slot]
+        if kept is not None and kept[0] == number:
+            kept[1].cancel()
+
+    def answer(self, slot: int, number: int, message: Any, is_failure: bool, taken: float) -> None:
+        """Tell the worker what came of a request."""
+        self._tickets[slot] = None
+        if self._is_over:
+            return
+        try:
+            packed = Packed.of(message)
+        except Exception as error:
+            is_failure, packed = True, Packed.of(Failure.of(stuck([message], error)))
+        try:
+            self.memory.answer(slot, number, packed, is_failure, taken, perf_counter())
+        except TooLargeError as error:
+            self.memory.answer(slot, number, Packed.of(Failure.of(error)), True, taken, perf_counter())
+        self._bell.ring()
+
+    def end(self) -> None:
+        """The worker is gone: drop what it still has."""
+        self._is_over = True
+        for kept in [*self._tickets]:
+            if kept is not None:
+                kept[1].cancel()
+        self._sock.close()
+
+    def __del__(self) -> None:
+        # NOTE: not before: a thread that has just finished a request may be about to ring.
+        if self._has_met:
+            os.close(self._bell.fd)
+            os.close(self.memory.fd)
+
+
+def _on_cpu(data: Data) -> Data:
+    """The dict without tensors on a device, which cannot go to another process."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return data
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.cpu()
+        if type(value) in (list, tuple):
+            return type(value)(map(moved, value))
+        return value
+
+    return {key: moved(value) for key, value in data.items()}

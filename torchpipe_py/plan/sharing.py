@@ -1,0 +1,134 @@
+"""A plan in two: what each worker runs, and what an engine process runs for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpipe_py.errors import ConfigError, Problems
+from torchpipe_py.filters import run
+from torchpipe_py.plan.binding import BackendPlan, FilterPlan
+from torchpipe_py.plan.build import NodePlan, Pipeline
+from torchpipe_py.plan.config import NodeSpec, load_config
+from torchpipe_py.plan.graph import add_jumps, build_graph
+
+MOST_INFLIGHT = 2**31  # in an engine process: its slots are the bound
+
+
+@dataclass(frozen=True)
+class Section:
+    """Shared nodes that an engine process runs one after the other, without a way back to the worker in between."""
+
+    nodes: tuple[str, ...]
+
+    @property
+    def head(self) -> str:
+        """The node by whose name the section is entered."""
+        return self.nodes[0]
+
+
+def has_shared(tables: Mapping[str, Any]) -> bool:
+    """Whether a node of the configuration is shared; of one that cannot be read, whoever plans it tells why."""
+    try:
+        return any(node.shared for node in load_config(tables).nodes.values())
+    except ConfigError:
+        return False
+
+
+def sections(pipeline: Pipeline) -> list[Section]:
+    """The shared nodes in file order; ``ConfigError`` for those that cannot be."""
+    _check(pipeline)
+    found: list[Section] = []
+    taken: set[str] = set()
+    for name in pipeline.graph.order:
+        if pipeline.spec.nodes[name].shared and name not in taken:
+            nodes = _chain(pipeline, name)
+            taken.update(nodes)
+            found.append(Section(nodes))
+    return found
+
+
+def engine_part(pipeline: Pipeline) -> Pipeline:
+    """The sections alone, each as a graph of its own."""
+    plans: dict[str, NodePlan] = {}
+    for section in sections(pipeline):
+        for name, after in zip(section.nodes, [*section.nodes[1:], None], strict=True):
+            plan = pipeline.plans[name]
+            spec = replace(plan.spec, next=() if after is None else (after,), map=(), filter=None)
+            is_head = name == section.head
+            plans[name] = replace(
+                plan,
+                spec=spec,
+                filter=FilterPlan(run) if is_head else plan.filter,
+                reaches_caller=after is None or plan.reaches_caller,
+            )
+    return _with_plans(replace(pipeline, spec=replace(pipeline.spec, max_inflight=MOST_INFLIGHT)), plans)
+
+
+def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan]) -> Pipeline:
+    """The plan with one node for each section, under the name of its head.
+
+    ``remote(section, label)`` is what that node runs.
+    """
+    found = sections(pipeline)
+    inner = {name for section in found for name in section.nodes[1:]}
+    named = {section.nodes[-1]: section.head for section in found}
+    plans = {name: _renamed(plan, named) for name, plan in pipeline.plans.items() if name not in inner}
+    for section in found:
+        plan = plans[section.head]
+        next_ = pipeline.spec.nodes[section.nodes[-1]].next
+        spec = replace(plan.spec, next=next_, instance_num=(1,), batching_timeout=0.0)
+        label = " -> ".join(pipeline.plans[name].label for name in section.nodes)
+        plans[section.head] = replace(plan, spec=spec, backends=(remote(section, label),))
+    return _with_plans(pipeline, plans)
+
+
+def _with_plans(pipeline: Pipeline, plans: Mapping[str, NodePlan]) -> Pipeline:
+    spec = replace(pipeline.spec, nodes={name: plan.spec for name, plan in plans.items()})
+    jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
+    graph = add_jumps(build_graph(spec), spec, {name: targets for name, targets in jumps.items() if targets})
+    return Pipeline(spec, graph, plans)
+
+
+def _renamed(plan: NodePlan, names: Mapping[str, str]) -> NodePlan:
+    """The plan, whose map reads nodes under their new names."""
+    sources = tuple(replace(source, node=names.get(source.node, source.node)) for source in plan.spec.map)
+    return replace(plan, spec=replace(plan.spec, map=sources))
+
+
+def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
+    """As many shared nodes from ``head`` on as leave nothing to decide in between."""
+    graph, nodes = pipeline.graph, [head]
+    while True:
+        after = graph.successors[nodes[-1]]
+        if len(after) != 1 or graph.readers[nodes[-1]] or len(graph.predecessors[after[0]]) != 1:
+            break
+        spec = pipeline.spec.nodes[after[0]]
+        if not spec.shared or not _is_plain(spec):
+            break
+        nodes.append(after[0])
+    # NOTE: a request that ends inside the chain has to end here too: behind the chain nothing may run without a result.
+    if len(nodes) > 1 and not all(_is_plain(pipeline.spec.nodes[after]) for after in graph.successors[nodes[-1]]):
+        return (head,)
+    return tuple(nodes)
+
+
+def _is_plain(node: NodeSpec) -> bool:
+    """Whether the node takes every result of the one before it as its data, and nothing else."""
+    return not node.map and (node.filter is None or node.filter.lower() == "swap")
+
+
+def _check(pipeline: Pipeline) -> None:
+    problems = Problems()
+    logical = pipeline.spec.logical()
+    for name, node in pipeline.spec.nodes.items():
+        if not node.shared:
+            continue
+        place = node.at("shared")
+        if len(logical[node.owner]) > 1:
+            aliases = ", ".join(alias for alias in logical[node.owner] if alias != node.owner)
+            problems.add(place.error(f"a node whose instances others use cannot be shared: {aliases}"))
+        if pipeline.plans[name].jumps():
+            problems.add(place.error("a node that runs another graph cannot be shared; share the nodes of that graph"))
+    problems.raise_all()
