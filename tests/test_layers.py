@@ -28,14 +28,14 @@ PACKAGE = [
 ]
 CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
 """Imports neither ``torchpipe_py`` nor the server."""
-SERVER = ["options", "logs", "wire", "serving", "worker", "supervisor", "cli", "__main__"]
+SERVER = ["options", "logs", "wire", "serving", "worker", "engine", "supervisor", "cli", "__main__"]
 TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
 SERVER_MAY_IMPORT = {
     *("", "arguments", "errors", "idl", "http", "http.errors", "http.infer", "http.json_values", "http.values"),
-    *("runtime.deadlines", "runtime.statistics", "drawing.depict"),
+    *("runtime.deadlines", "runtime.statistics", "drawing.depict", "engine", "plan.build", "plan.sharing"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

@@ -68,6 +68,11 @@ class EngineServer:
         self._new.append(sock)
         os.eventfd_write(self._bell.fd, 1)
 
+    @property
+    def workers(self) -> int:
+        """How many are attached."""
+        return len(self._links) + len(self._new)
+
     def close(self, timeout: float | None = None) -> bool:
         """Take no further request, finish the batches that run; see ``pipe.close``."""
         self._is_closed = True

@@ -33,7 +33,9 @@ too long; a batch that runs for too long; an instance whose thread has ended; a 
 
 
 class Child:
-    """A worker that was forked. ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
+    """A worker or engine process that was forked; ``name`` is what the log calls it.
+
+    ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
 
     ``connections`` are the slots of those that it serves. ``failure`` is why it could not start, if it has said so.
     ``reason`` is why it ended. What it says is not believed before it is checked: it has read bytes from clients.
@@ -42,14 +44,16 @@ class Child:
     def __init__(
         self,
         loop: Loop,
+        name: str,
         index: int,
         forked: Forked,
         on_message: Callable[[Child, Said], object],
         on_exit: Callable[[Child], object],
     ) -> None:
-        self.index = index
+        self.name, self.index = name, index
         self.state: State = "starting"
         self.connections: set[int] = set()
+        self.clients: set[Child] = set()  # of an engine process: the workers that it serves
         self.failure = ""
         self.answered: bool | None = None  # whether it ended with every request answered, once it has
         self.stats: dict[str, Any] = {}
@@ -120,6 +124,13 @@ class Child:
         self.has_served = True
         self.connections.add(slot)
         self._channel.send({"type": "connection", "slot": slot, "refused": is_refused}, sock.fileno())
+
+    def link(self, sock: socket.socket, client: Child | None = None) -> None:
+        """Give it its end of the way to another process; an engine process gets one for each ``client``."""
+        if client is not None:
+            self.has_served = True
+            self.clients.add(client)
+        self._channel.send({"type": "link"}, sock.fileno())
 
     def ask_stats(self) -> None:
         """It answers with a message of that type; one answer for all who ask until then."""
@@ -201,7 +212,7 @@ class Child:
             self._distrust("what it says cannot be taken")
 
     def _distrust(self, problem: str) -> None:
-        logger.error("worker %d (pid %d): %s: killing it", self.index, self.pid, problem)
+        logger.error("%s (pid %d): %s: killing it", self.name, self.pid, problem)
         self._is_trusted = False
         self.kill("misbehaved")
 

@@ -1,11 +1,11 @@
-"""The workers: started, replaced when they die, and all of them by the next generation at a reload."""
+"""Workers and engine processes: started, replaced when they die, and by the next generation at a reload."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, Reason
 from torchpipe_server.supervisor.figures import Figures, add_past
 from torchpipe_server.supervisor.forker import Forked, Forker
+from torchpipe_server.supervisor.generation import Generation, WorkerSlot
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
@@ -35,30 +36,6 @@ _PROBLEMS: dict[Reason, str] = {
     "hung_batch": "has a batch that does not end",
     "dead_instance": "has lost the thread of an instance",
 }
-
-
-@dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
-class WorkerSlot:
-    """One worker of a generation, whichever process it is now, and its configuration.
-
-    ``child`` is none while it is being forked, and during the pause before the next attempt, at ``start_at``.
-    """
-
-    index: int
-    tables: Any
-    child: Child | None = None
-    restarts: int = 0
-    pauses: int = 0  # since it last worked for a while
-    failures: int = 0  # starts that failed, since the last one that did not
-    start_at: float = 0.0
-    is_given_up: bool = False
-    died_at: float = 0.0  # when its last worker died with connections; 0 once the next one is ready
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its worker takes connections."""
-        child = self.child  # asked by other threads as well
-        return child is not None and child.is_ready
 
 
 class Watcher(Protocol):
@@ -89,17 +66,32 @@ class Fleet:
         load: Callable[[], Any],
         watcher: Watcher,
     ) -> None:
-        self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
+        self._now = Generation(tables, options)
+        self._next: Generation | None = None  # while a reload is under way
         self.past: Figures = {}  # of workers that have ended
         self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
         self._loop, self._options, self._load, self._watcher = loop, options, load, watcher
         self._forker = Forker(loop, options, journal)
-        self._successors: list[WorkerSlot] = []  # while a reload is under way
         self._leaving: set[Child] = set()
         self._retiring: dict[Child, float] = {}  # and when they are killed
         self._has_begun = self._is_ending = self._wants_reload = False
         self._next_look = 0.0
         loop.steps.append(self._step)
+
+    @property
+    def workers(self) -> list[WorkerSlot]:
+        """Those that serve now."""
+        return self._now.workers
+
+    @property
+    def engines(self) -> list[WorkerSlot]:
+        """The engine processes that serve them."""
+        return self._now.engines
+
+    @property
+    def _slots(self) -> list[WorkerSlot]:
+        """Of the generation that serves, and of the next one."""
+        return [*self._now.slots, *(self._next.slots if self._next else ())]
 
     @property
     def ready(self) -> list[Child]:
@@ -116,34 +108,45 @@ class Fleet:
 
     @property
     def is_responding(self) -> bool:
-        """Whether a worker is there that would answer."""
-        return any(child.responds for child in self.ready)
+        """Whether a worker is there that would answer, with what it needs for that."""
+        return all(engine.is_ready for engine in self.engines) and any(child.responds for child in self.ready)
 
     @property
     def children(self) -> list[Child]:
         """All whose process is there, or was until a moment ago."""
-        current = [worker.child for worker in [*self.workers, *self._successors] if worker.child is not None]
+        current = [slot.child for slot in self._slots if slot.child is not None]
         return [*current, *self._leaving]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start them all."""
-        for worker in self.workers:
-            self._start(worker)
+        self._begin(self._now)
+
+    def _begin(self, generation: Generation) -> None:
+        """Start the engine processes, and then, once they are ready, the workers."""
+        if all(engine.is_ready for engine in generation.engines):
+            generation.has_started_workers = True
+            for worker in generation.workers:
+                self._start(worker)
+        else:
+            for engine in generation.engines:
+                self._start(engine)
 
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
         self._is_ending = True
         for child in self._leaving:
-            child.drain()
+            if not child.clients:
+                child.drain()
         self._drain_rest()
 
     def _drain_rest(self) -> None:
-        """Those that are to stay longest: until no other one hands connections over any more."""
+        """Those that are to stay longest: until no other one hands connections over any more, or asks for anything."""
         if not self._leaving:
             for child in self.children:
-                child.drain()
+                if not child.clients:
+                    child.drain()
 
     def close(self) -> None:
         """End what is left, also what is being forked."""
@@ -155,26 +158,29 @@ class Fleet:
         worker.start_at = 0.0
         self._forker.fork(
             worker.index, worker.tables, partial(self._wants, worker),
-            partial(self._forked, worker), partial(self._not_forked, worker),
+            partial(self._forked, worker), partial(self._not_forked, worker), worker.role,
         )  # fmt: skip
 
     def _wants(self, worker: WorkerSlot) -> bool:
         """Whether it belongs to a generation that serves or is to serve; for any thread."""
-        return not self._is_ending and (worker in self.workers or worker in self._successors)
+        return not self._is_ending and worker in self._slots
 
     def _forked(self, worker: WorkerSlot, forked: Forked) -> None:
-        child = Child(self._loop, worker.index, forked, self._hear, self._ended)
+        child = Child(self._loop, worker.name, worker.index, forked, self._hear, self._ended)
         if self._wants(worker):
             worker.child = child
+            engine = self._generation_of(worker).engine_of(worker) if worker.role == "worker" else None
+            if engine is not None:
+                self._link(worker, engine)
         else:
             self._leaving.add(child)  # of a reload that was given up meanwhile, or too late
             child.dismiss()
 
     def _not_forked(self, worker: WorkerSlot, error: Exception) -> None:
-        logger.error("worker %d cannot be started: %s", worker.index, error or type(error).__name__)
-        if worker in self._successors:
-            self._give_up_reload("a worker cannot be started")
-        elif worker in self.workers and not self._is_ending:
+        logger.error("%s cannot be started: %s", worker.name, error or type(error).__name__)
+        if self._is_successor(worker):
+            self._give_up_reload(f"{worker.name} cannot be started")
+        elif worker in self._now.slots and not self._is_ending:
             self._count_restart(worker, "failed_start")
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
                 worker.start_at = monotonic() + EXHAUSTED_DELAY  # no fault of the worker's, however often
@@ -194,7 +200,7 @@ class Fleet:
                 child.kill()
             else:
                 waits.append(until - now)
-        for worker in self.workers:
+        for worker in self._now.slots:
             if worker.start_at and not self._is_ending:
                 waits.append(worker.start_at - now)
                 if waits[-1] <= 0:
@@ -209,7 +215,7 @@ class Fleet:
                 if child.state in ("ready", "draining"):
                     child.ask_stats()
             elif child not in self._retiring:
-                logger.error("worker %d (pid %d) %s: replacing it", child.index, child.pid, _PROBLEMS[reason])
+                logger.error("%s (pid %d) %s: replacing it", child.name, child.pid, _PROBLEMS[reason])
                 self._retire(child, reason)
         self._forker.look(LOOK_SECONDS)
 
@@ -232,20 +238,51 @@ class Fleet:
             self._watcher.said(child, message)
 
     def _became_ready(self, child: Child) -> None:
-        for worker in self.workers:
-            if worker.child is child:
-                worker.died_at = 0.0
+        slot = next((slot for slot in self._slots if slot.child is child), None)
+        if slot is not None:
+            slot.died_at = 0.0
         if self._is_ending:
             child.drain()
-        elif child in [worker.child for worker in self._successors]:
-            if all(worker.is_ready for worker in self._successors):
+        elif slot is None:
+            return
+        elif slot.role == "engine process":
+            self._engine_became_ready(slot)
+        elif self._is_successor(slot):
+            assert self._next is not None
+            if all(worker.is_ready for worker in self._next.workers):
                 self._swap(child)
-        elif child in [worker.child for worker in self.workers]:
-            if self._has_begun:
-                logger.info("worker %d is back (pid %d)", child.index, child.pid)
-                self._watcher.became_ready(child)
-            else:
-                self._begin_if_complete()
+        elif self._has_begun:
+            logger.info("%s is back (pid %d)", child.name, child.pid)
+            self._watcher.became_ready(child)
+        else:
+            self._begin_if_complete()
+
+    def _engine_became_ready(self, engine: WorkerSlot) -> None:
+        generation = self._generation_of(engine)
+        if not generation.has_started_workers:
+            if all(other.is_ready for other in generation.engines):
+                self._begin(generation)
+            return
+        assert engine.child is not None
+        logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
+        for worker in generation.workers:
+            if generation.engine_of(worker) is engine:
+                self._link(worker, engine)
+
+    def _link(self, worker: WorkerSlot, engine: WorkerSlot) -> None:
+        """Give a worker and an engine process the two ends of a way to each other, where both are there."""
+        if worker.child is None or engine.child is None or not engine.is_ready:
+            return
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            engine.child.link(ours, worker.child)
+            worker.child.link(theirs)
+
+    def _generation_of(self, slot: WorkerSlot) -> Generation:
+        return self._next if self._next is not None and slot in self._next.slots else self._now
+
+    def _is_successor(self, slot: WorkerSlot) -> bool:
+        return self._next is not None and slot in self._next.slots
 
     def _begin_if_complete(self) -> None:
         """The first generation is there, but for what was given up."""
@@ -259,7 +296,12 @@ class Fleet:
         if child.stats:
             self.past = add_past(self.past, child.stats)
         self._leaving.discard(child)
-        worker = next((worker for worker in [*self.workers, *self._successors] if worker.child is child), None)
+        for engine in self.children:
+            if child in engine.clients:
+                engine.clients.discard(child)
+                if not engine.clients and (engine in self._leaving or self._is_ending):
+                    engine.drain()
+        worker = next((slot for slot in self._slots if slot.child is child), None)
         if worker is not None:
             worker.child, worker.died_at = None, monotonic() if child.has_served else 0.0
         self._watcher.died(child)
@@ -271,8 +313,8 @@ class Fleet:
     def _replace(self, worker: WorkerSlot, child: Child) -> None:
         if child.ready_at:
             worker.failures = 0
-        if worker in self._successors:
-            self._give_up_reload(child.failure or "a worker of the new configuration died while it started")
+        if self._is_successor(worker):
+            self._give_up_reload(child.failure or f"{worker.name} of the new configuration died while it started")
         elif child.has_served or (child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS):
             # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
             self._count_restart(worker, child.reason)
@@ -282,11 +324,11 @@ class Fleet:
             self._watcher.failed(child.failure)  # what a configuration lacks, it lacks at the next attempt too
         elif child.ready_at:
             # NOTE: it did start: that does not count as a failed attempt, after some of which the service ends.
-            logger.error("worker %d ended as soon as it was ready", worker.index)
+            logger.error("%s ended as soon as it was ready", worker.name)
             self._count_restart(worker, child.reason)
             self._pause(worker, is_failure=False)
         else:
-            logger.error("worker %d ended while it started: %s", worker.index, child.failure or "killed, or crashed")
+            logger.error("%s ended while it started: %s", worker.name, child.failure or "killed, or crashed")
             self._count_restart(worker, "failed_start")
             self._pause(worker, is_failure=True)
 
@@ -302,13 +344,16 @@ class Fleet:
             worker.start_at = monotonic() + min(LONGEST_DELAY, FIRST_DELAY * 2 ** (worker.pauses - 1))
             return
         worker.is_given_up = True
-        logger.critical("worker %d is given up after %d attempts to start it", worker.index, worker.failures)
+        logger.critical("%s is given up after %d attempts to start it", worker.name, worker.failures)
         self._end_if_hopeless()
         self._begin_if_complete()
 
     def _end_if_hopeless(self) -> None:
-        if not self._successors and all(worker.is_given_up for worker in self.workers):
-            self._watcher.failed(f"no worker can be started, after {START_ATTEMPTS} attempts each")
+        if self._next is not None:
+            return
+        for slots in (self.workers, self.engines):
+            if slots and all(slot.is_given_up for slot in slots):
+                self._watcher.failed(f"no {slots[0].role} can be started, after {START_ATTEMPTS} attempts each")
 
     # -- reload -------------------------------------------------------------------------------------------------
 
@@ -318,7 +363,7 @@ class Fleet:
             self._wants_reload = True
             return
         self._wants_reload = False
-        if self._successors:
+        if self._next is not None:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
         logger.info("reloading %s", self._options.config)
@@ -327,21 +372,22 @@ class Fleet:
         except TorchpipeError as error:
             logger.error("not reloaded, everything stays as it is: %s", error)
             return
-        self._successors = [WorkerSlot(index, tables) for index in range(self._options.workers)]
-        for worker in self._successors:
-            self._start(worker)
+        self._next = Generation(tables, self._options)
+        self._begin(self._next)
 
     def _swap(self, last: Child) -> None:
         """The successors serve from now on; those before them hand over their connections and end."""
-        before, self.workers, self._successors = self.workers, self._successors, []
-        for old, new in zip(before, self.workers, strict=True):
+        assert self._next is not None
+        before, self._now, self._next = self._now, self._next, None
+        for old, new in zip(before.workers, self.workers, strict=True):
             new.restarts = old.restarts
+        for old in before.slots:
             if old.child is not None:
                 self._leaving.add(old.child)
-                if old.child.is_ready:
-                    old.child.release()
-                else:
+                if not old.child.is_ready:
                     old.child.dismiss()
+                elif not old.child.clients:
+                    old.child.release()
         logger.info("reloaded %s", self._options.config)
         self._watcher.became_ready(last)
 
@@ -351,8 +397,8 @@ class Fleet:
         self._end_if_hopeless()
 
     def _dismiss_successors(self) -> None:
-        for worker in self._successors:
-            if worker.child is not None:
-                self._leaving.add(worker.child)
-                worker.child.dismiss()
-        self._successors = []
+        slots, self._next = self._next.slots if self._next else [], None
+        for slot in slots:
+            if slot.child is not None:
+                self._leaving.add(slot.child)
+                slot.child.dismiss()

@@ -1,4 +1,4 @@
-"""Forks workers from a process that has imported everything once, and replaces that process where it forks no more."""
+"""Forks workers and engine processes from a process that has imported everything, and replaces that where it hangs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from torchpipe_server.engine.engine import engine_main
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
@@ -25,6 +26,10 @@ logger = logging.getLogger("torchpipe_server")
 
 CLOSE_SECONDS = 5.0  # for a fork under way
 IMPORT_SECONDS = 300.0  # for the process that workers are forked from to import everything
+
+Role = Literal["worker", "engine process"]
+
+_MAINS: dict[Role, Callable[[Start], None]] = {"worker": worker_main, "engine process": engine_main}
 
 
 class Forked(NamedTuple):
@@ -57,13 +62,13 @@ class Forker:
 
     def fork(
         self, index: int, tables: Any, is_wanted: Callable[[], bool],
-        done: Callable[[Forked], object], failed: Callable[[Exception], object],
+        done: Callable[[Forked], object], failed: Callable[[Exception], object], role: Role = "worker",
     ) -> None:  # fmt: skip
-        """Start a worker; ``done`` or ``failed`` is called on the loop's thread.
+        """Start a worker, or an engine process; ``done`` or ``failed`` is called on the loop's thread.
 
         Neither is where it ``is_wanted`` no more when its turn comes, which is asked on the thread that forks.
         """
-        args = (index, tables, is_wanted, done, failed)
+        args = (index, tables, is_wanted, done, failed, role)
         try:
             threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
         except RuntimeError as error:  # the system has no thread left
@@ -93,14 +98,14 @@ class Forker:
 
     def _fork(
         self, index: int, tables: Any, is_wanted: Callable[[], bool],
-        done: Callable[[Forked], object], failed: Callable[[Exception], object],
+        done: Callable[[Forked], object], failed: Callable[[Exception], object], role: Role,
     ) -> None:  # fmt: skip
         try:
             with self._lock:
                 if self._is_closed or not is_wanted():
                     return
                 self._looks = 0
-                forked = self._start_process(index, tables)
+                forked = self._start_process(role, index, tables)
                 self._has_forked = True
                 self._unclaimed.append(forked)
         except Exception as error:
@@ -112,13 +117,14 @@ class Forker:
         self._unclaimed.remove(forked)
         done(forked)
 
-    def _start_process(self, index: int, tables: Any) -> Forked:
+    def _start_process(self, role: Role, index: int, tables: Any) -> Forked:
         ours, theirs = socket.socketpair()
         read_end, write_end = multiprocessing.Pipe(duplex=False)
         heartbeat = Heartbeat()
         context: Any = multiprocessing.get_context("forkserver")
         start = Start(index, self._options, tables, theirs, write_end, self._journal, heartbeat)
-        process = context.Process(target=worker_main, args=(start,), name=f"torchpipe-worker-{index}")
+        main = _MAINS[role]
+        process = context.Process(target=main, args=(start,), name=f"torchpipe-{role.replace(' ', '-')}-{index}")
         try:
             process.start()
         except BaseException:

@@ -24,7 +24,8 @@ from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add_requests, service_figures
-from torchpipe_server.supervisor.fleet import Fleet, WorkerSlot
+from torchpipe_server.supervisor.fleet import Fleet
+from torchpipe_server.supervisor.generation import WorkerSlot
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
@@ -162,7 +163,7 @@ class Supervisor:
         if child.answered is not True and child.ready_at and not child.is_dismissed:
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
             said = f"; it said: {words}" if (words := child.last_words()) else ""
-            logger.error("worker %d (pid %d) died%s; requests lost: %d%s", child.index, child.pid, how, lost, said)
+            logger.error("%s (pid %d) died%s; requests lost: %d%s", child.name, child.pid, how, lost, said)
             self._has_lost = self._has_lost or self._stopping_until is not None
 
     def said(self, child: Child, message: Said) -> None:
@@ -211,9 +212,10 @@ class Supervisor:
             "time": time(),
             "graph_id": sha256(self.graph.encode()).hexdigest()[:16],
             "connections": connections,
-            "restarts": sum(worker.restarts for worker in self._fleet.workers),
+            "restarts": sum(worker.restarts for worker in [*self._fleet.workers, *self._fleet.engines]),
             "restarts_by_reason": dict(self._fleet.restarts),
             "workers": [_worker_figures(worker, silent) for worker in self._fleet.workers],
+            "engines": [_worker_figures(engine, silent) for engine in self._fleet.engines],
             "bounds_ms": BOUNDS_MS,
             **service,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import json
 import logging
@@ -29,6 +30,8 @@ from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
+    from torchpipe_py.engine import Engine
+    from torchpipe_py.plan.build import Pipeline
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -55,7 +58,12 @@ class Start:
 
 
 def worker_main(start: Start) -> None:
-    """The process's main function. It ends when the supervisor says so, or is gone."""
+    """The main function of a worker. It ends when the supervisor says so, or is gone."""
+    run_process(start, _work)
+
+
+def run_process(start: Start, work: Callable[[Start], object]) -> None:
+    """What a worker and an engine process have in common: signals and log lines."""
     # A terminal, and a service manager, signal all processes at once: what to do is for the supervisor to say.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -63,7 +71,7 @@ def worker_main(start: Start) -> None:
     take_over_stderr(start.stderr.fileno())
     start.stderr.close()
     try:
-        _work(start)
+        work(start)
     except Exception:
         logger.exception("a defect; the worker ends")
         raise
@@ -72,11 +80,22 @@ def worker_main(start: Start) -> None:
 
 
 def _work(start: Start) -> None:
-    _choose_device(start)
-    _die_with_parent(True)
+    choose_device(start)
+    die_with_parent(True)
+    engine = None
     try:
+        from torchpipe_py import pipe
+
         make_served = served_maker(start.options)
-        run = build_pipe(start.options, start.tables)
+        plan = make_plan(start.options, start.tables)
+        if has_engine(start):
+            from torchpipe_py.engine import Engine, pipe_of_worker
+
+            engine = Engine()
+            engine.attach(first_link(start.sock))
+            run = pipe_of_worker(plan, engine)
+        else:
+            run = pipe(plan)
         served = make_served(run)
         provider = None
         if start.options.trace_ratio >= 0:
@@ -85,11 +104,11 @@ def _work(start: Start) -> None:
             provider = tracing.set_up()
             run.instrument(provider, starts_traces=False)
             served = tracing.traced(served, provider, start.options.trace_ratio)
-        worker = Worker(start, run, served)
+        worker = Worker(start, run, served, engine)
     except Exception as error:
-        _say_failed(start.sock, error)
+        say_failed(start.sock, error)
         return
-    _die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
+    die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
     gc.freeze()  # what was loaded stays; the collector need not look at it again and again
     answered = worker.serve()
     is_closed = run.close(CLOSE_SECONDS)
@@ -105,10 +124,10 @@ def _work(start: Start) -> None:
 class Worker:
     """Serves the connections that come through the channel, and says what becomes of them."""
 
-    def __init__(self, start: Start, run: pipe, served: Served) -> None:
+    def __init__(self, start: Start, run: pipe, served: Served, engine: Engine | None = None) -> None:
         from torchpipe_server.serving.server import Server
 
-        self._run, self._tables = run, start.tables
+        self._run, self._tables, self._engine = run, start.tables, engine
         self._loop = Loop()
         self._loop.steps.append(self._step)
         self._journal = start.journal
@@ -130,6 +149,8 @@ class Worker:
         kind = message["type"]
         if kind == "connection":
             self._adopt(message, descriptor)
+        elif kind == "link":
+            self._adopt_link(descriptor)
         elif kind == "stats":
             self._channel.send({"type": "stats", "stats": self._stats()})
         elif kind == "shed":
@@ -147,6 +168,12 @@ class Worker:
             return
         self._server.adopt(socket.socket(fileno=descriptor), slot, self._journal.entry(slot), message["refused"])
 
+    def _adopt_link(self, descriptor: int) -> None:
+        if descriptor < 0 or self._engine is None:
+            logger.error("no descriptor is left for the way to the engine process")
+        else:
+            self._engine.attach(socket.socket(fileno=descriptor))
+
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._channel.send({"type": "closed" if is_closed else "released", "slot": slot})
 
@@ -160,13 +187,18 @@ class Worker:
         return 0.5
 
     def _stats(self) -> dict[str, Any]:
-        requests = self._server.counters.summary()
-        return {**self._run.stats(), "requests": requests, "log_lines_dropped": dropped_lines(), "gpus": _gpus()}
+        stats = {**self._run.stats(), "requests": self._server.counters.summary()}
+        if self._engine is not None:
+            # NOTE: the nodes that the engine process runs are in its own figures.
+            stats["nodes"] = {name: node for name, node in stats["nodes"].items() if name not in self._engine.sections}
+            stats["hand_over"] = self._engine.figures.as_dict()
+        return {**stats, "log_lines_dropped": dropped_lines(), "gpus": used_gpus()}
 
 
-def build_pipe(options: Options, tables: Any) -> pipe:
-    """The pipe of the configuration, with the user's own code imported."""
-    from torchpipe_py import import_code, pipe
+def make_plan(options: Options, tables: Any) -> Pipeline:
+    """The plan of the configuration, with the user's own code imported."""
+    from torchpipe_py import import_code
+    from torchpipe_py.plan.build import plan_pipeline
 
     for name in filter(None, (part.strip() for part in options.import_code.split(","))):
         import_code(name)
@@ -177,7 +209,23 @@ def build_pipe(options: Options, tables: Any) -> pipe:
         for table in tables.values():
             table.pop("decode_isolation", None)
         tables["global"]["decode_isolation"] = options.decode_isolation
-    return pipe(tables)
+    return plan_pipeline(tables)
+
+
+def has_engine(start: Start) -> bool:
+    """Whether an engine process runs the shared nodes of the configuration."""
+    from torchpipe_py.plan.sharing import has_shared
+
+    return start.options.workers > 1 and has_shared(start.tables)
+
+
+def first_link(sock: socket.socket) -> socket.socket:
+    """The way to the engine process, which the supervisor gives a worker before anything else."""
+    _, descriptors, _, _ = socket.recv_fds(sock, 4096, 1)
+    if not descriptors:
+        raise OSError(errno.EPIPE, "the supervisor is gone, or had no descriptor for the way to the engine process")
+    os.set_inheritable(descriptors[0], False)
+    return socket.socket(fileno=descriptors[0])
 
 
 def limit_threads() -> None:
@@ -227,18 +275,18 @@ def usual_service(options: Options, run: pipe) -> Served:
     return Served(thrift.methods, Routes([*http.routes, *oip.routes]))
 
 
-def _die_with_parent(is_wanted: bool) -> None:
+def die_with_parent(is_wanted: bool) -> None:
     """Whether the system is to kill this process when the one that it was forked from ends: models load for minutes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if is_wanted else 0)
 
 
-def _choose_device(start: Start) -> None:
+def choose_device(start: Start) -> None:
     devices = [part.strip() for part in start.options.devices.split(",") if part.strip()]
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[start.index % len(devices)]
 
 
-def _say_failed(sock: socket.socket, error: Exception) -> None:
+def say_failed(sock: socket.socket, error: Exception) -> None:
     from torchpipe_py import TorchpipeError
 
     is_known = isinstance(error, TorchpipeError)
@@ -260,7 +308,7 @@ def _draw(tables: Any) -> str:
         return ""
 
 
-def _gpus() -> list[dict[str, Any]]:
+def used_gpus() -> list[dict[str, Any]]:
     """Memory of the devices that this process uses, all processes' together."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

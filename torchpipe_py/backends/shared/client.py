@@ -54,7 +54,7 @@ class Engine:
         self._link: _Link | None = None
         self._next: socket.socket | None = None
         self._waiting: deque[Call] = deque()  # for a slot, or for an engine process
-        self._sections: dict[str, tuple[int, Signature]] = {}
+        self.sections: dict[str, tuple[int, Signature]] = {}
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self.figures = Figures()
@@ -73,9 +73,9 @@ class Engine:
     def section(self, head: str) -> tuple[int, Signature]:
         """The number of a section, and what its data and results hold; waits for the engine process to tell."""
         with self._lock:
-            if not self._changed.wait_for(lambda: self._sections, START_SECONDS):
+            if not self._changed.wait_for(lambda: self.sections, START_SECONDS):
                 raise EngineUnavailable(f"no engine process has told what it runs within {START_SECONDS:g} s")
-            return self._sections[head]
+            return self.sections[head]
 
     def ask(self, call: Call) -> None:
         """Have the engine process run it."""
@@ -185,7 +185,7 @@ class Engine:
             sock.close()
             return
         with self._lock:
-            self._link, self._sections = link, link.sections
+            self._link, self.sections = link, link.sections
             for call in self._waiting:
                 call.until = inf
             self._changed.notify_all()

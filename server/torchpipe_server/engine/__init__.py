@@ -1,0 +1,1 @@
+"""An engine process: the shared nodes of a configuration, for all workers of a device."""
