@@ -45,12 +45,11 @@ class Child:
         self,
         loop: Loop,
         name: str,
-        index: int,
         forked: Forked,
         on_message: Callable[[Child, Said], object],
         on_exit: Callable[[Child], object],
     ) -> None:
-        self.name, self.index = name, index
+        self.name = name
         self.state: State = "starting"
         self.connections: set[int] = set()
         self.clients: set[Child] = set()  # of an engine process: the workers that it serves

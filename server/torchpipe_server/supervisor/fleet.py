@@ -157,8 +157,8 @@ class Fleet:
     def _start(self, worker: WorkerSlot) -> None:
         worker.start_at = 0.0
         self._forker.fork(
-            worker.index, worker.tables, partial(self._wants, worker),
-            partial(self._forked, worker), partial(self._not_forked, worker), worker.role,
+            worker.role, worker.index, worker.tables, partial(self._wants, worker),
+            partial(self._forked, worker), partial(self._not_forked, worker),
         )  # fmt: skip
 
     def _wants(self, worker: WorkerSlot) -> bool:
@@ -166,7 +166,7 @@ class Fleet:
         return not self._is_ending and worker in self._slots
 
     def _forked(self, worker: WorkerSlot, forked: Forked) -> None:
-        child = Child(self._loop, worker.name, worker.index, forked, self._hear, self._ended)
+        child = Child(self._loop, worker.name, forked, self._hear, self._ended)
         if self._wants(worker):
             worker.child = child
             engine = self._generation_of(worker).engine_of(worker) if worker.role == "worker" else None

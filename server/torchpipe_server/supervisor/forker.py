@@ -61,14 +61,14 @@ class Forker:
         self._has_forked = False  # whether the process that workers are forked from has imported everything
 
     def fork(
-        self, index: int, tables: Any, is_wanted: Callable[[], bool],
-        done: Callable[[Forked], object], failed: Callable[[Exception], object], role: Role = "worker",
+        self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool],
+        done: Callable[[Forked], object], failed: Callable[[Exception], object],
     ) -> None:  # fmt: skip
         """Start a worker, or an engine process; ``done`` or ``failed`` is called on the loop's thread.
 
         Neither is where it ``is_wanted`` no more when its turn comes, which is asked on the thread that forks.
         """
-        args = (index, tables, is_wanted, done, failed, role)
+        args = (role, index, tables, is_wanted, done, failed)
         try:
             threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
         except RuntimeError as error:  # the system has no thread left
@@ -97,8 +97,8 @@ class Forker:
             _kill_fork_server()
 
     def _fork(
-        self, index: int, tables: Any, is_wanted: Callable[[], bool],
-        done: Callable[[Forked], object], failed: Callable[[Exception], object], role: Role,
+        self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool],
+        done: Callable[[Forked], object], failed: Callable[[Exception], object],
     ) -> None:  # fmt: skip
         try:
             with self._lock:

@@ -51,7 +51,7 @@ class Subject:
         process = SimpleNamespace(pid=self.process.pid)
         read_end, self.stderr = multiprocessing.Pipe(duplex=False)
         forked = Forked(process, ours, self.heartbeat, read_end)
-        self.child = Child(self.loop, 0, forked, lambda child, message: None, self.ended.append)
+        self.child = Child(self.loop, "worker 0", forked, lambda child, message: None, self.ended.append)
 
     def say(self, *messages: Any) -> None:
         for message in messages:
@@ -251,6 +251,7 @@ class Dying:
     def __init__(self) -> None:
         self.stats: dict[str, Any] = {}
         self.failure, self.reason = "", "died"
+        self.clients: set[Any] = set()
 
 
 @pytest.fixture
@@ -426,10 +427,12 @@ def test_a_worker_that_is_not_wanted_any_more_is_not_forked(monkeypatch):
     forked: list[int] = []
     loop, journal = Loop(), Journal(4)
     subject = Forker(loop, Options("test"), journal)
-    monkeypatch.setattr(subject, "_start_process", lambda index, tables: forked.append(index))
+    monkeypatch.setattr(subject, "_start_process", lambda role, index, tables: forked.append(index))
     with subject._lock:
         for index in range(100):
-            subject.fork(index, {}, partial(int.__eq__, index, 99), lambda child: loop.stop(), lambda error: None)
+            subject.fork(
+                "worker", index, {}, partial(int.__eq__, index, 99), lambda child: loop.stop(), lambda error: None
+            )
         assert not forked
     loop.run()
     assert forked == [99]

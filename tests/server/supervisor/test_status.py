@@ -176,7 +176,7 @@ def test_a_connection_may_ask_again(served: Served):
 # -- figures --------------------------------------------------------------------------------------------------------
 
 KEYS = {
-    "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers "
+    "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers engines "
     "bounds_ms requests nodes log_lines_dropped gpus",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency",
