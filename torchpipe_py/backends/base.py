@@ -371,3 +371,7 @@ class HandOverBackend(DeferredBackend):
     def pending(self) -> int:
         """How many items were started and are not done; a moment's estimate."""
         raise NotImplementedError(type(self).__name__)
+
+    def expected_wait(self) -> float:
+        """How long an item that is started now will take, by how long the last ones took, seconds."""
+        raise NotImplementedError(type(self).__name__)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +12,9 @@ from torchpipe_py.errors import ConfigError, Problems
 from torchpipe_py.filters import run
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline
-from torchpipe_py.plan.config import NodeSpec, load_config
+from torchpipe_py.plan.config import NodeSpec, PipelineSpec, load_config
 from torchpipe_py.plan.graph import add_jumps, build_graph
+from torchpipe_py.values import Value
 
 MOST_INFLIGHT = 2**31  # in an engine process: its slots are the bound
 
@@ -34,6 +37,40 @@ def has_shared(tables: Mapping[str, Any]) -> bool:
         return any(node.shared for node in load_config(tables).nodes.values())
     except ConfigError:
         return False
+
+
+def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether the shared nodes of two configurations are the same, and stand in the same graph.
+
+    What stands in files that they name is not looked at: see ``shared_files``.
+    """
+    try:
+        old, new = load_config(before), load_config(after)
+    except ConfigError:
+        return False
+
+    def described(spec: PipelineSpec) -> list[Any]:
+        return [node if node.shared else (node.name, node.next, node.map, node.filter) for node in spec.nodes.values()]
+
+    return described(old) == described(new)
+
+
+def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """Files that the shared nodes name, as they are now: device, size and time of the last change of each."""
+    found = {}
+    for node in load_config(tables).nodes.values():
+        for value in node.params.values() if node.shared else ():
+            for path in _paths(value, node.place.source):
+                with suppress(OSError):
+                    status = os.stat(path)
+                    found[path] = status.st_ino, status.st_size, status.st_mtime_ns
+    return found
+
+
+def _paths(value: Value, source: str) -> list[str]:
+    """What may name a file, in the working directory or beside the configuration."""
+    names = [part.strip() for part in value.split("&")] if isinstance(value, str) else []
+    return [path for name in names for path in (name, os.path.join(os.path.dirname(source), name))]
 
 
 def sections(pipeline: Pipeline) -> list[Section]:

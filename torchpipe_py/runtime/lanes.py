@@ -141,6 +141,13 @@ class Lane:
         """Requests that wait here; a moment's estimate."""
         return 0 if self.is_closing else len(self._queue)
 
+    def expected_wait(self) -> float:
+        """How long the node needs for what it holds, by its measured compute time, seconds."""
+        records = [instance.record for instance in self.instances]
+        done = sum(record.requests + record.singles for record in records)
+        spent = sum(record.compute_time for record in records)
+        return self.load() * spent / done / len(records) if done else 0.0
+
     # -- outcomes -------------------------------------------------------------------------------------------------
 
     def _starts(self, instance: Instance, request: Request, now: float) -> bool:
@@ -406,6 +413,9 @@ class HandOverLane(Lane):
 
     def load(self) -> int:
         return self._backend.pending()
+
+    def expected_wait(self) -> float:
+        return self._backend.expected_wait()
 
     def _serve(self, instance: Instance) -> None:
         while self.idle.sleep(instance):

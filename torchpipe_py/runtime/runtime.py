@@ -396,15 +396,8 @@ class Runtime:
         return max(1, math.ceil(self.expected_wait() * 1000))
 
     def expected_wait(self) -> float:
-        """How long the slowest node needs for what it holds, by its measured compute time, seconds."""
-        seconds = 0.0
-        for node in self.nodes.values():
-            records = [instance.record for instance in node.instances]
-            done = sum(record.requests + record.singles for record in records)
-            spent = sum(record.compute_time for record in records)
-            if done:
-                seconds = max(seconds, node.lane.load() * spent / done / len(records))
-        return seconds
+        """How long the slowest node needs for what it holds, by the times measured so far, seconds."""
+        return max(node.lane.expected_wait() for node in self.nodes.values())
 
     def signature(self, root: str) -> Signature:
         """The inputs of the graph's root, and the outputs of its end, where it has one only."""

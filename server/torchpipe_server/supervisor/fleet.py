@@ -91,7 +91,7 @@ class Fleet:
     @property
     def _slots(self) -> list[WorkerSlot]:
         """Of the generation that serves, and of the next one."""
-        return [*self._now.slots, *(self._next.slots if self._next else ())]
+        return [*dict.fromkeys([*self._now.slots, *(self._next.slots if self._next else ())])]
 
     @property
     def ready(self) -> list[Child]:
@@ -258,16 +258,16 @@ class Fleet:
             self._begin_if_complete()
 
     def _engine_became_ready(self, engine: WorkerSlot) -> None:
-        generation = self._generation_of(engine)
-        if not generation.has_started_workers:
-            if all(other.is_ready for other in generation.engines):
+        generations = [each for each in (self._now, self._next) if each is not None and engine in each.engines]
+        for generation in generations:
+            if generation.has_started_workers:
+                for worker in generation.workers:
+                    if generation.engine_of(worker) is engine:
+                        self._link(worker, engine)
+            elif all(other.is_ready for other in generation.engines):
                 self._begin(generation)
-            return
-        assert engine.child is not None
-        logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
-        for worker in generation.workers:
-            if generation.engine_of(worker) is engine:
-                self._link(worker, engine)
+        if self._has_begun and engine.restarts and engine.child is not None:
+            logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
 
     def _link(self, worker: WorkerSlot, engine: WorkerSlot) -> None:
         """Give a worker and an engine process the two ends of a way to each other, where both are there."""
@@ -279,10 +279,11 @@ class Fleet:
             worker.child.link(theirs)
 
     def _generation_of(self, slot: WorkerSlot) -> Generation:
-        return self._next if self._next is not None and slot in self._next.slots else self._now
+        return self._next if self._next is not None and self._is_successor(slot) else self._now
 
     def _is_successor(self, slot: WorkerSlot) -> bool:
-        return self._next is not None and slot in self._next.slots
+        """Whether it belongs to the next generation alone."""
+        return self._next is not None and slot in self._next.slots and slot not in self._now.slots
 
     def _begin_if_complete(self) -> None:
         """The first generation is there, but for what was given up."""
@@ -372,7 +373,7 @@ class Fleet:
         except TorchpipeError as error:
             logger.error("not reloaded, everything stays as it is: %s", error)
             return
-        self._next = Generation(tables, self._options)
+        self._next = Generation(tables, self._options, self._now)
         self._begin(self._next)
 
     def _swap(self, last: Child) -> None:
@@ -382,7 +383,7 @@ class Fleet:
         for old, new in zip(before.workers, self.workers, strict=True):
             new.restarts = old.restarts
         for old in before.slots:
-            if old.child is not None:
+            if old.child is not None and old not in self.engines:
                 self._leaving.add(old.child)
                 if not old.child.is_ready:
                     old.child.dismiss()
@@ -399,6 +400,6 @@ class Fleet:
     def _dismiss_successors(self) -> None:
         slots, self._next = self._next.slots if self._next else [], None
         for slot in slots:
-            if slot.child is not None:
+            if slot.child is not None and slot not in self.engines:
                 self._leaving.add(slot.child)
                 slot.child.dismiss()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchpipe_py.plan.sharing import has_shared
+from torchpipe_py.plan.sharing import has_shared, same_shared, shared_files
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.forker import Role
@@ -42,15 +42,31 @@ class WorkerSlot:
 
 
 class Generation:
-    """``workers``, and where nodes are shared by several of them, ``engines``: one for each device."""
+    """``workers``, and where nodes are shared by several of them, ``engines``: one for each device.
 
-    def __init__(self, tables: Any, options: Options) -> None:
+    Engine processes of the generation ``before`` go on where the shared nodes are the same: then their models are not
+    loaded again. Where code of the user's own is imported it may have changed, and they do not.
+    """
+
+    def __init__(self, tables: Any, options: Options, before: Generation | None = None) -> None:
         self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
-        devices = [part for part in options.devices.split(",") if part.strip()]
-        is_shared = options.workers > 1 and has_shared(tables)
-        count = min(max(1, len(devices)), options.workers) if is_shared else 0
-        self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
+        self.engines: list[WorkerSlot] = []
         self.has_started_workers = False
+        self._tables, self._files = tables, {}
+        if options.workers > 1 and has_shared(tables):
+            # NOTE: looked at before anybody reads the files: what changes meanwhile is different at the next reload.
+            self._files = shared_files(tables)
+            if before is not None and not options.import_code and self._shares_with(before):
+                self.engines = before.engines
+            else:
+                devices = [part for part in options.devices.split(",") if part.strip()]
+                count = min(max(1, len(devices)), options.workers)
+                self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
+
+    def _shares_with(self, before: Generation) -> bool:
+        """Whether the engine processes of the generation before run what those of this one would."""
+        are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
+        return are_ready and self._files == before._files and same_shared(before._tables, self._tables)
 
     @property
     def slots(self) -> list[WorkerSlot]:

@@ -23,6 +23,7 @@ HOLD_SECONDS = 0.4
 
 START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
 _HELLO_BYTES = 2**20
+_WEIGHT = 1 / 16  # of the last call in what a call takes
 
 Done = Callable[[Any, BaseException | None], object]
 """Gets the answer or an error, once."""
@@ -108,6 +109,10 @@ class Engine:
         """Calls that are not answered; a moment's estimate."""
         link = self._link
         return len(self._waiting) + (0 if link is None else SLOTS - len(link.free))
+
+    def expected_wait(self) -> float:
+        """How long a call will take that is made now: as long as the last ones, seconds; 0 where none is under way."""
+        return self.figures.recent if self.pending() else 0.0
 
     def close(self) -> None:
         """End the thread. Calls that are left are not answered any more."""
@@ -233,6 +238,7 @@ class Figures:
     def __init__(self) -> None:
         self.requests = 0
         self.slot_wait = self.there = self.in_engine = self.back = 0.0
+        self.recent = 0.0  # of one call from its start to its answer, the last ones more than those before
 
     def answered(self, asked: float, request: Row, reply: Row) -> None:
         """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
@@ -240,7 +246,9 @@ class Figures:
         self.slot_wait += request.first - asked
         self.there += reply.first - request.first
         self.in_engine += reply.second - reply.first
-        self.back += perf_counter() - reply.second
+        now = perf_counter()
+        self.back += now - reply.second
+        self.recent += _WEIGHT * (now - asked - self.recent)
 
     def as_dict(self) -> dict[str, float]:
         """Totals, in milliseconds."""

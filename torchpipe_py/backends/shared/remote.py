@@ -46,6 +46,9 @@ class Remote(HandOverBackend):
     def pending(self) -> int:
         return self._engine.pending()
 
+    def expected_wait(self) -> float:
+        return self._engine.expected_wait()
+
     def signature(self) -> Signature:
         found: Signature = self._signature
         return found
