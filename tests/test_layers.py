@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = [
     "errors files html idl keys",
     "arguments values filters",
+    "encryption",
     "http images backends.signature",
     "backends.base",
     "registry",
@@ -147,7 +148,7 @@ def test_an_import_that_goes_up_is_found() -> None:
 
 def test_heavy_libraries_are_imported_inside_functions() -> None:
     for name, path in modules(ROOT / "torchpipe_py").items():
-        heavy = {"cv2", "torch", "onnx", "onnxruntime", "tensorrt", "PIL", "torchvision", "lmdb", "ray"}
+        heavy = {"cv2", "torch", "onnx", "onnxruntime", "tensorrt", "PIL", "torchvision", "lmdb", "ray", "cryptography"}
         if name.split(".")[0] == "training":
             heavy.remove("torch")  # without which there is nothing to train; nobody else imports these modules
         if name.split(".")[0] == "ray":
@@ -175,7 +176,7 @@ def test_the_package_never_imports_the_server() -> None:
 
 
 def test_importing_the_packages_and_a_call_import_no_heavy_library() -> None:
-    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray", "opentelemetry")
+    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray", "opentelemetry", "cryptography")
     code = f"""
 import sys, torchpipe_client, torchpipe_py, torchpipe_py.ray
 import torchpipe_server.serving.server, torchpipe_server.worker.worker

@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 import uuid
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+ENCRYPTED = b"\x89TPENC\r\n"
+"""How an encrypted model begins."""
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode: int = 0o666) -> None:
-    """Make ``path`` a file with ``content``, of ``mode`` less the umask; whoever reads it sees all of it or what was.
+    """Make ``path`` a file with ``content``, of ``mode`` less the umask, as ``replacing`` does."""
+    with replacing(path, mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of ``path`` at the end; whoever reads that sees all of it or what was.
 
     It is written under a name that nobody can know beforehand and renamed: a link at ``path`` is replaced, never
-    followed. Raises ``OSError``, and leaves nothing then.
+    followed. Raises ``OSError``, and leaves nothing then, nor where what stands inside raises.
     """
     folder, name = os.path.split(path)
     unfinished = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
     try:
         # "x" is O_EXCL: a name that is there, were it a link, is an error.
         with open(unfinished, "xb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
-            file.write(content)
+            yield file
         os.replace(unfinished, path)
     except BaseException:
         if os.path.exists(unfinished):
@@ -30,6 +43,8 @@ def file_kind(path: str | os.PathLike[str]) -> str:
     """What a file is where a model is expected, by how it begins, and what to do with it; empty where that is open."""
     with open(path, "rb") as file:
         start = file.read(512)
+    if start.startswith(ENCRYPTED):
+        return "it is an encrypted model, which key_file or key_env of its node opens"
     if not start:
         return "it is empty"
     if start.startswith(b"version https://git-lfs"):

@@ -1,0 +1,1 @@
+"""Models that are encrypted where they lie, and decrypted in memory only."""
