@@ -15,6 +15,7 @@ from recipes.data import MEAN, STD, Normalise
 from recipes.models import make_model
 from torchpipe_py import parse_toml
 from torchpipe_py.backends.models.onnx_graph import half_model, normalized_model
+from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.export.config import ENGINE, followed_by, model_node
 from torchpipe_py.export.files import Files
 from torchpipe_py.export.onnx_file import TOLERANCE, compare_outputs, save_onnx
@@ -98,7 +99,9 @@ def _export(model: nn.Module, path: Path, size: int) -> None:
     """Write ``model`` for normalised input, and compare it, fed with pixels as a node feeds it, with PyTorch's."""
     save_onnx(model, path, size)
     mean, std = ([255 * value for value in values] for values in (MEAN, STD))
-    served = onnxruntime.InferenceSession(normalized_model(str(path), mean, std), providers=["CPUExecutionProvider"])
+    served = onnxruntime.InferenceSession(
+        normalized_model(ModelFile(str(path)), mean, std), providers=["CPUExecutionProvider"]
+    )
     pixels = torch.randint(0, 256, (3, 3, size, size), generator=torch.Generator().manual_seed(0)).float()
     difference, scale = compare_outputs(lambda batch: model(Normalise()(batch)), served, [pixels])
     if not difference <= TOLERANCE * scale:  # NOTE: written so that NaN is refused

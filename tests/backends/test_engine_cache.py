@@ -26,6 +26,7 @@ from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.backends.models.onnx_graph import half_model, model_bytes
 from torchpipe_py.backends.models.tensorrt_api import load_tensorrt
 from torchpipe_py.backends.models.tensorrt_engine import EngineCache, EngineSpec, cached_engine
+from torchpipe_py.encryption.model_file import ModelFile
 
 SPEC = EngineSpec(model="m.onnx", onnx=b"model", least=to_bounds(1), most=to_bounds(4))
 TRT = SimpleNamespace(__version__="8.6.0")
@@ -37,7 +38,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """TensorRT's part replaced: an engine is ``engine of …``; the list holds what was built."""
     made: list[str] = []
 
-    def build(trt: Any, spec: EngineSpec, timing: Path | None) -> bytes:
+    def build(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> bytes:
         made.append(spec.precision)
         return b"engine of " + spec.onnx
 
@@ -324,7 +325,7 @@ def test_ranges_that_do_not_fit(classifier: str, more: dict[str, Any], message: 
 
 
 def test_a_model_in_half_precision_is_near_and_keeps_its_inputs_and_outputs(classifier: str) -> None:
-    content = model_bytes(classifier, (10.0, 20.0, 30.0), (50.0,))
+    content = model_bytes(ModelFile(classifier), (10.0, 20.0, 30.0), (50.0,))
     half = half_model(content, ())
     model = onnx.load_from_string(half)
     types = {tensor.data_type for tensor in model.graph.initializer}
@@ -339,7 +340,7 @@ def test_a_model_in_half_precision_is_near_and_keeps_its_inputs_and_outputs(clas
 
 
 def test_layers_that_stay_in_fp32_must_exist(classifier: str) -> None:
-    content = model_bytes(classifier, (), ())
+    content = model_bytes(ModelFile(classifier), (), ())
     name = onnx.load_from_string(content).graph.node[0].name or "none"
     with pytest.raises(ConfigError, match="precision::fp32: no layer"):
         half_model(content, (f"{name}x",))

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
+from encrypted import encrypt
 from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.models.cuda_model import InputSpec, batch_sizes
 from torchpipe_py.backends.models.torch_model import load_module
+from torchpipe_py.encryption.model_file import ModelFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -61,6 +63,18 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
             items: list[dict[str, Any]] = [{"data": value} for value in values]
             run(items)
             torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_encrypted_model_gives_what_the_plain_one_gives(model: str, tmp_path: Path) -> None:
+    keys = encrypt(model, folder=tmp_path)
+    results = []
+    for given in ({"model": model}, keys):
+        with pipe({"backend": "TorchTensor", "trusted": True, **given}) as run:
+            run(item := {"data": picture(32, 32)})
+        results.append(item["result"])
+    assert torch.equal(*results)
+    with pytest.raises(ConfigError, match="set trusted = true"):
+        pipe({"backend": "TorchTensor", **keys})
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
@@ -315,7 +329,7 @@ def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
     if kind == "script":
         victim.write_bytes(b"kept")
     with contextlib.suppress(ConfigError):
-        load_module(str(hostile), torch.device("cpu"), is_trusted=True)
+        load_module(ModelFile(str(hostile)), torch.device("cpu"), is_trusted=True)
     assert victim.read_bytes() == (b"XXXX" if kind == "script" else b"")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import onnxruntime
 
 from torchpipe_py.backends.models.onnx_graph import normalized_model
+from torchpipe_py.encryption.model_file import ModelFile
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
@@ -27,7 +28,7 @@ class Classifier:
     """JPEGs to probabilities in the calling thread: what every side of the benchmark computes."""
 
     def __init__(self, model: str, options: Any) -> None:
-        content = normalized_model(model, MEAN, STD)
+        content = normalized_model(ModelFile(model), MEAN, STD)
         self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         self._input = self._session.get_inputs()[0].name
 

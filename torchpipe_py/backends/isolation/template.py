@@ -16,6 +16,7 @@ from typing import Any
 
 from torchpipe_py.backends.isolation.child import ANSWER, END, FORK
 from torchpipe_py.backends.process.process import import_path, interpreter_flags, is_stopped
+from torchpipe_py.encryption.keys import without_keys
 from torchpipe_py.errors import Failure, WorkerDied, first_line
 
 logger = logging.getLogger("torchpipe_py")
@@ -152,7 +153,8 @@ class Template:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not survive a fork
+                    # What decodes has no key of a model. Threads of OpenBLAS would not survive a fork.
+                    env={**without_keys(os.environ), "OPENBLAS_NUM_THREADS": "1"},
                 )
             except BaseException as error:
                 launched.set_exception(error)

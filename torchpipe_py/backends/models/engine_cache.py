@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.encryption.cipher import Cipher, CipherError
 from torchpipe_py.errors import ConfigError
-from torchpipe_py.files import replace_file
+from torchpipe_py.files import ENCRYPTED, replace_file
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -23,11 +24,12 @@ class EngineCache:
     """An engine file, beside it ``FILE.key`` (what it was built from) and ``FILE.timing`` (TensorRT's measurements).
 
     Both are written to temporary files and renamed, the key last; it holds the engine's hash, so that a file that is
-    cut off or belongs to another key is never loaded. ``ConfigError`` where other users of the machine could have
-    written the engine.
+    cut off or belongs to another key is never loaded. With a ``cipher``, the model's, all three are encrypted.
+    ``ConfigError`` where other users of the machine could have written the engine.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, cipher: Cipher | None = None) -> None:
+        self._cipher = cipher
         self.path = Path(path)
         self.key_path = Path(f"{path}.key")
         self.timing_path = Path(f"{path}.timing")
@@ -55,15 +57,20 @@ class EngineCache:
         if not self.path.exists():
             return None, "there is no engine yet"
         try:
-            kept = json.loads(read_kept(self.key_path))
+            kept = json.loads(self._read(self.key_path))
             engine_hash = kept.pop("engine")
+        except CipherError as error:
+            return None, f"{self.key_path.name}: {error}"
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return None, f"{self.key_path.name} is missing or unreadable"
         changed = [name for name in sorted({*kept, *key}) if kept.get(name) != key.get(name)]
         if changed:
             shown = (f"{name} was {_short(kept.get(name))}, is {_short(key.get(name))}" for name in changed)
             return None, f"stale: {', '.join(shown)}"
-        engine = read_kept(self.path)
+        try:
+            engine = self._read(self.path)
+        except CipherError as error:
+            return None, f"damaged: {error}"
         if hashlib.sha256(engine).hexdigest() != engine_hash:
             return None, f"damaged: {len(engine)} bytes are not what was written"
         return engine, ""
@@ -71,9 +78,31 @@ class EngineCache:
     def store(self, engine: bytes, key: dict[str, Any]) -> None:
         """Replace what is there."""
         self.key_path.unlink(missing_ok=True)
-        write_kept(self.path, engine)
+        self._write(self.path, engine)
         content = {**key, "engine": hashlib.sha256(engine).hexdigest()}
-        write_kept(self.key_path, (json.dumps(content, indent=2) + "\n").encode())
+        self._write(self.key_path, (json.dumps(content, indent=2) + "\n").encode())
+
+    def timing(self) -> bytes:
+        """What ``store_timing`` was given last; nothing where that cannot be read."""
+        try:
+            return self._read(self.timing_path) if self.timing_path.exists() else b""
+        except CipherError:
+            return b""
+
+    def store_timing(self, content: bytes) -> None:
+        """Keep TensorRT's measurements for the next build."""
+        self._write(self.timing_path, content)
+
+    def _read(self, path: Path) -> bytes:
+        content = read_kept(path)
+        if self._cipher is not None:
+            return self._cipher.decrypt(content)
+        if content.startswith(ENCRYPTED):
+            raise CipherError("it is encrypted, and the model is not")
+        return content
+
+    def _write(self, path: Path, content: bytes) -> None:
+        write_kept(path, content if self._cipher is None else self._cipher.encrypt(content))
 
 
 def read_kept(path: Path) -> bytes:

@@ -21,6 +21,8 @@ from torchpipe_py.backends.models.postprocess import (
     uses,
 )
 from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
+from torchpipe_py.encryption.keys import readers_problem
+from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
@@ -47,6 +49,8 @@ class ModelBackend(Backend):
     """
 
     model = Param(to_str, file=True, doc="path of the model")
+    key_file = Param(to_str, "", file=True, doc="file with the key of an encrypted model")
+    key_env = Param(to_str, "", doc="environment variable with that key")
     min_batch = Param(to_bounds, to_bounds(1), key="min", doc="fewest items of a batch, or the smallest shapes")
     max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
     mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
@@ -60,6 +64,7 @@ class ModelBackend(Backend):
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from _key_remarks(ModelFile(params["model"], params["key_file"], params["key_env"]))
         yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
@@ -79,6 +84,7 @@ class ModelBackend(Backend):
     _allowed: Shapes = ()  # the last ones: most requests have them too
 
     def setup(self) -> None:
+        self.file = ModelFile(self.model, self.key_file, self.key_env)
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold}
@@ -172,6 +178,16 @@ class ModelBackend(Backend):
             raise ValueError(f"{self.postprocessor.__name__} gave {len(results)} results for {len(items)} items")
         for item, result in zip(items, results, strict=True):
             item.update(result if isinstance(result, Written) else {TASK_RESULT_KEY: result})
+
+
+def _key_remarks(file: ModelFile) -> Iterator[Remark]:
+    if file.key_file and file.key_env:
+        yield Remark("key_env", "key_file is there too; a model has one key")
+        return
+    if problem := file.mismatch():
+        yield Remark("key_file" if file.key_file else "key_env" if file.key_env else "model", problem)
+    if file.key_file and (problem := readers_problem(file.key_file)):
+        yield Remark("key_file", problem, is_doubt=True)
 
 
 def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Remark]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
-from torchpipe_py.files import file_kind
 from torchpipe_py.values import to_int, to_strings
 
 logger = logging.getLogger("torchpipe_py")
@@ -84,11 +82,16 @@ class OnnxTensor(ModelBackend):
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         feed = {given.spec.name: array for given, array in zip(self._inputs, inputs, strict=True)}
-        outputs: list[np.ndarray] = self._session.run(None, feed)
+        try:
+            outputs: list[np.ndarray] = self._session.run(None, feed)
+        except Exception as error:
+            if self.file.has_key:
+                raise self.file.without_words(error) from None
+            raise
         return outputs
 
     def tolerance(self) -> float:
-        if _holds(self.model, b"DynamicQuantizeLinear"):
+        if self.file.holds(b"DynamicQuantizeLinear"):
             return QUANTISED
         if any("float16" in value.type for value in (*self._session.get_inputs(), *self._session.get_outputs())):
             return HALF
@@ -118,7 +121,7 @@ class OnnxTensor(ModelBackend):
         options.intra_op_num_threads = self.threads or max(1, cores // self.config.instance_num)
         # A spinning pool takes the cores from the nodes that decode.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3
+        options.log_severity_level = 4 if self.file.has_key else 3  # errors name layers
         names = self._providers(onnxruntime)
         on_device = {"device_id": str(self.config.device_id)}
         providers = [(name, on_device if name in _ON_DEVICE else {}) for name in names]
@@ -128,8 +131,9 @@ class OnnxTensor(ModelBackend):
             raise
         except Exception as error:
             is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
-            why = (file_kind(self.model) if is_no_model else "") or error
-            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from error
+            told = self.file.without_words(error)
+            why = (self.file.kind() if is_no_model else "") or told
+            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from told
         missing = [name for name in names if name not in session.get_providers()]
         if missing and self.providers:
             raise BackendUnavailable(f"{missing[0]} is installed, but ONNX Runtime cannot start it here")
@@ -150,12 +154,12 @@ class OnnxTensor(ModelBackend):
             logger.warning("%s: not warmed up: %s", self.model, error)
 
     def _source(self) -> Any:
-        """The path, or with ``mean`` or ``std`` the bytes of the model that has them inside."""
-        if not self.mean and not self.std:
-            return self.model
-        from torchpipe_py.backends.models.onnx_graph import normalized_model
+        """The path, or the bytes of a model that is encrypted, or has ``mean`` or ``std`` inside."""
+        if not (self.mean or self.std or self.file.has_key):
+            return self.file.source()
+        from torchpipe_py.backends.models.onnx_graph import model_bytes
 
-        return normalized_model(self.model, self.mean, self.std)
+        return model_bytes(self.file, self.mean, self.std)
 
     def _providers(self, onnxruntime: Any) -> list[str]:
         available = onnxruntime.get_available_providers()
@@ -178,12 +182,6 @@ def _output_spec(value: Any) -> TensorSpec:
 
 def _dims(value: Any) -> tuple[int | None, ...]:
     return tuple([dim if isinstance(dim, int) else None for dim in value.shape])
-
-
-def _holds(path: str, word: bytes) -> bool:
-    """Whether a file has ``word`` in it, as an ONNX file has the names of its operators."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(word) >= 0
 
 
 class _Input:

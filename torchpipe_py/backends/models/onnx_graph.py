@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from torchpipe_py.encryption.external_data import outside_files
+from torchpipe_py.encryption.model_file import UNSAID, ModelFile
 from torchpipe_py.errors import ConfigError, nearest
-from torchpipe_py.files import file_kind
 
 
 def keep_telemetry_off() -> None:
@@ -20,14 +21,19 @@ def keep_telemetry_off() -> None:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-def model_bytes(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:
+def model_bytes(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:
     """The model, with the weights it keeps in other files, serialised; ``mean`` and ``std`` inside where given."""
     if mean or std:
-        return normalized_model(path, mean, std)
-    return bytes(_load(path).SerializeToString())
+        return normalized_model(file, mean, std)
+    return bytes(_load(file).SerializeToString())
 
 
-def half_model(content: bytes, fp32_nodes: Sequence[str]) -> bytes:
+def no_layer(name: str, names: Iterable[str], is_secret: bool) -> ConfigError:
+    """That there is no layer ``name``; the nearest one, unless the names are not to be told."""
+    return ConfigError(f"precision::fp32: no layer {name!r}; {UNSAID if is_secret else nearest(name, names)}")
+
+
+def half_model(content: bytes, fp32_nodes: Sequence[str], is_secret: bool = False) -> bytes:
     """The serialised model with weights and arithmetic in fp16; inputs, outputs and ``fp32_nodes`` stay as they are."""
     import onnx
 
@@ -38,7 +44,7 @@ def half_model(content: bytes, fp32_nodes: Sequence[str]) -> bytes:
     names = {node.name for node in model.graph.node}
     for name in fp32_nodes:
         if name not in names:
-            raise ConfigError(f"precision::fp32: no layer {name!r}; {nearest(name, names)}")
+            raise no_layer(name, names, is_secret)
     half = convert_float_to_float16(model, keep_io_types=True, node_block_list=list(fp32_nodes))
     return bytes(half.SerializeToString())
 
@@ -54,17 +60,25 @@ def node_name(content: bytes, index: int) -> str:
     return f"{node.op_type} {node.name!r}"
 
 
-def _load(path: str) -> Any:
+def _load(file: ModelFile) -> Any:
     import onnx
 
+    source = file.source()
     try:
-        return onnx.load(path)
+        model = onnx.load(source)
     except Exception as error:
-        why = (file_kind(path) if type(error).__name__ == "DecodeError" else "") or error
-        raise ConfigError(f"model {path}: not an ONNX file: {why}") from error
+        told = file.without_words(error)
+        why = (file.kind() if type(error).__name__ == "DecodeError" else "") or told
+        raise ConfigError(f"model {file.path}: not an ONNX file: {why}") from told
+    if not isinstance(source, str) and outside_files(model):
+        raise ConfigError(
+            f"model {file.path}: its weights lie in a second file, which is not encrypted with it; torchpipe encrypt "
+            "takes the ONNX file with both in one folder"
+        )
+    return model
 
 
-def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> bytes:
+def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:
     """The model with ``(x - mean) / std`` as its first two nodes, serialised.
 
     ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. The model must have
@@ -72,7 +86,7 @@ def normalized_model(path: str, mean: Sequence[float], std: Sequence[float]) -> 
     """
     from onnx import helper, numpy_helper
 
-    model = _load(path)
+    path, model = file.path, _load(file)
     graph = model.graph
     constants = {constant.name for constant in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]

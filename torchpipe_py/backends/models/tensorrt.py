@@ -82,14 +82,15 @@ class TensorrtTensor(CudaModel):
 
     def _load(self) -> Any:
         """The engine, once for all instances."""
-        if not self.model.lower().endswith(".onnx"):
+        if self.file.has_key:
+            messages(self._trt).keep_secret()
+        if not self.file.is_onnx:
             if self.mean or self.std or self.cache:
                 raise ConfigError(f"model {self.model} is an engine: mean, std and model::cache go with an ONNX model")
-            with open(self.model, "rb") as file:
-                return load_engine(self._trt, file.read(), self.model)
+            return load_engine(self._trt, self.file.read(), self.model)
         spec = EngineSpec(
             model=self.model,
-            onnx=model_bytes(self.model, self.mean, self.std),
+            onnx=model_bytes(self.file, self.mean, self.std),
             least=self.min_batch,
             most=self.max_batch,
             precision=self.precision,
@@ -97,6 +98,7 @@ class TensorrtTensor(CudaModel):
             mean=self.mean,
             std=self.std,
             workspace=self.workspace,
+            cipher=self.file.cipher(),
         )
         properties = self._torch.cuda.get_device_properties(self.device)
         gpu = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
@@ -131,7 +133,7 @@ class TensorrtTensor(CudaModel):
         return TensorSpec(name, dims, str(self._type(name)).removeprefix("torch."))
 
     def tolerance(self) -> float:
-        if not self.model.lower().endswith(".onnx"):
+        if not self.file.is_onnx:
             return QUANTISED  # an engine does not say what it computes in
         return {"fp32": EXACT, "fp16": HALF}.get(self.precision, QUANTISED)
 

@@ -26,7 +26,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.backends.models.onnx_graph import no_layer
+from torchpipe_py.encryption.model_file import UNSAID
+from torchpipe_py.errors import BackendUnavailable
 
 logger = logging.getLogger("torchpipe_py.tensorrt")
 
@@ -76,7 +78,9 @@ def configure(trt: Any, config: Any, workspace_bytes: int) -> None:
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
 
 
-def set_precision(trt: Any, network: Any, config: Any, precision: str, fp32_layers: Sequence[str]) -> None:
+def set_precision(
+    trt: Any, network: Any, config: Any, precision: str, fp32_layers: Sequence[str], is_secret: bool = False
+) -> None:
     """Allow what ``precision`` names in a weakly typed network; nothing to do in a strongly typed one."""
     if is_strongly_typed(trt):
         return
@@ -88,7 +92,7 @@ def set_precision(trt: Any, network: Any, config: Any, precision: str, fp32_laye
     if precision == "int8" or (precision == "best" and has_quantization(trt, network)):
         config.set_flag(flag.INT8)
     if fp32_layers:
-        _keep_fp32(trt, network, fp32_layers)
+        _keep_fp32(trt, network, fp32_layers, is_secret)
         config.set_flag(flag.OBEY_PRECISION_CONSTRAINTS)
 
 
@@ -98,12 +102,12 @@ def has_quantization(trt: Any, network: Any) -> bool:
     return any(network.get_layer(index).type == kind for index in range(network.num_layers))
 
 
-def _keep_fp32(trt: Any, network: Any, names: Sequence[str]) -> None:
+def _keep_fp32(trt: Any, network: Any, names: Sequence[str], is_secret: bool) -> None:
     layers = {network.get_layer(index).name: network.get_layer(index) for index in range(network.num_layers)}
     for name in names:
         layer = layers.get(name)
         if layer is None:
-            raise ConfigError(f"precision::fp32: no layer {name!r}; {nearest(name, layers)}")
+            raise no_layer(name, layers, is_secret)
         layer.precision = trt.float32
         for index in range(layer.num_outputs):
             if layer.get_output(index).dtype in (trt.float32, trt.float16):
@@ -138,10 +142,15 @@ def new_context(trt: Any, engine: Any, memory: int, size: int) -> Any:
 
 
 class Messages:
-    """TensorRT's one logger of this process: warnings and worse go to ``logging``, errors are kept for exceptions."""
+    """TensorRT's one logger of this process: warnings and worse go to ``logging``, errors are kept for exceptions.
+
+    From ``keep_secret`` on only that there was one: its words may name layers of an encrypted model, of whichever
+    thread.
+    """
 
     def __init__(self, trt: Any) -> None:
         self.lock = threading.RLock()
+        self._is_secret = False
         self._errors: deque[str] = deque(maxlen=20)
         errors = self._errors
         levels = {
@@ -151,16 +160,24 @@ class Messages:
         }
         failures = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
 
+        def is_secret() -> bool:
+            return self._is_secret
+
         class Logger(trt.ILogger):  # type: ignore[misc]
             def __init__(self) -> None:
                 trt.ILogger.__init__(self)
 
             def log(self, severity: Any, message: str) -> None:
+                message = UNSAID if is_secret() else message
                 if severity in failures:
                     errors.append(message.strip())
                 logger.log(levels.get(severity, logging.DEBUG), "%s", message)
 
         self.logger = Logger()
+
+    def keep_secret(self) -> None:
+        """From now on, for good."""
+        self._is_secret = True
 
     @contextmanager
     def collected(self) -> Iterator[deque[str]]:

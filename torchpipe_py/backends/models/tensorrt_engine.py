@@ -8,12 +8,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.models.bounds import Bounds, Shape
-from torchpipe_py.backends.models.engine_cache import EngineCache, read_kept, write_kept
+from torchpipe_py.backends.models.engine_cache import EngineCache
 from torchpipe_py.backends.models.onnx_graph import half_model, node_name
 from torchpipe_py.backends.models.tensorrt_api import (
     configure,
@@ -24,6 +23,8 @@ from torchpipe_py.backends.models.tensorrt_api import (
     said,
     set_precision,
 )
+from torchpipe_py.encryption.cipher import Cipher
+from torchpipe_py.encryption.model_file import UNSAID
 from torchpipe_py.errors import ConfigError
 
 logger = logging.getLogger("torchpipe_py")
@@ -34,7 +35,10 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything an engine depends on besides the machine. ``onnx`` has mean and std inside already."""
+    """Everything an engine depends on besides the machine. ``onnx`` has mean and std inside already.
+
+    ``cipher`` is that of an encrypted model: no message has TensorRT's words then, and what is kept is encrypted.
+    """
 
     model: str
     onnx: bytes
@@ -45,6 +49,7 @@ class EngineSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     workspace: int = 1024
+    cipher: Cipher | None = None
 
     def key(self, trt: Any, gpu: str) -> dict[str, Any]:
         """What an engine file must have been built from to be loaded; readable, and equal only if all is equal."""
@@ -71,7 +76,7 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
     if not cache_path:
         logger.warning("%s: no model::cache is given, the engine is built at every start", spec.model)
         return load_engine(trt, build_engine(trt, spec, None), spec.model)
-    cache, key = EngineCache(cache_path), spec.key(trt, gpu)
+    cache, key = EngineCache(cache_path, spec.cipher), spec.key(trt, gpu)
     engine, _ = _kept_engine(trt, cache, key)
     if engine is not None:  # without the lock: files are replaced whole, and a cache may be on a read-only disk
         return engine
@@ -80,7 +85,7 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
         if engine is not None:
             return engine
         logger.warning("engine %s: %s; building it from %s", cache_path, reason, spec.model)
-        content = build_engine(trt, spec, cache.timing_path)
+        content = build_engine(trt, spec, cache)
         cache.store(content, key)
     return load_engine(trt, content, cache_path)
 
@@ -110,7 +115,7 @@ def load_engine(trt: Any, content: bytes, name: str) -> Any:
     return engine
 
 
-def build_engine(trt: Any, spec: EngineSpec, timing_path: Path | None) -> bytes:
+def build_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> bytes:
     """Build for the current device; takes tens of seconds, with a line in the log every five."""
     said_by = messages(trt)
     with said_by.collected() as errors, _progress(spec):
@@ -122,25 +127,26 @@ def build_engine(trt: Any, spec: EngineSpec, timing_path: Path | None) -> bytes:
         configure(trt, config, spec.workspace << 20)
         if spec.precision == "int8" and not is_strongly_typed(trt) and not has_quantization(trt, network):
             raise ConfigError(f"{spec.model}: precision = int8 needs a quantised model, with QuantizeLinear nodes")
-        set_precision(trt, network, config, spec.precision, spec.fp32_layers)
+        set_precision(trt, network, config, spec.precision, spec.fp32_layers, spec.cipher is not None)
         for least, most in zip(spec.least.profiles, spec.most.profiles, strict=True):
             config.add_optimization_profile(_profile(builder, network, spec.model, least, most))
-        _load_timing(config, timing_path)
+        _load_timing(config, cache)
         serialized = builder.build_serialized_network(network, config)
         if serialized is None:
             raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot build an engine: {said(errors)}")
-        _store_timing(config, timing_path)
+        _store_timing(config, cache)
         return bytes(serialized)
 
 
 def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
     content = spec.onnx
     if is_strongly_typed(trt) and spec.precision != "fp32":
-        content = half_model(content, spec.fp32_layers)
+        content = half_model(content, spec.fp32_layers, spec.cipher is not None)
     parser = trt.OnnxParser(network, trt_logger)
     if not parser.parse(content):
         problems = [parser.get_error(index) for index in range(parser.num_errors)]
         words = "; ".join(f"{node_name(content, problem.node())}: {problem.desc()}" for problem in problems)
+        words = UNSAID if spec.cipher else words
         raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot take this ONNX model: {words}")
 
 
@@ -174,17 +180,16 @@ def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
     return shape
 
 
-def _load_timing(config: Any, path: Path | None) -> None:
-    content = read_kept(path) if path is not None and path.exists() else b""
-    cache = config.create_timing_cache(content)
-    if cache is None or not config.set_timing_cache(cache, False):  # damaged, another version or GPU: start afresh
+def _load_timing(config: Any, cache: EngineCache | None) -> None:
+    timing = config.create_timing_cache(b"" if cache is None else cache.timing())
+    if timing is None or not config.set_timing_cache(timing, False):  # damaged, another version or GPU: start afresh
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
-def _store_timing(config: Any, path: Path | None) -> None:
-    cache = config.get_timing_cache()
-    if path is not None and cache is not None:
-        write_kept(path, bytes(cache.serialize()))
+def _store_timing(config: Any, cache: EngineCache | None) -> None:
+    timing = config.get_timing_cache()
+    if cache is not None and timing is not None:
+        cache.store_timing(bytes(timing.serialize()))
 
 
 @contextmanager

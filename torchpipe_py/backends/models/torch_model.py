@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, Literal
 
 from torchpipe_py.backends.base import Data, Param
@@ -13,8 +14,9 @@ from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.staging import row_tensor
 from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
-from torchpipe_py.files import file_kind, is_checkpoint
+from torchpipe_py.files import is_checkpoint
 from torchpipe_py.values import to_bool, to_str
 
 # Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
@@ -58,7 +60,7 @@ class TorchTensor(CudaModel):
             for values in (self.mean, self.std)
         )
         key = ("module", str(self.device), self.model)
-        loaded = self.config.shared.get(key, lambda: load_module(self.model, self.device, bool(self.trusted)))
+        loaded = self.config.shared.get(key, lambda: load_module(self.file, self.device, bool(self.trusted)))
         self._module: Any = loaded.call
         self.declare(loaded.inputs, loaded.outputs)
         shapes = self.known_shapes()
@@ -91,11 +93,14 @@ class TorchTensor(CudaModel):
             with self._torch.inference_mode():
                 outputs = self._module(*inputs)
         except Exception as error:
-            if self._guard is None or not self._torch.cuda.is_current_stream_capturing():
+            told = self.file.without_words(error)
+            if self._guard is not None and self._torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.model} cannot be captured as a CUDA graph ({first_line(told)}); set cuda_graph = false"
+                ) from told
+            if told is error:
                 raise
-            raise RuntimeError(
-                f"{self.model} cannot be captured as a CUDA graph ({first_line(error)}); set cuda_graph = false"
-            ) from error
+            raise told from None
         if isinstance(outputs, dict):
             outputs = list(outputs.values())
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
@@ -132,11 +137,17 @@ class LoadedModule:
     outputs: tuple[TensorSpec, ...] = ()
 
 
-def load_module(path: str, device: Any, is_trusted: bool) -> LoadedModule:
+def load_module(file: ModelFile, device: Any, is_trusted: bool) -> LoadedModule:
     """A model file on ``device``; ``ConfigError`` for what is no such file, or may not run its code."""
     import torch
 
-    kind = _kind(path)
+    path, source = file.path, file.source()
+    kind = _kind(file, source)
+    if kind == "aotinductor" and file.has_key:
+        raise ConfigError(
+            f"model {path}: an AOTInductor package is unpacked to files when it is loaded, so it cannot be encrypted; "
+            "TorchScript, torch.export's .pt2 and ONNX can"
+        )
     if not is_trusted:
         raise ConfigError(
             f"model {path}: loading it {_RUNS[kind]}, with the rights of this process; set trusted = true in its node "
@@ -146,16 +157,17 @@ def load_module(path: str, device: Any, is_trusted: bool) -> LoadedModule:
         if kind == "aotinductor":
             return LoadedModule(_load_package(torch, path, device))
         if kind == "torchscript":
-            script = torch.jit.load(path, map_location=device).eval()
+            script = torch.jit.load(source, map_location=device).eval()
             return LoadedModule(script, _script_inputs(script))
-        program = torch.export.load(path)
+        program = torch.export.load(source)
         inputs = _exported(torch, program, program.graph_signature.user_inputs)
         outputs = _exported(torch, program, program.graph_signature.user_outputs)
         return LoadedModule(program.module().to(device), inputs, outputs)
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
-        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(error)}") from error
+        told = file.without_words(error)
+        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(told)}") from told
 
 
 def _script_inputs(script: Any) -> tuple[TensorSpec, ...]:
@@ -184,15 +196,18 @@ def _exported(torch: Any, program: Any, names: Sequence[Any]) -> tuple[TensorSpe
     )
 
 
-def _kind(path: str) -> Literal["torchscript", "export", "aotinductor"]:
+def _kind(file: ModelFile, source: str | BytesIO) -> Literal["torchscript", "export", "aotinductor"]:
     """By the names in the archive; nothing of it is unpacked."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(source) as archive:
             names = archive.namelist()
+        if not isinstance(source, str):
+            source.seek(0)  # PyTorch reads on from where this ended
     except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {file_kind(path) or error}") from error
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {file.kind() or error}") from error
     if is_checkpoint(names):
-        raise ConfigError(f"model {path}: neither TorchScript nor .pt2: {file_kind(path)}")
+        kind = file.kind() or "it is a PyTorch checkpoint; torchpipe export makes a model of the plain one"
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {kind}")
     if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
         return "aotinductor"
     return "torchscript" if any(name.endswith("constants.pkl") for name in names) else "export"
