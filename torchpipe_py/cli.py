@@ -1,4 +1,4 @@
-"""``torchpipe``: look at backends, check, draw, compare and load configurations, and export models to serve."""
+"""``torchpipe``: look at backends, check, draw, compare and load configurations, export and encrypt models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torchpipe_py
 from torchpipe_py import registry
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
+from torchpipe_py.encryption import options as encryption_options
 from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
 from torchpipe_py.export import options as export_options
 from torchpipe_py.idl import idl_path
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     export_options.add_options(export)
     _add_imports(export)
     export.set_defaults(run=_export)
+    encrypt = commands.add_parser("encrypt", help="a model as a file that only a key opens, or a new key")
+    encryption_options.add_options(encrypt)
+    encrypt.set_defaults(run=_encrypt)
     parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
     parity_options.add_options(parity)
     _add_imports(parity)
@@ -130,6 +134,13 @@ def _export(args: argparse.Namespace) -> int:
     from torchpipe_py.export.command import run_export
 
     return run_export(args)
+
+
+def _encrypt(args: argparse.Namespace) -> int:
+    # Here, so that the other commands stay light.
+    from torchpipe_py.encryption.command import run_encrypt
+
+    return run_encrypt(args)
 
 
 def _bench(args: argparse.Namespace) -> int:

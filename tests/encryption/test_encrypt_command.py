@@ -1,0 +1,111 @@
+"""``torchpipe encrypt``: what it writes, and what it says where that cannot be."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from encrypted import KEY, NAME, classifier, with_weights_beside
+
+from torchpipe_py.cli import main
+from torchpipe_py.encryption import command
+from torchpipe_py.encryption.model_file import ModelFile
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with ``m.onnx`` and ``key``."""
+    classifier(tmp_path / "m.onnx")
+    (tmp_path / "key").write_text(KEY.hex())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The one line that it says of wrong arguments; it leaves no file."""
+
+    def say(*arguments: str) -> str:
+        before = sorted(os.listdir())
+        assert main(["encrypt", *arguments]) == 1
+        assert sorted(os.listdir()) == before
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("torchpipe: ")
+
+    return say
+
+
+def test_a_new_key_and_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["encrypt", "m.onnx", "--new_key", "new.key"]) == 0
+    told = capsys.readouterr().out
+    assert 'model = "m.onnx.enc" and key_file = "new.key" in its node serve it' in told
+    assert (folder / "new.key").read_text().strip() not in told
+    assert stat.S_IMODE((folder / "new.key").stat().st_mode) == 0o600
+    assert ModelFile("m.onnx.enc", "new.key").read() == (folder / "m.onnx").read_bytes()
+    assert NAME.encode() not in (folder / "m.onnx.enc").read_bytes()
+
+
+def test_a_key_alone(folder: Path) -> None:
+    assert main(["encrypt", "--new_key", "new.key"]) == 0
+    assert sorted(os.listdir()) == ["key", "m.onnx", "new.key"]
+
+
+def test_any_file_with_a_key_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "m.trt").write_bytes(bytes(range(256)) * 1000)
+    monkeypatch.setenv("MODEL_KEY", KEY.hex())
+    assert main(["encrypt", "m.trt", "--key_env", "MODEL_KEY", "--out", "served.trt.enc"]) == 0
+    assert ModelFile("served.trt.enc", "key").read() == (folder / "m.trt").read_bytes()
+    before = (folder / "served.trt.enc").read_bytes()
+    assert main(["encrypt", "m.trt", "--key_file", "key", "--out", "served.trt.enc", "--force"]) == 0
+    assert (folder / "served.trt.enc").read_bytes() != before
+
+
+def test_weights_in_a_second_file_are_taken_in(folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_weights_beside("m.onnx", folder / "two.onnx")
+    assert main(["encrypt", "two.onnx", "--key_file", "key"]) == 0
+    whole = onnx.load_from_string(ModelFile("two.onnx.enc", "key").read())
+    onnx.checker.check_model(whole)
+    monkeypatch.setattr(command, "ONNX_LIMIT", 1000)
+    said = refused("two.onnx", "--key_file", "key", "--out", "x")
+    assert said.startswith("two.onnx: with its weights in two.weights it is larger than 2 GiB, which no ONNX file in")
+    (folder / "two.weights").unlink()
+    assert refused("two.onnx", "--key_file", "key", "--out", "x").startswith(
+        "two.onnx: its weights in two.weights cannot be read: "
+    )
+
+
+def test_what_a_user_can_mend(folder: Path, refused: Refused) -> None:
+    key = "--key_file", "key"
+    assert refused("no.onnx", *key) == f"no.onnx: no such file (working directory: {folder})"
+    assert refused("m.onnx", "--key_file", "no.key") == "key_file no.key: No such file or directory"
+    assert refused("m.onnx", "--new_key", "key") == (
+        "--new_key key: there already, and no key is replaced: --key_file key encrypts with it"
+    )
+    assert refused("m.onnx", "--new_key", "no/key") == "--new_key no/key: No such file or directory"
+    assert refused(*key) == "MODEL is missing: the model to encrypt"
+    assert refused("m.onnx", *key, "--out", "key/x") == "--out key/x: Not a directory"
+    assert refused("m.onnx", *key, "--out", "m.onnx", "--force") == (
+        "--out m.onnx: it is the model itself; give another name, m.onnx.enc say"
+    )
+    (folder / "m.onnx.enc").write_bytes(b"")
+    assert refused("m.onnx", *key) == "m.onnx.enc: there already; --force replaces it, --out gives another name"
+    assert refused("m.onnx.enc", *key) == "m.onnx.enc: it is empty"
+    (folder / "text.onnx").write_text("text")
+    assert refused("text.onnx", *key).startswith("text.onnx: not an ONNX file: ")
+    assert main(["encrypt", "m.onnx", *key, "--force"]) == 0
+    assert refused("m.onnx.enc", *key) == (
+        "m.onnx.enc: it is encrypted already; to change its key, encrypt the plain model again"
+    )
+
+
+def test_an_export_takes_no_encrypted_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "net.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    assert main(["encrypt", "m.onnx", "--key_file", "key", "--out", "w.pth"]) == 0
+    assert main(["export", "net.py:build", "--weights", "w.pth", "--out", "x"]) == 1
+    assert "w.pth: no file of torch.save: it is an encrypted model, which key_file" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""``torchpipe encrypt``: from a model to an encrypted one, and from nothing to a key."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+from typing import Any, BinaryIO
+
+from torchpipe_py.encryption.cipher import Cipher
+from torchpipe_py.encryption.external_data import outside_files
+from torchpipe_py.encryption.keys import new_key_file, read_key
+from torchpipe_py.encryption.model_file import ENDING
+from torchpipe_py.errors import ConfigError, first_line
+from torchpipe_py.files import ENCRYPTED, replacing
+
+ONNX_LIMIT = 1 << 31
+"""Bytes of an ONNX file in one piece: protobuf takes no more."""
+
+
+def run_encrypt(args: argparse.Namespace) -> int:
+    """0 when all is written; raises ``ConfigError`` and ``BackendUnavailable``, and leaves no half of a file then."""
+    if args.model is None and not args.new_key:
+        raise ConfigError("MODEL is missing: the model to encrypt")
+    out = args.out or f"{args.model}{ENDING}"
+    if args.model is not None:
+        _check_names(args.model, out, args.force)
+    if args.new_key:
+        _make_key(args.new_key)
+        print(f"{args.new_key}: a new key, for its owner alone; without it nobody opens what it encrypts")
+    if args.model is None:
+        return 0
+    cipher = Cipher(*read_key(args.new_key or args.key_file, args.key_env))
+    try:
+        file = open(args.model, "rb")  # noqa: SIM115 - errors of the two files are told apart
+    except OSError as error:
+        raise ConfigError(f"{args.model}: {error.strerror}") from None
+    with file:
+        source, note = _source(file, args.model)
+        try:
+            with replacing(out) as target:
+                cipher.encrypt_file(source, target)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: {error.strerror}") from None
+    key = "key_env" if args.key_env else "key_file"
+    value = args.key_env or args.new_key or args.key_file
+    print(f"{out}: {args.model}{note}, encrypted, {os.path.getsize(out) / 1e6:.1f} MB")
+    print(f'  model = "{out}" and {key} = "{value}" in its node serve it; {shlex.quote(args.model)} is left as it is')
+    return 0
+
+
+def _check_names(model: str, out: str, force: bool) -> None:
+    if not os.path.isfile(model):
+        raise ConfigError(f"{model}: no such file (working directory: {os.getcwd()})")
+    if os.path.exists(out) and os.path.samefile(model, out):
+        raise ConfigError(f"--out {out}: it is the model itself; give another name, {model}{ENDING} say")
+    if os.path.lexists(out) and not force:
+        raise ConfigError(f"{out}: there already; --force replaces it, --out gives another name")
+
+
+def _make_key(path: str) -> None:
+    try:
+        new_key_file(path)
+    except FileExistsError:
+        raise ConfigError(
+            f"--new_key {path}: there already, and no key is replaced: --key_file {path} encrypts with it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--new_key {path}: {error.strerror}") from None
+
+
+def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
+    """What to encrypt, and what was done to it: an ONNX model takes its weights in."""
+    start = file.read(len(ENCRYPTED))
+    file.seek(0)
+    if not start:
+        raise ConfigError(f"{path}: it is empty")
+    if start == ENCRYPTED:
+        raise ConfigError(f"{path}: it is encrypted already; to change its key, encrypt the plain model again")
+    if not path.lower().endswith(".onnx"):
+        return file, ""
+    import onnx
+
+    model = _parsed(onnx, file, path)
+    outside = outside_files(model)
+    if not outside:
+        file.seek(0)
+        return file, ""
+    names = f"{outside[0]} and {len(outside) - 1} more" if len(outside) > 1 else outside[0]
+    try:
+        model = onnx.load(path)
+    except Exception as error:
+        raise ConfigError(f"{path}: its weights in {names} cannot be read: {first_line(error)}") from error
+    if left := outside_files(model):
+        raise ConfigError(f"{path}: {left[0]} cannot be taken into it; save the model in one file")
+    if model.ByteSize() >= ONNX_LIMIT:
+        raise ConfigError(
+            f"{path}: with its weights in {names} it is larger than 2 GiB, which no ONNX file in one piece can be; "
+            "torch.export's .pt2 and TensorRT's engines can, and torchpipe encrypt takes them"
+        )
+    return io.BytesIO(model.SerializeToString()), f" with {names} inside"
+
+
+def _parsed(onnx: Any, file: BinaryIO, path: str) -> Any:
+    try:
+        return onnx.load(file, load_external_data=False)
+    except Exception as error:
+        raise ConfigError(f"{path}: not an ONNX file: {first_line(error)}") from error
