@@ -4,6 +4,7 @@
 # Without arguments all tests run, in four parts side by side: most of the time they wait.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE # else some hundred processes would each compile the package
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
 "$bin/ruff" check .
