@@ -16,7 +16,7 @@ import torchpipe_py.runtime.lanes
 from torchpipe_py import ItemBackend, PipeClosed, pipe
 from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
 
-WAIT = 30.0
+WAIT = 60.0
 
 
 @pytest.fixture

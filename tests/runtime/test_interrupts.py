@@ -24,7 +24,7 @@ import pytest
 import torchpipe_py.runtime
 from torchpipe_py import Backend, Registry, pipe, registry
 
-WAIT = 30.0
+WAIT = 60.0
 RUNTIME = str(Path(torchpipe_py.runtime.__file__).parent)
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
 

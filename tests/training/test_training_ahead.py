@@ -21,7 +21,7 @@ from torchpipe_py.training import ImageFiles, TrainingError, wrap_dataloader_tor
 pytestmark = FORKS
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Meeting(ItemBackend):

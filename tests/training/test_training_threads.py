@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher
 from torchpipe_py.training.prefetch.background import Buffer
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Source:
