@@ -48,7 +48,8 @@ def nothing_left() -> Iterator[None]:
 def hostile() -> Iterator[pipe]:
     from torchpipe_py import registry
 
-    with registry.default.restored():
+    with registry.default.restored(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODEL_KEY", "0123456789abcdef" * 4)
         registry.register_backend(hostile_decoders.Hostile)
         with pipe({"backend": "Hostile", "max_seconds": WAIT, "max_memory": 64, **PROCESS}) as p:
             yield p
@@ -233,6 +234,13 @@ def test_a_decoder_lifts_no_limit(hostile: pipe) -> None:
     status = Path(f"/proc/{said(hostile, 'pid')}/status").read_text(encoding="ascii")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert (int(fields["CapEff"], 16), int(fields["CapPrm"], 16), fields["NoNewPrivs"]) == (0, 0, "1")
+
+
+def test_a_decoder_has_no_key_of_a_model(hostile: pipe) -> None:
+    """Its memory is a copy of that of the process which forks it."""
+    environment = parent_of(int(said(hostile, "pid"))).environ()
+    assert "PATH" in environment
+    assert "MODEL_KEY" not in environment
 
 
 def test_what_a_decoder_says_is_never_unpickled(hostile: pipe, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def classifier(path: Path, seed: int = 0) -> str:
     ]
     weights = {
         names["kernel"]: rng.normal(0, 0.05, (2000, 3, 3, 3)).astype(np.float32),
-        names["weight"]: rng.normal(0, 1, (2000, 5)).astype(np.float32),
+        names["weight"]: rng.normal(0, 0.02, (2000, 5)).astype(np.float32),
     }
     return save_model(path, nodes, {"x": ["N", 3, "H", "W"]}, {"y": ["N", 5]}, weights)
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from device import needs_tensorrt, photo
+from encrypted import encrypt
 from test_tensorrt import small_model
 
-from torchpipe_py import pipe
+from torchpipe_py import ConfigError, pipe
+from torchpipe_py.files import ENCRYPTED
 
 pytestmark = [needs_tensorrt, pytest.mark.timeout(400)]
 
@@ -96,6 +98,33 @@ def test_a_damaged_or_foreign_cache_is_rebuilt(start: Start, tmp_path: Path, dam
         key.write_text(json.dumps(kept))
     assert start()
     assert not start()
+
+
+def test_the_cache_of_an_encrypted_model_is_encrypted(start: Start, tmp_path: Path) -> None:
+    assert start()
+    keys = encrypt(tmp_path / "small.onnx")
+    cache = str(tmp_path / "secret" / "small.trt")
+    assert start(**{**keys, "model::cache": cache})
+    assert not start(**{**keys, "model::cache": cache})
+    assert not start(), "that of the plain model is another one"
+    kept = {path.name: path.read_bytes() for path in Path(cache).parent.iterdir() if not path.name.endswith(".lock")}
+    assert sorted(kept) == ["small.trt", "small.trt.key", "small.trt.timing"]
+    for content in kept.values():
+        assert content.startswith(ENCRYPTED)
+        assert b"positive" not in content, "what flows between two layers"
+    key = Path(keys["key_file"])
+    encrypt(tmp_path / "small.onnx", bytes(range(32)))
+    assert start(**{**keys, "model::cache": cache}), "of another key"
+    assert not start(**{**keys, "model::cache": cache})
+    key.write_text("00" * 32)
+    with pytest.raises(ConfigError, match="is not the key that it was encrypted with"):
+        start(**{**keys, "model::cache": cache})
+
+
+def test_an_encrypted_engine_is_a_model(start: Start, tmp_path: Path) -> None:
+    assert start()
+    keys = encrypt(tmp_path / "cache" / "small.trt", folder=tmp_path)
+    assert not start(**{**keys, "model::cache": ""})
 
 
 def test_two_processes_build_once(tmp_path: Path) -> None:

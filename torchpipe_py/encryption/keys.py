@@ -51,7 +51,8 @@ def readers_problem(path: str) -> str:
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables that could be a key: for a process that has no use for one."""
-    return {name: value for name, value in environment.items() if _of_text(value) is None}
+    # A path may look like base64.
+    return {name: value for name, value in environment.items() if _of_text(value) is None or os.path.lexists(value)}
 
 
 def keep_out_of_core_files() -> None:
