@@ -16,6 +16,10 @@ from torchpipe_py.plan.config import NodeSpec, PipelineSpec, load_config
 from torchpipe_py.plan.graph import add_jumps, build_graph
 from torchpipe_py.values import Value
 
+_USUAL = "swap"
+_INSIDE = (_USUAL, "or", "run", "continue")
+"""Filters that decide of their own node alone, or end a request that has no result."""
+
 MOST_INFLIGHT = 2**31  # in an engine process: its slots are the bound
 
 
@@ -142,18 +146,18 @@ def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
         if len(after) != 1 or graph.readers[nodes[-1]] or len(graph.predecessors[after[0]]) != 1:
             break
         spec = pipeline.spec.nodes[after[0]]
-        if not spec.shared or not _is_plain(spec):
+        if not spec.shared or not _has_filter(spec, *_INSIDE):
             break
         nodes.append(after[0])
     # NOTE: a request that ends inside the chain has to end here too: behind the chain nothing may run without a result.
-    if len(nodes) > 1 and not all(_is_plain(pipeline.spec.nodes[after]) for after in graph.successors[nodes[-1]]):
+    if len(nodes) > 1 and not all(_has_filter(pipeline.spec.nodes[n], _USUAL) for n in graph.successors[nodes[-1]]):
         return (head,)
     return tuple(nodes)
 
 
-def _is_plain(node: NodeSpec) -> bool:
-    """Whether the node takes every result of the one before it as its data, and nothing else."""
-    return not node.map and (node.filter is None or node.filter.lower() == "swap")
+def _has_filter(node: NodeSpec, *names: str) -> bool:
+    """Whether the node takes the dict of the one before it, past one of these filters."""
+    return not node.map and (node.filter or _USUAL).lower() in names
 
 
 def _check(pipeline: Pipeline) -> None:
