@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchpipe_py import BackendUnavailable, DecodeError
-from torchpipe_py.backends.images import nvimgcodec
+from torchpipe_py.backends.images import nvimgcodec, nvjpeg
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
 
 CPU = torch.device("cpu")
@@ -235,3 +235,25 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]>=0\.9'\)"):
         NvImageCodec(CPU, STREAM, TRIAL)
+
+
+# -- where nobody says which library ----------------------------------------------------------------------------------
+
+
+class Fallback:
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
+        if not trial:
+            raise BackendUnavailable("nor does this")
+
+
+def test_it_comes_before_torchvision(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvjpeg, "Torchvision", Fallback)
+    assert isinstance(nvjpeg.best_decoder(CPU, STREAM, TRIAL), NvImageCodec)
+
+
+def test_torchvision_takes_its_place_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvjpeg, "Torchvision", Fallback)
+    installed(monkeypatch, Library(has_engines=False, has_cores=False))
+    assert isinstance(nvjpeg.best_decoder(CPU, STREAM, TRIAL), Fallback)
+    with pytest.raises(BackendUnavailable, match=r"nvImageCodec 1\.2 does not work here.*; nor does this"):
+        nvjpeg.best_decoder(CPU, STREAM, [])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torchpipe_py.backends.base import Data, Isolation, Param
@@ -16,6 +17,8 @@ from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest,
 from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
+
+logger = logging.getLogger("torchpipe_py")
 
 
 class JpegDecoder(Protocol):
@@ -44,6 +47,8 @@ class Torchvision:
         self._rgb = ImageReadMode.RGB
         # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        # From 0.29 on: that is for whoever chooses the library, not for those who run it.
+        warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of Torch", DeprecationWarning)
         try:
             for count in {1, len(trial)}:
                 self._decoded(trial[:count])
@@ -69,7 +74,24 @@ class Torchvision:
         return images
 
 
-DECODERS: dict[str, type[JpegDecoder]] = {"torchvision": Torchvision, "nvimgcodec": NvImageCodec}
+def best_decoder(device: Any, stream: Any, trial: Sequence[bytes]) -> JpegDecoder:
+    """nvImageCodec, whose pixels are OpenCV's, or torchvision where that is not installed or does not work."""
+    try:
+        return NvImageCodec(device, stream, trial)
+    except BackendUnavailable as first:
+        try:
+            decoder = Torchvision(device, stream, trial)
+        except BackendUnavailable as second:
+            raise BackendUnavailable(f"{first}; {second}") from second
+        logger.info("JPEGs are decoded by torchvision: %s", first)
+        return decoder
+
+
+DECODERS: dict[str, Callable[[Any, Any, Sequence[bytes]], JpegDecoder]] = {
+    "auto": best_decoder,
+    "nvimgcodec": NvImageCodec,
+    "torchvision": Torchvision,
+}
 
 
 class DecodeTensor(GuardedBackend):
@@ -81,15 +103,16 @@ class DecodeTensor(GuardedBackend):
     decode it on the CPU. The images of one call have no more than ``max_pixels`` together.
 
     ``decoder``: the library that calls nvJPEG. With ``torchvision`` pixels differ from OpenCV's where chroma is
-    subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it. ``torchpipe parity`` shows
-    the differences. Images of one size from one call of ``nvimgcodec`` share memory.
+    subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it; ``auto`` is the latter
+    where it works, else the former. ``torchpipe parity`` shows the differences. Images of one size from one call of
+    ``nvimgcodec`` share memory.
     """
 
     needs_cuda = True
     isolation = Isolation.REFUSED
 
     color = Param(to_color, "rgb", choices=COLORS, doc="channel order of the Tensor")
-    decoder = Param(to_str, "torchvision", choices=tuple(DECODERS), doc="the library that calls nvJPEG")
+    decoder = Param(to_str, "auto", choices=tuple(DECODERS), doc="the library that calls nvJPEG")
     max_batch = Param(to_int, 1, low=1, key="max", doc="most images decoded in one call")
     max_pixels = max_pixels()
 
