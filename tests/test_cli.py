@@ -146,7 +146,7 @@ def test_the_nearest_flag_is_told(command: list[str], capsys: pytest.CaptureFixt
 
 def test_a_parameters_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "DecodeTensor"]) == 0
-    assert "the library that calls nvJPEG: torchvision, nvimgcodec" in capsys.readouterr().out
+    assert "the library that calls nvJPEG: auto, nvimgcodec, torchvision" in capsys.readouterr().out
 
 
 def test_a_reader_that_has_had_enough_is_no_traceback():
