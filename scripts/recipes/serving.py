@@ -14,7 +14,8 @@ from recipes import checkpoints
 from recipes.data import MEAN, STD, Normalise
 from recipes.models import make_model
 from torchpipe_py import parse_toml
-from torchpipe_py.backends.models.onnx_graph import half_model, normalized_model
+from torchpipe_py.backends.models.engine.half import half_model
+from torchpipe_py.backends.models.onnx_graph import normalized_model
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.export.config import ENGINE, followed_by, model_node
 from torchpipe_py.export.files import Files

@@ -18,12 +18,13 @@ from encrypted import KEY, NAME, breaks_when_run, classifier, encrypt, with_weig
 from onnx import helper
 
 from torchpipe_py import BackendError, ConfigError, pipe
-from torchpipe_py.backends.models import tensorrt_engine
 from torchpipe_py.backends.models.bounds import to_bounds
-from torchpipe_py.backends.models.engine_cache import EngineCache
-from torchpipe_py.backends.models.onnx_graph import half_model, model_bytes
-from torchpipe_py.backends.models.tensorrt_api import Messages
-from torchpipe_py.backends.models.tensorrt_engine import EngineSpec, cached_engine
+from torchpipe_py.backends.models.engine import build as engine_build
+from torchpipe_py.backends.models.engine.api import Messages
+from torchpipe_py.backends.models.engine.build import EngineSpec, cached_engine
+from torchpipe_py.backends.models.engine.cache import EngineCache
+from torchpipe_py.backends.models.engine.half import half_model
+from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID, ModelFile
 
@@ -225,7 +226,7 @@ def test_messages_of_tensorrt_are_left_out_once_a_model_is_encrypted(caplog: pyt
 CIPHER = Cipher(KEY, "key_file k")
 CONTENT = f"{NAME} model".encode()
 SPEC = EngineSpec("m.onnx.enc", CONTENT, to_bounds(1), to_bounds(4), fp32_layers=(NAME,), cipher=CIPHER)
-TRT = SimpleNamespace(__version__="8.6.0")
+TRT = SimpleNamespace(__version__="8.6.0", Builder=None)
 
 
 @pytest.fixture
@@ -233,13 +234,14 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """TensorRT's part replaced: it keeps measurements, and the list has those it finds."""
     found: list[str] = []
 
-    def build(trt: Any, spec: EngineSpec, cache: EngineCache) -> bytes:
+    def build(trt: Any, spec: EngineSpec, cache: EngineCache) -> tuple[str, bytes]:
         found.append(cache.timing().decode())
         cache.store_timing(f"{NAME} takes 1 ms".encode())
-        return b"engine of " + spec.onnx
+        content = b"engine of " + spec.onnx
+        return content.decode(), content
 
-    monkeypatch.setattr(tensorrt_engine, "build_engine", build)
-    monkeypatch.setattr(tensorrt_engine, "load_engine", lambda trt, content, name: content.decode())
+    monkeypatch.setattr(engine_build, "new_engine", build)
+    monkeypatch.setattr(engine_build, "load_engine", lambda trt, content, name, version_compatible: content.decode())
     return found
 
 

@@ -21,15 +21,16 @@ import pytest
 import torch
 
 from torchpipe_py import BackendUnavailable, ConfigError, pipe
-from torchpipe_py.backends.models import tensorrt_engine
 from torchpipe_py.backends.models.bounds import to_bounds
-from torchpipe_py.backends.models.onnx_graph import half_model, model_bytes
-from torchpipe_py.backends.models.tensorrt_api import load_tensorrt
-from torchpipe_py.backends.models.tensorrt_engine import EngineCache, EngineSpec, cached_engine
+from torchpipe_py.backends.models.engine import build as engine_build
+from torchpipe_py.backends.models.engine.api import MODULES, load_tensorrt
+from torchpipe_py.backends.models.engine.build import EngineCache, EngineSpec, cached_engine
+from torchpipe_py.backends.models.engine.half import half_model
+from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.encryption.model_file import ModelFile
 
 SPEC = EngineSpec(model="m.onnx", onnx=b"model", least=to_bounds(1), most=to_bounds(4))
-TRT = SimpleNamespace(__version__="8.6.0")
+TRT = SimpleNamespace(__version__="8.6.0", Builder=None)
 GPU = "a GPU, compute capability 9.0"
 
 
@@ -38,17 +39,18 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """TensorRT's part replaced: an engine is ``engine of …``; the list holds what was built."""
     made: list[str] = []
 
-    def build(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> bytes:
+    def build(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> tuple[str, bytes]:
         made.append(spec.precision)
-        return b"engine of " + spec.onnx
+        content = b"engine of " + spec.onnx
+        return content.decode(), content
 
-    def load(trt: Any, content: bytes, name: str) -> str:
+    def load(trt: Any, content: bytes, name: str, version_compatible: bool = False) -> str:
         if not content.startswith(b"engine of "):
             raise ConfigError(f"{name}: cannot load this engine")
         return content.decode()
 
-    monkeypatch.setattr(tensorrt_engine, "build_engine", build)
-    monkeypatch.setattr(tensorrt_engine, "load_engine", load)
+    monkeypatch.setattr(engine_build, "new_engine", build)
+    monkeypatch.setattr(engine_build, "load_engine", load)
     return made
 
 
@@ -100,6 +102,7 @@ def test_without_a_cache_it_is_built_each_time(built: list[str], caplog: pytest.
         ({"mean": (1.0,)}, "mean was"),
         ({"std": (1.0,)}, "std was"),
         ({"workspace": 2}, "workspace was 1024, is 2"),
+        ({"version_compatible": True}, "version_compatible was False, is True"),
     ],
 )
 def test_any_change_rebuilds_and_is_named(
@@ -112,7 +115,7 @@ def test_any_change_rebuilds_and_is_named(
     assert f"stale: {word}" in caplog.text
 
 
-@pytest.mark.parametrize("key", [(TRT, "another GPU"), (SimpleNamespace(__version__="10.0"), GPU)])
+@pytest.mark.parametrize("key", [(TRT, "another GPU"), (SimpleNamespace(__version__="10.0", Builder=None), GPU)])
 def test_another_machine_rebuilds(tmp_path: Path, built: list[str], key: tuple[Any, str]) -> None:
     path = str(tmp_path / "m.trt")
     cached_engine(TRT, SPEC, path, GPU)
@@ -240,14 +243,14 @@ def test_an_engine_of_another_user_is_refused(tmp_path: Path, built: list[str]) 
 def test_the_lock_keeps_a_second_one_waiting(tmp_path: Path, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "m.trt")
     inside, go_on = threading.Event(), threading.Event()
-    quick = tensorrt_engine.build_engine
+    quick = engine_build.new_engine
 
-    def slow(*args: Any) -> bytes:
+    def slow(*args: Any) -> tuple[Any, bytes]:
         inside.set()
         assert go_on.wait(30)
         return quick(*args)
 
-    monkeypatch.setattr(tensorrt_engine, "build_engine", slow)
+    monkeypatch.setattr(engine_build, "new_engine", slow)
     results: list[str] = []
     threads = [threading.Thread(target=lambda: results.append(cached_engine(TRT, SPEC, path, GPU))) for _ in range(2)]
     threads[0].start()
@@ -292,7 +295,8 @@ def test_the_lock_holds_between_processes(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_missing_broken_or_old_tensorrt_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendUnavailable, match="TensorRT is not installed"):
         load_tensorrt()
     monkeypatch.delitem(sys.modules, "tensorrt")

@@ -15,7 +15,7 @@ import torch
 from conftest import picture
 from fakes import cpu_as_gpu
 
-from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
+from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.models import tensorrt as backend
 
 Range = tuple[tuple[int, ...], tuple[int, ...]]
@@ -34,6 +34,7 @@ class FakeContext:
         self.shape: tuple[int, ...] = ()
         self.profile = -1
         self.addresses: dict[str, int] = {}
+        self.device_memory: int | None = 0
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self.profile = profile
@@ -97,9 +98,16 @@ class FakeEngine:
         self.contexts.append(FakeContext(self))
         return self.contexts[-1]
 
+    def create_execution_context(self) -> FakeContext:
+        """One that has memory of its own."""
+        self.contexts.append(FakeContext(self))
+        self.contexts[-1].device_memory = None
+        return self.contexts[-1]
+
 
 TRT = SimpleNamespace(
     __version__="8.6.0",
+    Builder=None,
     TensorIOMode=Mode,
     float32="float32",
     float16="float16",
@@ -119,7 +127,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def make(dims: tuple[int, ...], profiles: list[Range], **settings: Any) -> tuple[FakeEngine, dict[str, Any]]:
         engine = FakeEngine(dims, profiles)
-        monkeypatch.setattr(backend, "load_engine", lambda trt, content, name: engine)
+        monkeypatch.setattr(backend, "load_engine", lambda trt, content, name, version_compatible: engine)
         return engine, {"backend": "TensorrtTensor", "model": str(path), "batching_timeout": 30, **settings}
 
     return make
@@ -192,6 +200,23 @@ def test_an_output_of_one_size_is_refused(build: Any) -> None:
     with pytest.raises(ConfigError, match=r"output 'y' is 4x2 for every batch, but batches here are 1\.\.4"):
         pipe(config)
     assert engine.runs == []
+
+
+def test_contexts_of_a_version_compatible_engine_have_memory_of_their_own(build: Any) -> None:
+    for version_compatible in (False, True):
+        engine, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))], version_compatible=version_compatible)
+        items = run_batch(config, [picture(8, 8, seed) for seed in range(3)])
+        assert [item["result"].shape for item in items] == [(1, 2)] * 3
+        assert {context.device_memory is None for context in engine.contexts} == {version_compatible}
+
+
+def test_the_lean_runtime_wants_version_compatible_engines(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))])
+    monkeypatch.delattr(TRT, "Builder")
+    with pytest.raises(BackendUnavailable, match=r"lean runtime of .* runs version-compatible engines only"):
+        pipe(config)
+    run_batch({**config, "version_compatible": True}, [picture(8, 8)])
+    assert len(engine.runs) > 0
 
 
 def test_a_gap_between_profiles_is_padded_over(build: Any) -> None:

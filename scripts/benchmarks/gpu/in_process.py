@@ -252,7 +252,7 @@ class BareEngine:
 def _trt_logger() -> Any:
     import tensorrt as trt
 
-    from torchpipe_py.backends.models.tensorrt_api import messages
+    from torchpipe_py.backends.models.engine.api import messages
 
     return messages(trt).logger  # TensorRT wants one logger in a process
 

@@ -42,7 +42,7 @@ class OnnxTensor(ModelBackend):
     """
 
     ignored_keys = dict.fromkeys(
-        ("model::cache", "precision", "precision::fp32", "workspace", "max_workspace_size"),
+        ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
         "ONNX Runtime keeps no engine and computes in the model's own precision; TensorrtTensor has it",
     )
 

@@ -33,22 +33,6 @@ def no_layer(name: str, names: Iterable[str], is_secret: bool) -> ConfigError:
     return ConfigError(f"precision::fp32: no layer {name!r}; {UNSAID if is_secret else nearest(name, names)}")
 
 
-def half_model(content: bytes, fp32_nodes: Sequence[str], is_secret: bool = False) -> bytes:
-    """The serialised model with weights and arithmetic in fp16; inputs, outputs and ``fp32_nodes`` stay as they are."""
-    import onnx
-
-    keep_telemetry_off()
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    model = onnx.load_from_string(content)
-    names = {node.name for node in model.graph.node}
-    for name in fp32_nodes:
-        if name not in names:
-            raise no_layer(name, names, is_secret)
-    half = convert_float_to_float16(model, keep_io_types=True, node_block_list=list(fp32_nodes))
-    return bytes(half.SerializeToString())
-
-
 def node_name(content: bytes, index: int) -> str:
     """Operator and name of a node of the serialised model, for error messages; its index where it has neither."""
     import onnx

@@ -9,19 +9,20 @@ from typing import Any
 from torchpipe_py.backends.base import BatchRange, Param
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
-from torchpipe_py.backends.models.model import Shapes
-from torchpipe_py.backends.models.onnx_graph import model_bytes
-from torchpipe_py.backends.models.tensorrt_api import (
+from torchpipe_py.backends.models.engine.api import (
     context_memory,
+    is_lean,
     load_tensorrt,
     messages,
     new_context,
     profile_range,
 )
-from torchpipe_py.backends.models.tensorrt_engine import EngineSpec, cached_engine, load_engine
+from torchpipe_py.backends.models.engine.build import EngineSpec, cached_engine, load_engine
+from torchpipe_py.backends.models.model import Shapes
+from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
-from torchpipe_py.errors import ConfigError, InvalidRequest
-from torchpipe_py.values import to_int, to_str, to_strings
+from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.values import to_bool, to_int, to_str, to_strings
 
 
 class TensorrtTensor(CudaModel):
@@ -38,6 +39,7 @@ class TensorrtTensor(CudaModel):
     cache = Param(to_str, "", key="model::cache", kept=True, doc="file that keeps the engine between starts")
     precision = Param(to_str, "fp16", choices=("fp32", "fp16", "int8", "best"), doc="arithmetic of the engine")
     fp32_layers = Param(to_strings, (), key="precision::fp32", doc="names of layers that stay in fp32")
+    version_compatible = Param(to_bool, False, doc="an engine that newer versions of TensorRT run as well")
     workspace = Param(
         to_int,
         1024,
@@ -49,6 +51,11 @@ class TensorrtTensor(CudaModel):
     def setup_guarded(self) -> None:
         super().setup_guarded()
         self._trt = load_tensorrt()
+        if is_lean(self._trt) and not self.version_compatible:
+            raise BackendUnavailable(
+                f"the lean runtime of TensorRT {self._trt.__version__} runs version-compatible engines only; install "
+                "TensorRT, or set version_compatible = true where the engine is built and here"
+            )
         key = ("engine", str(self.device), *self.params.items())
         self._engine = self.config.shared.get(key, self._load)
         self._types = {
@@ -87,7 +94,7 @@ class TensorrtTensor(CudaModel):
         if not self.file.is_onnx:
             if self.mean or self.std or self.cache:
                 raise ConfigError(f"model {self.model} is an engine: mean, std and model::cache go with an ONNX model")
-            return load_engine(self._trt, self.file.read(), self.model)
+            return load_engine(self._trt, self.file.read(), self.model, bool(self.version_compatible))
         spec = EngineSpec(
             model=self.model,
             onnx=model_bytes(self.file, self.mean, self.std),
@@ -98,6 +105,7 @@ class TensorrtTensor(CudaModel):
             mean=self.mean,
             std=self.std,
             workspace=self.workspace,
+            version_compatible=bool(self.version_compatible),
             cipher=self.file.cipher(),
         )
         properties = self._torch.cuda.get_device_properties(self.device)
@@ -198,20 +206,14 @@ class TensorrtTensor(CudaModel):
         return shape
 
     def _context(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
-        """An execution context of its own for each set of shapes, since a captured graph holds on to its context.
-
-        They share one scratch memory, as an instance runs one batch at a time.
-        """
+        """An execution context of its own for each set of shapes, since a captured graph holds on to its context."""
         context = self._contexts.get(shapes)
         if context is not None:
             return context
         profile = self._profile_for(shapes)
         stream = self._torch.cuda.current_stream()
         with self.config.shared.get("making contexts", threading.Lock):
-            size = context_memory(self._engine)
-            if self._scratch is None:
-                self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.device)
-            context = new_context(self._trt, self._engine, self._scratch.data_ptr(), size)
+            context = self._new_context()
             if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
                 raise RuntimeError(f"TensorRT gives no execution context: {messages(self._trt).last()}")
         for name, shape in zip(self._inputs, shapes, strict=True):
@@ -219,3 +221,16 @@ class TensorrtTensor(CudaModel):
                 raise ValueError(f"input {name!r} of {'x'.join(map(str, shape))}: {messages(self._trt).last()}")
         self._contexts[shapes] = context
         return context
+
+    def _new_context(self) -> Any:
+        """One that shares the scratch memory of all, as an instance runs one batch at a time.
+
+        A version-compatible one has its own: how it is given another's differs between the version that built it and
+        this one.
+        """
+        if self.version_compatible:
+            return self._engine.create_execution_context()
+        size = context_memory(self._engine)
+        if self._scratch is None:
+            self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.device)
+        return new_context(self._trt, self._engine, self._scratch.data_ptr(), size)

@@ -1,4 +1,4 @@
-"""What differs between TensorRT 8.6, 10 and 11, all of it here.
+"""What differs between TensorRT 8.6, 10 and 11, and its lean runtime, all of it here.
 
 ========================  =======================  =============================  ================================
 what                      8.6                      10.x                           11
@@ -10,15 +10,22 @@ strongly typed network    not there                a network flag               
 contexts of one profile   a preview feature        always                         always
 cuBLAS, cuDNN tactics     on unless switched off   off                            gone
 memory of a context       ``device_memory``        ``set_device_memory``          the same
+TF32 for fp32             on unless switched off   the same                       the same
 ========================  =======================  =============================  ================================
 
 8.6 and 10 therefore get weakly typed networks and flags, 11 an ONNX model converted to fp16 beforehand
-(``onnx_graph.half_model``). Sources: NVIDIA's release notes and migration guide of each version.
+(``half.half_model``). Sources: NVIDIA's release notes and migration guide of each version; which names there are,
+``tests/backends/test_tensorrt_bindings.py`` has asked the bindings of 10.16 and 11.4.
+
+The lean runtime, ``tensorrt_lean``, builds no engines. It runs those that were built with
+``BuilderFlag.VERSION_COMPATIBLE``, by its own or an older version. Such an engine carries the lean runtime of the
+version that built it, as code, which the newer one loads; so only calls that both versions have may be used.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import threading
 from collections import deque
@@ -33,25 +40,36 @@ from torchpipe_py.errors import BackendUnavailable
 logger = logging.getLogger("torchpipe_py.tensorrt")
 
 OLDEST = (8, 6)
+MODULES = ("tensorrt", "tensorrt_lean", "tensorrt_lean_bindings")  # the last is what the lean runtime's wheels hold
 
 
 def load_tensorrt() -> Any:
-    """The module ``tensorrt``; ``BackendUnavailable`` where it is missing, broken or older than 8.6."""
-    try:
-        import tensorrt
-    except ModuleNotFoundError:
-        raise BackendUnavailable("TensorRT is not installed (pip install 'torchpipe_py[tensorrt]')") from None
-    except Exception as error:  # a missing shared library raises whatever the loader raises
-        raise BackendUnavailable(f"TensorRT is installed but cannot be loaded: {error}") from error
-    if version(tensorrt) < OLDEST:
-        raise BackendUnavailable(f"TensorRT {tensorrt.__version__} is too old; 8.6 or newer is needed")
-    return tensorrt
+    """TensorRT, or its lean runtime where that alone is installed.
+
+    ``BackendUnavailable`` where both are missing, and where what there is is broken or older than 8.6.
+    """
+    for name in MODULES:
+        try:
+            tensorrt = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # a missing shared library raises whatever the loader raises
+            raise BackendUnavailable(f"TensorRT is installed but cannot be loaded: {error}") from error
+        if version(tensorrt) < OLDEST:
+            raise BackendUnavailable(f"TensorRT {tensorrt.__version__} is too old; 8.6 or newer is needed")
+        return tensorrt
+    raise BackendUnavailable("TensorRT is not installed (pip install 'torchpipe_py[tensorrt]')")
 
 
 def version(trt: Any) -> tuple[int, int]:
     """Major and minor number."""
     major, minor = str(trt.__version__).split(".")[:2]
     return int(major), int(minor)
+
+
+def is_lean(trt: Any) -> bool:
+    """Whether this is the lean runtime, which builds no engines."""
+    return not hasattr(trt, "Builder")
 
 
 def is_strongly_typed(trt: Any) -> bool:
@@ -65,9 +83,12 @@ def network_flags(trt: Any) -> int:
     return 0 if flag is None or version(trt) >= (10, 0) else 1 << int(flag)
 
 
-def configure(trt: Any, config: Any, workspace_bytes: int) -> None:
-    """Settings of every build: workspace, no external libraries, several contexts on one profile."""
+def configure(trt: Any, config: Any, workspace_bytes: int, version_compatible: bool) -> None:
+    """Settings of every build: workspace, no external libraries, several contexts on one profile, what layers tell."""
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if version_compatible:
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
     if version(trt) < (10, 0):
         config.set_tactic_sources(
             config.get_tactic_sources()
@@ -79,20 +100,33 @@ def configure(trt: Any, config: Any, workspace_bytes: int) -> None:
 
 
 def set_precision(
-    trt: Any, network: Any, config: Any, precision: str, fp32_layers: Sequence[str], is_secret: bool = False
+    trt: Any,
+    network: Any,
+    config: Any,
+    precision: str,
+    fp32_layers: Sequence[str],
+    *,
+    insists: bool = False,
+    is_secret: bool = False,
 ) -> None:
-    """Allow what ``precision`` names in a weakly typed network; nothing to do in a strongly typed one."""
-    if is_strongly_typed(trt):
-        return
+    """Allow what ``precision`` names in a weakly typed network, or demand it; strongly typed ones have it inside.
+
+    A quantised model's int8 is always allowed: without, TensorRT does not take it.
+    """
     flag = trt.BuilderFlag
     if precision == "fp32":
         config.clear_flag(flag.TF32)  # fp32 is what it says; PyTorch rounds convolutions to TF32 unless told otherwise
-    else:
+    if is_strongly_typed(trt):
+        return
+    if precision != "fp32":
         config.set_flag(flag.FP16)
-    if precision == "int8" or (precision == "best" and has_quantization(trt, network)):
+    if has_quantization(trt, network):
         config.set_flag(flag.INT8)
+    if insists:
+        _demand_fp16(trt, network, fp32_layers)
     if fp32_layers:
         _keep_fp32(trt, network, fp32_layers, is_secret)
+    if insists or fp32_layers:
         config.set_flag(flag.OBEY_PRECISION_CONSTRAINTS)
 
 
@@ -100,6 +134,13 @@ def has_quantization(trt: Any, network: Any) -> bool:
     """Whether the model was quantised: it holds QuantizeLinear nodes."""
     kind = trt.LayerType.QUANTIZE
     return any(network.get_layer(index).type == kind for index in range(network.num_layers))
+
+
+def _demand_fp16(trt: Any, network: Any, fp32_layers: Sequence[str]) -> None:
+    kinds = (trt.LayerType.CONVOLUTION, trt.LayerType.DECONVOLUTION, trt.LayerType.MATRIX_MULTIPLY)
+    for layer in map(network.get_layer, range(network.num_layers)):
+        if layer.type in kinds and layer.name not in fp32_layers:
+            layer.precision = trt.float16
 
 
 def _keep_fp32(trt: Any, network: Any, names: Sequence[str], is_secret: bool) -> None:
@@ -123,6 +164,12 @@ def profile_range(engine: Any, name: str, profile: int) -> tuple[tuple[int, ...]
 def context_memory(engine: Any) -> int:
     """Bytes of device memory that an execution context works in."""
     return int(engine.device_memory_size_v2 if hasattr(engine, "device_memory_size_v2") else engine.device_memory_size)
+
+
+def load_plugins(trt: Any, trt_logger: Any) -> None:
+    """TensorRT's own plugins; the lean runtime has them inside."""
+    if not is_lean(trt):
+        trt.init_libnvinfer_plugins(trt_logger, "")
 
 
 def new_context(trt: Any, engine: Any, memory: int, size: int) -> Any:

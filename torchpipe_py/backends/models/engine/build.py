@@ -12,20 +12,25 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.models.bounds import Bounds, Shape
-from torchpipe_py.backends.models.engine_cache import EngineCache
-from torchpipe_py.backends.models.onnx_graph import half_model, node_name
-from torchpipe_py.backends.models.tensorrt_api import (
+from torchpipe_py.backends.models.engine.api import (
     configure,
     has_quantization,
+    is_lean,
     is_strongly_typed,
+    load_plugins,
     messages,
     network_flags,
+    profile_range,
     said,
     set_precision,
 )
+from torchpipe_py.backends.models.engine.cache import EngineCache
+from torchpipe_py.backends.models.engine.half import check_half, half_model, is_quantised
+from torchpipe_py.backends.models.engine.precision import check_precision, is_ignored, multiplying_layers
+from torchpipe_py.backends.models.onnx_graph import node_name
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import BackendUnavailable, ConfigError
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -49,7 +54,13 @@ class EngineSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     workspace: int = 1024
+    version_compatible: bool = False
     cipher: Cipher | None = None
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether no message may name a layer."""
+        return self.cipher is not None
 
     def key(self, trt: Any, gpu: str) -> dict[str, Any]:
         """What an engine file must have been built from to be loaded; readable, and equal only if all is equal."""
@@ -65,6 +76,7 @@ class EngineSpec:
             "mean": list(self.mean),
             "std": list(self.std),
             "workspace": self.workspace,
+            "version_compatible": self.version_compatible,
         }
 
 
@@ -74,8 +86,10 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
     Without ``cache_path`` it is built at every start.
     """
     if not cache_path:
+        if is_lean(trt):
+            raise BackendUnavailable(f"{spec.model}: {_only_runs(trt)}")
         logger.warning("%s: no model::cache is given, the engine is built at every start", spec.model)
-        return load_engine(trt, build_engine(trt, spec, None), spec.model)
+        return new_engine(trt, spec, None)[0]
     cache, key = EngineCache(cache_path, spec.cipher), spec.key(trt, gpu)
     engine, _ = _kept_engine(trt, cache, key)
     if engine is not None:  # without the lock: files are replaced whole, and a cache may be on a read-only disk
@@ -85,28 +99,44 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
         if engine is not None:
             return engine
         logger.warning("engine %s: %s; building it from %s", cache_path, reason, spec.model)
-        content = build_engine(trt, spec, cache)
+        engine, content = new_engine(trt, spec, cache)
         cache.store(content, key)
-    return load_engine(trt, content, cache_path)
+    return engine
 
 
 def _kept_engine(trt: Any, cache: EngineCache, key: dict[str, Any]) -> tuple[Any, str]:
-    """The engine in the cache if it is right and TensorRT takes it; else ``None`` and the reason."""
+    """The engine in the cache if it is right and TensorRT takes it; else ``None`` and the reason.
+
+    ``BackendUnavailable`` instead where only the lean runtime is installed, which cannot build another.
+    """
     content, reason = cache.load(key)
-    if content is None:
-        return None, reason
-    try:
-        return load_engine(trt, content, str(cache.path)), ""
-    except ConfigError as error:
-        return None, str(error)
+    engine = None
+    if content is not None:
+        try:
+            engine = load_engine(trt, content, str(cache.path), key["version_compatible"])
+        except ConfigError as error:
+            reason = str(error)
+    if engine is None and is_lean(trt):
+        raise BackendUnavailable(f"engine {cache.path}: {reason}; {_only_runs(trt)}")
+    return engine, reason
 
 
-def load_engine(trt: Any, content: bytes, name: str) -> Any:
+def _only_runs(trt: Any) -> str:
+    return (
+        f"the lean runtime of TensorRT {trt.__version__} builds no engine: build it where TensorRT is installed, with "
+        "version_compatible = true and model::cache, and bring that file here with its .key"
+    )
+
+
+def load_engine(trt: Any, content: bytes, name: str, version_compatible: bool = False) -> Any:
     """``content`` as an ``ICudaEngine`` on the current device; ``ConfigError`` where TensorRT refuses it."""
     said_by = messages(trt)
     with said_by.collected() as errors:
-        trt.init_libnvinfer_plugins(said_by.logger, "")
-        engine = trt.Runtime(said_by.logger).deserialize_cuda_engine(content)
+        load_plugins(trt, said_by.logger)
+        runtime = trt.Runtime(said_by.logger)
+        if version_compatible:
+            runtime.engine_host_code_allowed = True  # the lean runtime of the version that built it, inside
+        engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise ConfigError(
                 f"{name}: TensorRT {trt.__version__} cannot load this engine; engines fit one version of TensorRT and "
@@ -115,19 +145,57 @@ def load_engine(trt: Any, content: bytes, name: str) -> Any:
     return engine
 
 
-def build_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> bytes:
+def new_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> tuple[Any, bytes]:
+    """An engine built for the current device, and the content of its file.
+
+    ``ConfigError`` where it does not compute in the precision that was asked for. A weakly typed network leaves that to
+    TensorRT, which takes fp32 where it measures it as faster, small layers above all: if it does so everywhere, the
+    engine is built again with fp16 demanded.
+    """
+    engine, content = _loaded(trt, spec, cache, insists=False)
+    if spec.precision == "best":
+        return engine, content
+    layers = multiplying_layers(trt, engine, _largest_shapes(trt, engine))
+    if spec.precision == "fp16" and not is_strongly_typed(trt) and is_ignored(layers, "fp16", spec.fp32_layers):
+        logger.warning("%s: TensorRT chose fp32 for all of it; building it again with fp16 demanded", spec.model)
+        engine, content = _loaded(trt, spec, cache, insists=True)
+        layers = multiplying_layers(trt, engine, _largest_shapes(trt, engine))
+    check_precision(spec.model, str(trt.__version__), layers, spec.precision, spec.fp32_layers, spec.is_secret)
+    return engine, content
+
+
+def _loaded(trt: Any, spec: EngineSpec, cache: EngineCache | None, insists: bool) -> tuple[Any, bytes]:
+    content = build_engine(trt, spec, cache, insists)
+    return load_engine(trt, content, spec.model, spec.version_compatible), content
+
+
+def _largest_shapes(trt: Any, engine: Any) -> dict[str, tuple[int, ...]]:
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+    return {name: profile_range(engine, name, 0)[1] for name in inputs}
+
+
+def build_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None, insists: bool = False) -> bytes:
     """Build for the current device; takes tens of seconds, with a line in the log every five."""
     said_by = messages(trt)
     with said_by.collected() as errors, _progress(spec):
-        trt.init_libnvinfer_plugins(said_by.logger, "")
+        load_plugins(trt, said_by.logger)
         builder = trt.Builder(said_by.logger)
         network = builder.create_network(network_flags(trt))
         _parse(trt, spec, network, said_by.logger)
         config = builder.create_builder_config()
-        configure(trt, config, spec.workspace << 20)
-        if spec.precision == "int8" and not is_strongly_typed(trt) and not has_quantization(trt, network):
+        configure(trt, config, spec.workspace << 20, spec.version_compatible)
+        if spec.precision == "int8" and not has_quantization(trt, network):
             raise ConfigError(f"{spec.model}: precision = int8 needs a quantised model, with QuantizeLinear nodes")
-        set_precision(trt, network, config, spec.precision, spec.fp32_layers, spec.cipher is not None)
+        set_precision(
+            trt,
+            network,
+            config,
+            spec.precision,
+            spec.fp32_layers,
+            insists=insists,
+            is_secret=spec.is_secret,
+        )
         for least, most in zip(spec.least.profiles, spec.most.profiles, strict=True):
             config.add_optimization_profile(_profile(builder, network, spec.model, least, most))
         _load_timing(config, cache)
@@ -140,8 +208,10 @@ def build_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> bytes
 
 def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
     content = spec.onnx
-    if is_strongly_typed(trt) and spec.precision != "fp32":
-        content = half_model(content, spec.fp32_layers, spec.cipher is not None)
+    if is_strongly_typed(trt) and spec.precision in ("fp16", "best") and not is_quantised(content):
+        content = half_model(content, spec.fp32_layers, spec.is_secret)
+        is_normalised = bool(spec.mean or spec.std)
+        check_half(spec.model, spec.onnx, content, spec.fp32_layers, spec.least, is_normalised, spec.is_secret)
     parser = trt.OnnxParser(network, trt_logger)
     if not parser.parse(content):
         problems = [parser.get_error(index) for index in range(parser.num_errors)]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class EngineCache:
             return None, f"{self.key_path.name}: {error}"
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return None, f"{self.key_path.name} is missing or unreadable"
-        changed = [name for name in sorted({*kept, *key}) if kept.get(name) != key.get(name)]
+        changed = [name for name in sorted({*kept, *key}) if not _is_same(name, kept.get(name), key)]
         if changed:
             shown = (f"{name} was {_short(kept.get(name))}, is {_short(key.get(name))}" for name in changed)
             return None, f"stale: {', '.join(shown)}"
@@ -150,6 +151,17 @@ def _open_lock(path: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def _is_same(name: str, kept: Any, key: dict[str, Any]) -> bool:
+    """Whether an engine that was built from ``kept`` will do; version-compatible ones run on a newer TensorRT too."""
+    if name == "TensorRT" and key.get("version_compatible"):
+        return _numbers(kept) <= _numbers(key[name])
+    return bool(kept == key.get(name))
+
+
+def _numbers(version: Any) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", str(version))]
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,1 @@
+"""TensorRT engines: what its versions differ in, building, the file that keeps one."""
