@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from torchpipe_py.backends.base import Backend, BackendConfig
+from torchpipe_py.backends.models.engine.api import MODULES
 from torchpipe_py.plan.build import plan_pipeline
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -44,6 +45,10 @@ decoders = pytest.mark.parametrize(
 needs_tensorrt = pytest.mark.skipif(
     not torch.cuda.is_available() or not _is_there("tensorrt"),
     reason="TensorRT is not installed" if torch.cuda.is_available() else "no CUDA device",
+)
+needs_engines = pytest.mark.skipif(
+    not torch.cuda.is_available() or not any(map(_is_there, MODULES)),
+    reason="neither TensorRT nor its lean runtime is installed" if torch.cuda.is_available() else "no CUDA device",
 )
 
 

@@ -1,0 +1,120 @@
+"""What engines compute in on a GPU, and engines that another version of TensorRT has built."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import MEAN, STD, backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
+from onnx import TensorProto, helper, numpy_helper, save
+from test_tensorrt import small_model
+
+from torchpipe_py.backends.base import Backend
+from torchpipe_py.backends.models.engine.api import is_lean, load_tensorrt, profile_range
+from torchpipe_py.backends.models.engine.precision import Layer, multiplying_layers
+
+pytestmark = pytest.mark.timeout(400)
+
+NORMALISE = {"mean": ", ".join(map(str, MEAN)), "std": ", ".join(map(str, STD))}
+
+
+def quantised_model(path: Path, channels: int = 32) -> str:
+    """A convolution between QuantizeLinear and DequantizeLinear, of its input and of its weights."""
+    weight = np.random.default_rng(0).integers(-127, 128, (channels, 3, 3, 3)).astype(np.int8)
+    arrays = {
+        "weight": weight,
+        "scale": np.float32(0.05),
+        "weight_scale": np.full(channels, 0.01, np.float32),
+        "zero": np.int8(0),
+        "weight_zero": np.zeros(channels, np.int8),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["steps"]),
+        helper.make_node("DequantizeLinear", ["steps", "scale", "zero"], ["rounded"]),
+        helper.make_node("DequantizeLinear", ["weight", "weight_scale", "weight_zero"], ["real"], axis=0),
+        helper.make_node("Conv", ["rounded", "real"], ["y"], name="conv", pads=[1, 1, 1, 1]),
+    ]
+    shapes = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", count, 16, 16])
+        for name, count in (("x", 3), ("y", channels))
+    ]
+    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "quantised", shapes[:1], shapes[1:], tensors)
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))
+    return str(path)
+
+
+def layers_of(backend: Backend) -> list[Layer]:
+    used: Any = backend
+    shapes = {name: profile_range(used._engine, name, 0)[1] for name in used._inputs}
+    layers = multiplying_layers(load_tensorrt(), used._engine, shapes)
+    print([(layer.name, layer.precision) for layer in layers])
+    return layers
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_small_model_runs_in_what_was_asked_for(tmp_path: Path, precision: str) -> None:
+    model = small_model(tmp_path / "small.onnx", channels=8)
+    with backend_of({"backend": "TensorrtTensor", "model": model, "max": 4, "precision": precision}) as backend:
+        assert {layer.precision for layer in layers_of(backend)} == {precision}
+
+
+@needs_tensorrt
+def test_a_resnet_tells_its_layers_and_they_are_fp16(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"backend": "TensorrtTensor", "model": resnet("resnet18")[1], "max": 4, **NORMALISE}
+    with caplog.at_level(logging.WARNING), backend_of(config) as backend:
+        layers = layers_of(backend)
+    assert len(layers) >= 20
+    others = [layer for layer in layers if layer.precision != "fp16"]
+    assert bool(others) == ("layers run otherwise" in caplog.text)
+    assert len(others) <= 2
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "int8", "best"])
+def test_a_quantised_model_runs_in_int8(tmp_path: Path, precision: str) -> None:
+    model = quantised_model(tmp_path / "quantised.onnx")
+    with backend_of({"backend": "TensorrtTensor", "model": model, "max": 4, "precision": precision}) as backend:
+        assert {layer.precision for layer in layers_of(backend)} == {"int8"}
+        assert forward(backend, [photo(16, 16, 0)])[0]["result"].shape == (1, 32, 16, 16)
+
+
+@needs_engines
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+def test_an_engine_runs_on_the_version_that_built_it_and_on_newer_ones(arch: str) -> None:
+    """The first run builds it and keeps what it gives; later ones, of any version, are compared with that."""
+    model, kept = work_dir() / f"{arch}.onnx", work_dir() / f"{arch}_compatible.pt"
+    trt = load_tensorrt()
+    if not kept.exists():
+        if is_lean(trt):
+            pytest.skip("the lean runtime builds no engines, and there is none in TORCHPIPE_GPU_CACHE")
+        resnet(arch)
+    config = {
+        "backend": "SyncTensor[TensorrtTensor]",
+        "model": str(model),
+        "max": 8,
+        "model::cache": str(work_dir() / f"{arch}_compatible.trt"),
+        "version_compatible": True,
+        **NORMALISE,
+    }
+    mats = [photo(224, 224, 100 + seed) for seed in range(8)]
+    if kept.exists():
+        mats = list(torch.load(kept)["mats"].numpy())
+    with backend_of(config) as backend:
+        alone = forward(backend, mats[:1])[0]["result"]
+        for count in range(1, 9):  # each size twice: captured, and replayed
+            for _ in range(2):
+                results = torch.cat([item["result"] for item in forward(backend, mats[:count])]).cpu()
+        assert torch.equal(results[:1], alone.cpu())
+    if kept.exists():
+        wanted = torch.load(kept)["results"]
+        worst = float(((results - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
+        print(f"{arch}: TensorRT {trt.__version__}, relative difference at most {worst:.2e}")
+        assert worst < 1e-2
+    else:
+        torch.save({"mats": torch.from_numpy(np.stack(mats)), "results": results}, kept)
