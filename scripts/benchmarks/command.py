@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from torchpipe_server.worker.worker import limit_threads
@@ -14,6 +15,8 @@ from torchpipe_server.worker.worker import limit_threads
 from benchmarks.common import Report, machine, show, write_json
 from benchmarks.gpu import in_process as gpu
 from benchmarks.gpu.service import served
+from benchmarks.gpu.sharing import add_choice, choice_of
+from benchmarks.gpu.sharing import shared as shared_on_gpu
 from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
 from benchmarks.in_process.processes import processes
@@ -25,6 +28,7 @@ from benchmarks.service.isolation import isolation
 from benchmarks.service.mean import mean
 from benchmarks.service.models import service
 from benchmarks.service.over_http import over_http
+from benchmarks.service.sharing import shared
 from benchmarks.service.tracing import tracing
 from benchmarks.service.workers import workers
 
@@ -41,6 +45,7 @@ ON_CPU: dict[str, Benchmark] = {
     "service": service,
     "over_http": over_http,
     "workers": workers,
+    "shared": shared,
     "tracing": tracing,
     "io_cost": io_cost,
     "mean": mean,
@@ -56,7 +61,8 @@ ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = 
     "g6": gpu.engine_alone,
     "g3g4": served,
 }
-NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "pycuda", "cv2")
+NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "cv2")
+WITHOUT_BASELINE = ("limits", "g5", "g6", "shared")  # need no pycuda
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,13 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_gpu(argv: Sequence[str] | None = None) -> int:
     """0 when every target is met, 1 when one is missed, 2 where it cannot run."""
-    parser = _parser("Limit, baseline and the pipe on a GPU, in one run.", ON_GPU)
+    parser = _parser("Limit, baseline and the pipe on a GPU, in one run.", [*ON_GPU, "shared"])
     parser.add_argument("--work", default="build/bench_gpu", help="folder for model and engines")
     parser.add_argument("--cores", type=int, help="use only so many cores")
+    add_choice(parser)
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that services are ended
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])  # before any thread is started
-    missing = [name for name in NEEDED_ON_GPU if importlib.util.find_spec(name) is None]
+    needed = [*NEEDED_ON_GPU, *(["pycuda"] if args.name not in WITHOUT_BASELINE else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if not missing or missing[0] != "torch":
         import torch
 
@@ -89,11 +98,12 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     limit_threads()
     here, engines = machine(), gpu.Engines(args.work)
     what = f"{torch.cuda.get_device_name()}, {here['cores']} cores {here['cpu']}, Python {here['python']}"
-    benchmarks = {name: partial(benchmark, engines) for name, benchmark in ON_GPU.items()}
+    benchmarks: dict[str, Benchmark] = {name: partial(benchmark, engines) for name, benchmark in ON_GPU.items()}
+    benchmarks["shared"] = partial(shared_on_gpu, engines, choice_of(args))
     return _run(benchmarks, args, f"{what}, PyTorch {torch.__version__}, TensorRT {tensorrt.__version__}")
 
 
-def _parser(description: str, names: Mapping[str, object]) -> argparse.ArgumentParser:
+def _parser(description: str, names: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks.common import REPOSITORY, Load, Report, interleave, median_load, test_jpeg
 from benchmarks.gpu.in_process import SIDE, WARM_UP, Engines, cores, cpu_pipe, gpu_pipe
-from benchmarks.service.servers import client_report, free_port, load_in, run_clients, serving, started
+from benchmarks.service.observed import observed
+from benchmarks.service.servers import free_port, run_clients, serving, started
 from torchpipe_py.export.toml import to_toml
-from torchpipe_py.loadtest.measure.nodes import node_figures
 
 WORKERS = (4, 8, 2, 1)
 FEW, MANY = 20, 100
@@ -60,7 +58,7 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
         notes: dict[str, str] = {}
         for workers in WORKERS:
             rounds_of.setdefault(f"baseline, {FEW} clients", []).append(run_clients(base, folder, FEW, seconds))
-            for name, config in _configs(engines, workers).items():
+            for name, config in configs(engines, workers).items():
                 path = folder / f"{name}{workers}.toml".replace(" ", "_")
                 path.write_text(to_toml(config), encoding="utf-8")
                 what = f"{name}, {workers} worker{'s' * (workers > 1)}, {how}"
@@ -84,26 +82,11 @@ def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment:
 def _observed(
     notes: dict[str, str], name: str, http: int, port: int, folder: Path, clients: int, seconds: float
 ) -> Load:
-    """A run, and a note of what the nodes and the machine did meanwhile."""
-    before = _stats(http)
-    report = client_report(port, folder, clients, seconds)
-    after = _stats(http)
-    parts = [f"machine {100 * (report['machine_busy'] or 0):.0f}% busy"]
-    for node, figures in node_figures(before, after, after["time"] - before["time"]).items():
-        batch = f" in {figures['mean_batch']:.1f}s" if figures["mean_batch"] > 1 else ""
-        times = "+".join(f"{figures[key]:.1f}" for key in ("queue_ms", "batch_wait_ms", "compute_ms"))
-        parts.append(f"{node}{batch} {times} ms")
-    notes[name] = ", ".join(parts)
-    return load_in(report)
+    load, notes[name] = observed(http, port, folder, clients, seconds)
+    return load
 
 
-def _stats(http: int) -> dict[str, Any]:
-    with urlopen(f"http://127.0.0.1:{http}/stats", timeout=10) as answer:
-        stats: dict[str, Any] = json.load(answer)
-    return stats
-
-
-def _configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
+def configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
     """What each of so many workers runs: together decoding threads for three quarters of the cores, 8 in a process."""
     decoders = max(2, min(8, 3 * cores() // 4 // workers))
     instances = 2 if workers == 1 else 1

@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 from benchmarks.common import REPOSITORY, Load, python
 
 SCRIPTS = REPOSITORY / "scripts"
 _WARMUP = ["--warmup", "5"]  # the default, 50 calls of each client, takes longer than a slice of a second
+_START_SECONDS = 600.0  # engines may have to be built
+_END_SECONDS = 30.0
+_REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
 
 
 @contextmanager
@@ -33,16 +36,24 @@ def serving(config: str, options: Sequence[str] = (), environment: Mapping[str, 
 def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[int]:
     """This interpreter on ``command``, which prints ``... on HOST:PORT ...`` when it serves; the port."""
     process = python(*command, stdout=subprocess.PIPE, cwd=REPOSITORY, environment=environment)
+    watchdog = Timer(_START_SECONDS, process.kill)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
+        watchdog.cancel()
         if not line:
             raise RuntimeError(f"{' '.join(command)} did not start")
         Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # a full pipe would stop who writes to it
         yield int(line.rsplit(" on ")[-1].split(" ")[0].rsplit(":", 1)[1])
     finally:
+        watchdog.cancel()
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def run_clients(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> Load:
@@ -55,7 +66,16 @@ def client_report(port: int, images: Path, clients: int, seconds: float, options
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         args = [*_WARMUP, "--img_dir", str(images), "--port", str(port), "--request_client", str(clients), *options]
         command = [sys.executable, str(SCRIPTS / "client_qps.py"), *args, "--duration", str(seconds), "--no-progress"]
-        subprocess.run([*command, "--json", file.name], check=True, capture_output=True)
+        done = subprocess.run(
+            [*command, "--json", file.name],
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=seconds + _REPORT_SECONDS,
+        )
+        if done.returncode:
+            raise RuntimeError(f"the load tester exited with {done.returncode}: {done.stderr.strip()[-300:]}")
         report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
     return report
 

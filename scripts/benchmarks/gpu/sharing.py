@@ -1,0 +1,185 @@
+"""One engine process for all workers of a GPU, against an engine in each worker: CPU decode and GPU decode."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from benchmarks.common import REPOSITORY, Load, Report, interleave, run_threads, test_jpeg
+from benchmarks.gpu.in_process import SIDE, BareEngine, Engines, cores, cpu_pipe, gpu_pipe
+from benchmarks.gpu.service import FEW, MANY, configs
+from benchmarks.service.servers import run_clients, started
+from benchmarks.service.sharing import Service, add_rows, images, in_child, measure, named, require_same, sharing, told
+
+CPU, GPU = "CPU decode", "GPU decode"
+MOST = 8  # workers of the comparisons of memory and of answers
+MODEL_MOST = 8  # images in a batch of the model
+CONTEXTS = 4  # of the bare engine
+ALL = [(what, workers, False) for what in (CPU, GPU) for workers in (1, 2, 4, 8)]
+ALL += [(what, workers, True) for what in (CPU, GPU) for workers in (2, 4, 8, 12)]
+QUICK = [
+    (GPU, 1, False), (GPU, 8, True), (GPU, 4, False), (GPU, 8, False), (CPU, 8, True), (CPU, 4, False),
+    (CPU, 8, False), (CPU, 4, True), (GPU, 4, True), (GPU, 12, True), (CPU, 1, False), (CPU, 12, True),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is measured: in a quick run what decides the targets, in this order until ``most_seconds`` are over.
+
+    ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have.
+    """
+
+    clients: tuple[int, ...]
+    is_quick: bool
+    most_seconds: float
+    decoders: int
+    decode_most: int
+    instances: int
+    images: int
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """The options of ``shared``."""
+    group = parser.add_argument_group("shared")
+    group.add_argument("--quick", action="store_true", help="only what decides the targets")
+    group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
+    group.add_argument(
+        "--clients", default=f"{FEW},{MANY}", metavar="N,N", help="client processes (default: %(default)s)"
+    )
+    group.add_argument("--decoders", type=int, default=2, help="instances of a shared node that decodes (default: 2)")
+    group.add_argument("--decode-max", type=int, default=16, help="images that it decodes in a call (default: 16)")
+    group.add_argument("--instances", type=int, default=2, help="instances of a shared model (default: 2)")
+    group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """What the options say."""
+    clients = tuple(map(int, args.clients.split(",")))
+    return Choice(clients, args.quick, args.most_seconds, args.decoders, args.decode_max, args.instances, args.images)
+
+
+def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
+    """One service after the other: idle ones would still hold memory and contexts."""
+    until = monotonic() + choice.most_seconds
+    report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
+    services = [_service(engines, choice, *which) for which in (QUICK if choice.is_quick else ALL)]
+    limits: dict[str, Load] = {}
+
+    def attempt(what: str, action: Callable[[], object]) -> None:
+        problem = "no time is left"
+        if monotonic() < until:
+            try:
+                action()
+                return
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        report.remarks.append(f"{what}: not measured: {problem}")
+        told(report.remarks[-1])
+
+    with images() as folder:
+        attempt("the engine alone", lambda: limits.update(in_child(engine_alone, engines, seconds, rounds)))
+        attempt("OpenCV alone", lambda: limits.update(_opencv_alone(seconds, rounds)))
+        if importlib.util.find_spec("pycuda") is None:
+            report.remarks.append("the classic recipe: not measured: pycuda is not installed")
+        else:
+            attempt("the classic recipe", lambda: limits.update(_classic(engines, folder, choice, seconds, rounds)))
+        told("\n".join(f"{name}: {load}" for name, load in limits.items()))
+        for service in services:
+            what = CPU if service.name.startswith(CPU) else GPU
+            has_check = service.is_shared and service.workers == MOST and choice.images
+            check = partial(require_same, report, what, configs(engines, 1)[what], choice.images)
+            then = check if has_check else None
+            attempt(service.name, partial(measure, service, folder, choice.clients, seconds, rounds, then))
+    report.add(limits)
+    add_rows(report, services, choice.clients)
+    judge(report, services)
+    return report
+
+
+def _service(engines: Engines, choice: Choice, what: str, workers: int, is_shared: bool) -> Service:
+    config = configs(engines, workers)[what]
+    if is_shared and what == CPU:
+        decoders = config["decode"]["instance_num"]
+        config = cpu_pipe(engines, decoders=decoders, most=MODEL_MOST, instances=choice.instances)
+        config = sharing(config, ["model"])
+    elif is_shared:
+        most, instances = choice.decode_most, choice.instances
+        config = gpu_pipe(engines, decoders=choice.decoders, decode_most=most, most=MODEL_MOST, instances=instances)
+        config = sharing(config, ["decode", "model"])
+    return Service(named(what, workers, is_shared), config, workers, is_shared)
+
+
+# -- limits -------------------------------------------------------------------------------------------------------
+
+
+def engine_alone(engines: Engines, seconds: float, rounds: int) -> dict[str, Load]:
+    """Builds the engine where it is not there yet; for a process of its own."""
+    bare = BareEngine(engines.engine(MODEL_MOST), MODEL_MOST, CONTEXTS, True)
+    name = f"limit: the engine alone, batches of {MODEL_MOST}, {CONTEXTS} contexts"
+    return interleave({name: partial(bare.load, seconds)}, rounds)
+
+
+def _opencv_alone(seconds: float, rounds: int) -> dict[str, Load]:
+    import cv2
+    import numpy as np
+
+    array = np.frombuffer(test_jpeg(), np.uint8)
+
+    def decode() -> None:
+        cv2.resize(cv2.imdecode(array, cv2.IMREAD_COLOR_RGB), (SIDE, SIDE))
+
+    name = f"limit: OpenCV decodes and resizes in {cores()} threads"
+    return interleave({name: partial(run_threads, decode, cores(), seconds)}, rounds)
+
+
+def _classic(engines: Engines, folder: Path, choice: Choice, seconds: float, rounds: int) -> dict[str, Load]:
+    engine = in_child(Engines.engine, engines, 1)
+    script = str(REPOSITORY / "scripts" / "baseline_server.py")
+    with started([script, "--port", "0", "--engine", engine, "--size", str(SIDE)], {}) as port:
+        subjects = {
+            f"the classic recipe, {clients} clients": partial(run_clients, port, folder, clients, seconds)
+            for clients in choice.clients
+        }
+        return interleave(subjects, rounds)
+
+
+# -- targets ------------------------------------------------------------------------------------------------------
+
+
+def judge(report: Report, services: Iterable[Service]) -> None:
+    """Hold the best shared service against the best separate one, and the memory of many workers against one's."""
+    services = list(services)
+    for what, clients, low in ((CPU, FEW, 1.5), (CPU, MANY, 1.15), (GPU, MANY, 1.4)):
+        ours, separate = (_best(services, what, clients, is_shared) for is_shared in (True, False))
+        if ours is None or separate is None:
+            continue
+        (name, load), (other, its_load) = ours, separate
+        report.require(f"{clients} clients: QPS of {name} against {other}", load.qps / its_load.qps, low=low)
+        if what == GPU:
+            report.require(f"{clients} clients: QPS of {name}", load.qps, low=10_000)
+            report.require("its p99, ms", load.p99, high=15)
+    for what in (CPU, GPU):
+        memory: dict[tuple[int, bool], Any] = {
+            (service.workers, service.is_shared): service.gpu_mib[-1]
+            for service in services
+            if service.name.startswith(what) and service.gpu_mib and service.gpu_mib[-1]
+        }
+        if {(1, False), (MOST, True)} <= memory.keys():
+            ratio = memory[MOST, True] / memory[1, False]
+            report.require(f"{what}: GPU memory of {MOST} workers, shared, against one", ratio, high=1.3)
+
+
+def _best(services: Iterable[Service], what: str, clients: int, is_shared: bool) -> tuple[str, Load] | None:
+    loads = [
+        (service.name, load)
+        for service in services
+        if service.name.startswith(what) and service.is_shared == is_shared and (load := service.load(clients))
+    ]
+    return max(loads, key=lambda one: one[1].qps, default=None)
