@@ -132,6 +132,7 @@ defaults
     timeout connect 30s
     timeout client 30s
     timeout server 30s
+    timeout check 30s
     http-reuse always
     option http-keep-alive
 frontend entry
@@ -139,7 +140,7 @@ frontend entry
     default_backend service
 backend service
     option httpchk GET /v2/health/ready
-    server only 127.0.0.1:{service} check inter 100ms
+    server only 127.0.0.1:{service} check inter 100ms rise 1 fall 1000
 """
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from fakes import WAIT
 from torchpipe_server.serving.journal import SLOT_BYTES, Entry, Journal, LastState
 from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
 
@@ -122,7 +121,7 @@ def _die(journal: Journal) -> None:
 def test_what_a_killed_process_wrote_is_there(journal: Journal, method: Any) -> None:
     process = multiprocessing.get_context(method).Process(target=_die, args=(journal,))
     process.start()
-    process.join(WAIT)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
     assert journal.read(0) == LastState(without_body(call("of the child", seqid=5)), False)
 
