@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
 #   bash scripts/test.sh [pytest arguments]
-# Without arguments all tests run, in four parts side by side: most of the time they wait.
+# Without arguments all tests run, in four parts side by side and beside mypy: most of the time they wait.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # else some hundred processes would each compile the package
@@ -9,14 +9,17 @@ bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check --quiet .
-"$bin/mypy"
-if [[ $# -gt 0 ]]; then exec "$bin/python" -m pytest "$@"; fi
+if [[ $# -gt 0 ]]; then
+  "$bin/mypy"
+  exec "$bin/python" -m pytest "$@"
+fi
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
 supervision=tests/server/supervisor/test_supervision.py
 pages=tests/test_docs.py
+"$bin/mypy" > "$logs/types" 2>&1 & types=$!
 run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision & first=$!
 run server tests/server --ignore=$supervision & second=$!
 run pages $pages tests/test_working_directory.py tests/loadtest & third=$!
@@ -26,5 +29,6 @@ run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,image
 wait $first || status=$?
 wait $second || status=$?
 wait $third || status=$?
-cat "$logs"/{slow,server,pages,rest}
+wait $types || status=$?
+cat "$logs"/{slow,server,pages,rest,types}
 exit $status
