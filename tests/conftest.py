@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import signal
@@ -33,6 +34,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 Register = Callable[[type], str]
 
 _numbers = itertools.count()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector, which tests call again and again, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -46,15 +46,6 @@ from torchpipe_py.plan.binding import FilterPlan
 Data = dict[str, Any]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_collections() -> Iterator[None]:
-    """Those of ``nothing_left`` look at what the tests make, not at all that was ever imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every worker is gone and reaped, and with it its descriptors and what it shared."""
