@@ -20,6 +20,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+LIGHT = HERE.parent / "light"
 DEMO = "configs/demo.toml"
 WAIT = 30.0
 MEBIBYTE = 2**20
@@ -48,12 +49,13 @@ class Service:
             self.write(**node)
         program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
         flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
+        light = {} if config else {"PYTHONPATH": str(LIGHT)}
         backends = ["--import", str(HERE / "chaos_backends.py")]
         self._began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, *program, str(self.config), *flags, *backends, *args],
             cwd=ROOT,
-            env={**os.environ, "CHAOS_FAULT": fault},
+            env={**os.environ, **light, "CHAOS_FAULT": fault},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

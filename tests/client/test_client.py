@@ -19,7 +19,7 @@ import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from flaky import CLIENTS, pauses
-from service import ROOT, Process, eventually, serving
+from service import LIGHT, ROOT, Process, eventually, serving
 from torchpipe_client import (
     ClientError,
     ConnectionLost,
@@ -75,7 +75,8 @@ def echo() -> Iterator[str]:
 def fatal(tmp_path: Path) -> Iterator[Process]:
     (tmp_path / "fatal.py").write_text(FATAL)
     (tmp_path / "fatal.toml").write_text('[node]\nbackend = "Fatal"\n')
-    with Process("--import", str(tmp_path / "fatal.py"), config=str(tmp_path / "fatal.toml")) as process:
+    args, light = ("--import", str(tmp_path / "fatal.py")), {"PYTHONPATH": LIGHT}
+    with Process(*args, config=str(tmp_path / "fatal.toml"), env=light) as process:
         yield process.wait_started()
 
 

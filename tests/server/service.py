@@ -38,6 +38,8 @@ from torchpipe_py.idl import load_idl
 
 ROOT = Path(__file__).parents[2]
 DEMO = "configs/demo.toml"
+LIGHT = str(ROOT / "tests" / "light")
+"""In ``PYTHONPATH``, a service whose pipe needs neither PyTorch nor ONNX starts without them."""
 IDL = load_idl()
 FRAMINGS = [(framed, compact) for framed in (False, True) for compact in (False, True)]
 BINARY_CALL = 0x80010001

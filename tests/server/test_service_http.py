@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
-from service import IDL, ROOT, Client, LocalServer, Process, connect, eventually, serving
+from service import IDL, LIGHT, ROOT, Client, LocalServer, Process, connect, eventually, serving
 from torchpipe_server.options import Options
 from torchpipe_server.serving.http import Routes
 from torchpipe_server.serving.protocols import Served
@@ -495,7 +495,8 @@ def test_a_worker_that_dies_with_a_request(tmp_path):
     )
     config = tmp_path / "hangs.toml"
     config.write_text('[node]\nbackend = "Hangs"\n')
-    with Process("--import", str(tmp_path / "hangs.py"), "--workers", "1", config=str(config)) as process:
+    args, light = ("--import", str(tmp_path / "hangs.py"), "--workers", "1"), {"PYTHONPATH": LIGHT}
+    with Process(*args, config=str(config), env=light) as process:
         process.wait_started()
         assert ask(process.port, b"x") == (200, {"result": 1})
         with connect(process.port) as sock:

@@ -21,6 +21,7 @@ from http_client import HttpClient
 from service import (
     DEMO,
     IDL,
+    LIGHT,
     ROOT,
     Client,
     FakePipe,
@@ -85,7 +86,7 @@ class Plugin:
         (folder / "blocker.toml").write_text('[node]\nbackend = "Blocker"\n')
 
     def process(self, *args: str, **env: str) -> Process:
-        env = {"PYTHONPATH": str(self.folder), **env}
+        env = {"PYTHONPATH": f"{self.folder}{os.pathsep}{LIGHT}", **env}
         return Process(*args, config=str(self.folder / "blocker.toml"), env=env)
 
     def wait_entered(self, name: str) -> None:

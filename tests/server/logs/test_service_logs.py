@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from service import IDL, Client, Process, connect, eventually, read_all
+from service import IDL, LIGHT, Client, Process, connect, eventually, read_all
 
 FORGED = '\n{"level":"critical","logger":"torchpipe_server","message":"forged"}\n'
 
@@ -113,7 +113,7 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
     config = tmp_path / "noisy.toml"
     config.write_text('[own]\nbackend = "Noisy"\nnext = "other"\n[other]\nbackend = "Process[Noisy]"\n')
     args = "--import", str(tmp_path / "noisy_plugin.py"), "--hang-seconds", "0"
-    with Process(*args, config=str(config)) as process:
+    with Process(*args, config=str(config), env={"PYTHONPATH": LIGHT}) as process:
         with Client(process.wait_started().port) as client:
             (worker,) = process.workers
             ask(client, b"x")

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from fakes import WAIT
-from service import IDL, Client, Process, eventually
+from service import IDL, LIGHT, Client, Process, eventually
 from test_figures import ONE
 from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
@@ -370,8 +370,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def serve(folder: Path, *args: str) -> Process:
-    config = str(folder / "steered.toml")
-    return Process("--import", "code_of_a_test", *args, config=config, env={"PYTHONPATH": str(folder)})
+    config, path = str(folder / "steered.toml"), f"{folder}{os.pathsep}{LIGHT}"
+    return Process("--import", "code_of_a_test", *args, config=config, env={"PYTHONPATH": path})
 
 
 def test_a_backend_that_does_not_return_has_its_worker_replaced(folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from fakes import WAIT, in_threads
-from service import IDL, Client, Process, connect, eventually
+from service import IDL, LIGHT, Client, Process, connect, eventually
 from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
@@ -64,6 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def serve(folder: Path, *args: str, **env: str) -> Process:
+    env = {"PYTHONPATH": LIGHT, **env}
     return Process("--import", str(folder / "steered.py"), *args, config=str(folder / "steered.toml"), env=env)
 
 

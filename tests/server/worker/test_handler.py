@@ -20,7 +20,7 @@ import thriftpy2.rpc
 import torchpipe_server
 from conftest import Register
 from fakes import WAIT, Gate
-from service import FRAMINGS, ROOT, FakePipe, LocalServer, Process, eventually
+from service import FRAMINGS, LIGHT, ROOT, FakePipe, LocalServer, Process, eventually
 from thriftpy2.protocol import TBinaryProtocolFactory, TCompactProtocolFactory
 from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TBufferedTransportFactory, TFramedTransportFactory
@@ -657,7 +657,7 @@ def test_the_package_gives_handler_without_heavy_imports():
 
 def process_of(folder: Path, reference: str, *args: str) -> Process:
     options = ("--handler", reference, "--import-code", str(folder / "blocks.py"), *args)
-    return Process(*options, config=str(folder / "mine.toml"), env={"PYTHONPATH": str(folder)})
+    return Process(*options, config=str(folder / "mine.toml"), env={"PYTHONPATH": f"{folder}{os.pathsep}{LIGHT}"})
 
 
 def test_a_handler_that_does_not_fit_ends_the_start(folder):
