@@ -394,11 +394,13 @@ class HandOverLane(Lane):
 
     def put(self, request: Request) -> None:
         request.caller = None
-        instance = self.instances[0]
-        if not self._starts(instance, request, request.arrived):
+        instance, start = self.instances[0], request.arrived
+        if not self._starts(instance, request, start):
             return
 
         def finish(error: BaseException | None) -> None:
+            if instance.record.traces:
+                instance.record.traced((request,), start, start, perf_counter())
             if error is None:
                 self._go_on(instance, request)
             else:

@@ -163,7 +163,8 @@ class Supervisor:
         if child.answered is not True and child.ready_at and not child.is_dismissed:
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
             said = f"; it said: {words}" if (words := child.last_words()) else ""
-            logger.error("%s (pid %d) died%s; requests lost: %d%s", child.name, child.pid, how, lost, said)
+            what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
+            logger.error("%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, said)
             self._has_lost = self._has_lost or self._stopping_until is not None
 
     def said(self, child: Child, message: Said) -> None:

@@ -266,19 +266,22 @@ class _Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._fds: list[int] = []
         self.memory = LinkMemory.create()
+        self._fds.append(self.memory.fd)
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fds.append(fd)
         self._own_bell = Bell(self.memory.worker_asleep, fd)
         sock.settimeout(START_SECONDS)
         socket.send_fds(sock, [b"slots"], [self.memory.fd, fd])
         told, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
+        self._fds += descriptors
         if len(descriptors) != 2:
             raise EOFError
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told)
         self.bell = attach_bell(*descriptors)
-        os.close(descriptors[0])
         self.free = deque(range(SLOTS))
         self.calls: list[Call | None] = [None] * SLOTS
         self._seen = self.memory.from_engine()
@@ -308,8 +311,10 @@ class _Link:
         return bool(self._own_bell.sleep(self._poller, self.has_answers))
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """The engine process is gone."""
         self._sock.close()
-        os.close(self._own_bell.fd)
-        os.close(self.memory.fd)
-        os.close(self.bell.fd)
+
+    def __del__(self) -> None:
+        # NOTE: not before: a thread that has just written a request is about to ring.
+        for fd in self._fds:
+            os.close(fd)
