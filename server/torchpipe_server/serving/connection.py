@@ -108,11 +108,6 @@ class Connection:
             or self.reader.awaits_invitation
         )
 
-    @property
-    def can_cut(self) -> bool:
-        """Whether more messages are to be cut out of what was read; behind them it is seen that the client is gone."""
-        return self.uncut is not None and len(self.backlog) < BACKLOG
-
     def is_full(self, most_bytes: int) -> bool:
         """Whether so much waits that no more should be read."""
         waiting = len(self.backlog)
@@ -157,10 +152,13 @@ class Connection:
             self.message_since = 0.0
             if self.reader.pending_bytes and (len(self.backlog) >= BACKLOG or monotonic() > until):
                 return
-        self.uncut = self.reader.feed(b"") if self.reader.is_paused else None
+        self.uncut = None
         if not self.reader.pending_bytes:
             self.message_since = 0.0
-        elif not self.message_since:
+            return
+        if self.reader.is_paused:
+            self.uncut = self.reader.feed(b"")
+        if not self.message_since:
             self.message_since = monotonic()
 
     def next_message(self, until: float, takes_costly: bool) -> Request | None:
@@ -170,7 +168,7 @@ class Connection:
         """
         if self.is_gone:
             return None
-        if self.can_cut:
+        if self.uncut is not None and len(self.backlog) < BACKLOG:
             self._cut(until)
         if not self.backlog or (self.backlog[0].is_costly and not takes_costly):
             return None
@@ -195,23 +193,26 @@ class Connection:
         """Whether the I/O thread has to go on, after a turn in which a reply may have been made."""
         with self.lock:
             self.has_turn = False
-            if self.can_cut or (self.work is NONE and self.backlog):
+            # Behind messages that are still to be cut out it is seen that the client is gone.
+            if (self.uncut is not None and len(self.backlog) < BACKLOG) or (self.work is NONE and self.backlog):
                 return True
             return has_replies and self.work is not RUNNING and self.waits_for_loop
 
-    def begin(self, message: Request) -> int:
-        """A request's work begins; returns its serial number."""
+    def begin(self, message: Request) -> bool:
+        """A request's work begins, under the next ``serial``; whether all that was taken has begun with it."""
         self.journal.begin(message)
-        self.settle()
+        is_settled = self.settle()
         self.working_bytes = message.size
         self.serial += 1
         self.work = RUNNING
-        return self.serial
+        return is_settled
 
-    def settle(self) -> None:
-        """Tell the journal where all that was taken has begun."""
-        if self.is_settled:
+    def settle(self) -> bool:
+        """Whether all that was taken has begun, which the journal is told."""
+        is_settled = self.is_settled
+        if is_settled:
             self.journal.settle()
+        return is_settled
 
     def attach(self, ticket: Cancellable) -> bool:
         """Keep what can end the request begun last; ``False`` if it is answered already."""

@@ -270,13 +270,16 @@ class Server:
             return
         if connection.state is LINGERING:
             return
+        # NOTE: before messages are cut. The client may answer a reply that its thread is still at, and need not call.
+        has_replies = connection.begin_turn()
         try:
             until = connection.receive(data)
         except ProtocolError as error:
+            connection.end_turn(has_replies)
             self._refuse(connection, error)
             return
-        self._start_next(connection, until)
-        if connection.is_full(self._options.max_message_bytes):
+        is_settled = self._start_next(connection, until, has_replies)
+        if not is_settled and connection.is_full(self._options.max_message_bytes):
             self._watch(connection, connection.events & ~READ)
         self._held_bytes += len(data)
 
@@ -319,7 +322,7 @@ class Server:
             return
         is_written = connection.send_rest()
         if is_written:
-            self._start_next(connection, monotonic() + TURN_SECONDS, takes_costly)
+            self._start_next(connection, monotonic() + TURN_SECONDS, connection.begin_turn(), takes_costly)
         unsent = connection.unsent
         if unsent is not None:
             self._held_bytes += len(unsent)
@@ -361,16 +364,20 @@ class Server:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def _start_next(self, connection: Connection, until: float, takes_costly: bool = False) -> None:
-        """Begin the messages that wait, until the turn ends; the rest waits in line for another one."""
+    def _start_next(self, connection: Connection, until: float, has_replies: bool, takes_costly: bool = False) -> bool:
+        """Begin the messages that wait, until the turn ends; the rest waits in line for another one.
+
+        ``has_replies`` is what ``begin_turn`` said. Whether everything that was read has begun.
+        """
         if connection in self._turns:
-            return
-        has_replies = connection.begin_turn()
+            connection.end_turn(has_replies)
+            return False
+        is_settled = False
         try:
             while message := connection.next_message(until, takes_costly):
                 has_replies = True
-                self._start(connection, message)
-                if connection.is_settled or monotonic() > until:
+                is_settled = self._start(connection, message)
+                if is_settled or monotonic() > until:
                     break
         except ProtocolError as error:
             self._break_off(connection, error)
@@ -379,10 +386,11 @@ class Server:
             connection.invite()
         if connection.end_turn(has_replies):
             self._turns[connection] = None
-        connection.settle()
+        return is_settled or connection.settle()
 
-    def _start(self, connection: Connection, message: Request) -> None:
-        serial, began, request_id = connection.begin(message), monotonic(), ""
+    def _start(self, connection: Connection, message: Request) -> bool:
+        """Begin a request; whether it was the last of what was read."""
+        is_settled, began, request_id = connection.begin(message), monotonic(), ""
         head, service = message, self._protocols.of(message)
         if message.is_last:
             connection.end_after_replies()
@@ -401,9 +409,10 @@ class Server:
             ticket = method.start(args, partial(self._finish, connection, service, head, began, request_id))
         except Exception as error:
             self._finish(connection, service, head, began, request_id, error)
-            return
+            return is_settled
         if ticket is not None and connection.attach(ticket) and ticket.deadline is not None:
-            self._remember_deadline(ticket.deadline, connection, serial)
+            self._remember_deadline(ticket.deadline, connection, connection.serial)
+        return is_settled
 
     def _remember_deadline(self, deadline: float, connection: Connection, serial: int) -> None:
         heapq.heappush(self._deadlines, (deadline, next(self._counter), connection, serial))

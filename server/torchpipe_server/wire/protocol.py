@@ -167,7 +167,8 @@ class MessageReader:
         except ProtocolError as error:
             self.abandon(error)
             raise
-        self._hold(buffer, start, end)
+        if start < end or self._held:
+            self._hold(buffer, start, end)
 
     def invitation(self) -> bytes:
         """What tells it."""
