@@ -158,10 +158,18 @@ def _can_cast(given: np.dtype, wanted: np.dtype) -> bool:
 
 def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:
     try:
-        tensor = value.detach().cpu()
+        return to_numpy(value)
     except AttributeError:
         raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """A tensor as an array on the host, which may share its memory; as ``float32`` where NumPy has not its dtype."""
+    # NOTE: PyTorch gives up the GIL in each of its functions, and most tensors need only the last.
+    if not tensor.is_cpu or tensor.requires_grad:
+        tensor = tensor.detach().cpu()
     try:
-        return tensor.numpy()  # type: ignore[no-any-return]
-    except TypeError:  # NumPy has no bfloat16
-        return tensor.float().numpy()  # type: ignore[no-any-return]
+        array: np.ndarray = tensor.numpy()
+    except TypeError:  # bfloat16
+        array = tensor.float().numpy()
+    return array

@@ -207,6 +207,4 @@ class _Input:
         if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
             self._buffer = np.empty((max(len(arrays), self._most), *shape), self.dtype)
         batch: np.ndarray = self._buffer[: len(arrays)]
-        for row, array in zip(batch, arrays, strict=True):
-            np.copyto(row, array[0], casting="unsafe")  # as_array has looked at the numbers
-        return batch
+        return np.concatenate(arrays, out=batch, casting="unsafe")  # as_array has looked at the numbers

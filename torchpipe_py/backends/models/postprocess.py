@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Param, Postprocessors
+from torchpipe_py.backends.models.inputs import to_numpy
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec
 from torchpipe_py.errors import ConfigError, nearest
 
@@ -61,9 +62,8 @@ def make_postprocessor(cls: type, config: Mapping[str, Any]) -> Postprocessor:
 
 
 def on_host(tensor: Any) -> np.ndarray:
-    """A tensor as a float32 array on the host."""
-    values: np.ndarray = tensor.detach().float().cpu().numpy()
-    return values
+    """A tensor as a float32 array on the host, which may share its memory."""
+    return to_numpy(tensor).astype(np.float32, copy=False)
 
 
 def softmax(logits: Any) -> np.ndarray:
