@@ -215,6 +215,13 @@ class Backend:
         """Compute ``result`` from ``data`` for each item, in place."""
         raise NotImplementedError(type(self).__name__)
 
+    def forward_one(self) -> Callable[[Data], object] | None:
+        """``forward`` for one item, where it works item by item; asked after ``setup``.
+
+        An ``InvalidRequest`` that it raises is the item's outcome, its ``error``. ``None``: there is only ``forward``.
+        """
+        return None
+
     def close(self) -> None:
         """Release what ``setup`` acquired."""
 
@@ -335,6 +342,9 @@ class ItemBackend(Backend):
                 self.forward_item(item)
             except InvalidRequest as error:
                 item[TASK_ERROR_KEY] = error
+
+    def forward_one(self) -> Callable[[Data], object] | None:
+        return self.forward_item if type(self).forward is ItemBackend.forward else None
 
     def forward_item(self, item: Data) -> None:
         """Compute ``result`` from ``data`` for one item, in place.

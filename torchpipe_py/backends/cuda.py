@@ -213,6 +213,11 @@ class GuardedBackend(Backend):
         else:
             self._guard.run(self.forward_guarded, items)
 
+    def forward_one(self) -> Callable[[Data], object] | None:
+        own = type(self)
+        is_plain = own.forward is GuardedBackend.forward and own.forward_guarded is GuardedBackend.forward_guarded
+        return self.forward_item if is_plain and self._guard is None else None
+
     def close(self) -> None:
         if self._guard is not None:
             self._guard.close()

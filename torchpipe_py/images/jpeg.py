@@ -36,9 +36,13 @@ _FRAMES = {
 _TABLES = {0xC4, 0xCC, 0xDB, 0xDC, 0xDD}  # DHT, DAC, DQT, DNL, DRI
 _SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
+_PASSED = _SEGMENTS - {_SOS, _APP1, _APP14, *_FRAMES}
+"""Segments of which nothing is read but the length."""
 
 _NEXT_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _NEXT_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_segment_at = struct.Struct(">BBH").unpack_from
+_frame_at = struct.Struct(">HBHHB").unpack_from
 _PIECE = 2**18  # bytes that are searched in one call, which holds the GIL
 
 
@@ -63,8 +67,13 @@ class JpegHeader:
             raise DecodeError(f"JPEG: cut off in its header, after {len(data)} bytes") from None
 
     def _read(self, data: Bytes) -> None:
-        position = 2
+        position, last = 2, len(data) - 4
         for _ in range(MAX_SEGMENTS):
+            if position <= last:
+                start, marker, length = _segment_at(data, position)
+                if marker in _PASSED and start == 0xFF and length >= 2:
+                    position += 2 + length
+                    continue
             marker = data[position + 1]
             if data[position] == 0xFF and 0 < marker < 0xFF:
                 position += 2
@@ -111,7 +120,7 @@ class JpegHeader:
         if self.frame:
             # NOTE: whose size would count, one decoder says so and another so.
             raise DecodeError("JPEG: it has two frame headers")
-        length, bits, self.height, self.width, self.components = struct.unpack_from(">HBHHB", data, position)
+        length, bits, self.height, self.width, self.components = _frame_at(data, position)
         kind = _FRAMES[marker]
         if kind or bits != 8:
             what = kind or f"{bits} bits"

@@ -11,14 +11,13 @@ from typing import Any
 from torchpipe_py.backends.base import (
     Backend,
     Data,
-    ItemBackend,
     StatelessBackend,
     close_all,
     run_padded,
 )
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
-from torchpipe_py.filters import Status, run, swap
+from torchpipe_py.filters import RUN, SKIP, Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
 logger = logging.getLogger("torchpipe_py")
@@ -109,7 +108,9 @@ class Sequential(Backend):
             (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), _most(child))
             for filter_, child in zip(filters, self.config.children, strict=True)
         ]
-        self._single_steps = [(filter_, child, _single(child, forward)) for filter_, child, forward, _ in self._steps]
+        self._single_steps = [
+            (filter_, child, child.forward_one() or _alone(forward)) for filter_, child, forward, _ in self._steps
+        ]
 
     def forward(self, items: list[Data]) -> None:
         if len(items) == 1:
@@ -120,13 +121,13 @@ class Sequential(Backend):
             going = []
             for item in items:
                 status = filter_(item)
-                if status is Status.Run:
+                if status is RUN:
                     # Until the child says otherwise there is no outcome, whatever an earlier one left.
                     item.pop(TASK_RESULT_KEY, None)
                     item.pop(TASK_ERROR_KEY, None)
                     running.append(item)
                     going.append(item)
-                elif status is Status.Skip:
+                elif status is SKIP:
                     going.append(item)
                 elif status not in _ENDS:
                     raise _bad_status(status, child)
@@ -143,14 +144,14 @@ class Sequential(Backend):
         """The same for one item, without a list: most sequences see one request at a time."""
         for filter_, child, forward in self._single_steps:
             status = filter_(item)
-            if status is Status.Run:
+            if status is RUN:
                 item.pop(TASK_RESULT_KEY, None)
                 item.pop(TASK_ERROR_KEY, None)
                 try:
                     forward(item)
-                except InvalidRequest as error:  # from forward_item
+                except InvalidRequest as error:  # from forward_one
                     item[TASK_ERROR_KEY] = error
-            elif status is not Status.Skip:
+            elif status is not SKIP:
                 if status not in _ENDS:
                     raise _bad_status(status, child)
                 return
@@ -192,10 +193,8 @@ def _most(child: Backend) -> int:
     return sys.maxsize if child.any_batch else child.max()
 
 
-def _single(child: Backend, forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:
+def _alone(forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:
     """``forward`` for one item."""
-    if isinstance(child, ItemBackend) and type(child).forward is ItemBackend.forward:
-        return child.forward_item
     return lambda item: forward([item])
 
 
