@@ -23,7 +23,7 @@ from torchpipe_py.backends.models.engine import build as engine_build
 from torchpipe_py.backends.models.engine.api import Messages
 from torchpipe_py.backends.models.engine.build import EngineSpec, cached_engine
 from torchpipe_py.backends.models.engine.cache import EngineCache
-from torchpipe_py.backends.models.engine.half import half_model
+from torchpipe_py.backends.models.engine.half import check_half, half_model
 from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID, ModelFile
@@ -207,6 +207,17 @@ def test_layers_that_are_not_there_do_not_tell_those_that_are(plain: str) -> Non
         half_model(content, (f"{NAME}_com",))
     with pytest.raises(ConfigError, match=f"no layer '{NAME}_com'; {UNSAID}$"):
         half_model(content, (f"{NAME}_com",), is_secret=True)
+
+
+def test_a_trial_in_fp16_does_not_name_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = Path(breaks_when_run(tmp_path / "m.onnx")).read_bytes()
+    caplog.set_level(logging.INFO, "torchpipe_py")
+    check_half("m.onnx.enc", content, content, (), to_bounds(1), is_normalised=False, is_secret=True)
+    printed = capfd.readouterr()
+    assert caplog.messages == [f"m.onnx.enc: its fp16 form is not compared with it: {UNSAID}"]
+    assert NAME not in printed.out + printed.err
 
 
 def test_messages_of_tensorrt_are_left_out_once_a_model_is_encrypted(caplog: pytest.LogCaptureFixture) -> None:

@@ -120,7 +120,9 @@ def _run(content: bytes, least: Bounds, is_normalised: bool) -> dict[str, np.nda
     keep_telemetry_off()
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what it says is in the exception, and may be secret
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     values = session.run(None, _made_up(session.get_inputs(), least, is_normalised))
     named = zip(session.get_outputs(), values, strict=True)
     return {output.name: value for output, value in named if np.issubdtype(value.dtype, np.floating)}
