@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
 
+import pytest
 from benchmarks.common import Load, Report
 from benchmarks.gpu.sharing import CPU, GPU, add_choice, choice_of, judge
 from benchmarks.service.observed import hand_over
-from benchmarks.service.sharing import Answer, Service, difference, named, sharing
+from benchmarks.service.sharing import Answer, Service, difference, in_child, named, sharing
 
 
 def _service(what: str, workers: int, is_shared: bool, qps: float, gpu_mib: float = 0.0) -> Service:
@@ -61,3 +63,11 @@ def test_options() -> None:
     choice = choice_of(parser.parse_args(["--quick", "--clients", "1,7,200"]))
     assert choice.is_quick
     assert choice.clients == (1, 7, 200)
+
+
+def test_a_child_returns_raises_or_crashes() -> None:
+    assert in_child(len, [1, 2]) == 2
+    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+        in_child(int, "x")
+    with pytest.raises(RuntimeError, match="_exit: the process crashed"):
+        in_child(os._exit, 3)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -134,8 +135,30 @@ def _memory(service: Service) -> str:
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
     """What the function returns in a process of its own, so that nothing of it stays on the device."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply_async(function, args).get(CHILD_SECONDS)
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_tell, args=(theirs, function, args), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(CHILD_SECONDS):
+            raise TimeoutError(f"{function.__name__} took more than {CHILD_SECONDS:g} s")
+        result, problem = ours.recv()
+    except EOFError:
+        raise RuntimeError(f"{function.__name__}: the process crashed") from None
+    finally:
+        child.kill()
+        child.join()
+    if problem:
+        raise RuntimeError(problem)
+    return result
+
+
+def _tell(connection: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        connection.send((function(*args), ""))
+    except Exception as error:
+        connection.send((None, f"{type(error).__name__}: {error}"))
 
 
 def pictures(count: int) -> list[bytes]:
