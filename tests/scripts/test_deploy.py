@@ -188,6 +188,7 @@ def test_clients_of_a_balancer_notice_nothing_when_a_service_ends(tmp_path: Path
     image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
     with Process("--http-port", "0") as one, Process("--http-port", "0") as two:
         text = HAPROXY.read_text().replace("0.0.0.0:8888", f"127.0.0.1:{port}").replace("inter 1s", "inter 50ms")
+        text = text.replace("timeout connect 2s", "timeout connect 30s\n    timeout check 30s")  # of a busy machine
         for service, there in ((one, "10.0.0.1:8888 port 8080"), (two, "10.0.0.2:8888 port 8080")):
             service.wait_started()
             status = re.search(r":(\d+)/", service.process.stdout.readline())[1]
