@@ -13,7 +13,7 @@ from torchpipe_py.filters import run
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, load_config
-from torchpipe_py.plan.graph import add_jumps, build_graph
+from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
 from torchpipe_py.values import Value
 
 _USUAL = "swap"
@@ -149,10 +149,18 @@ def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
         if not spec.shared or not _has_filter(spec, *_INSIDE):
             break
         nodes.append(after[0])
-    # NOTE: a request that ends inside the chain has to end here too: behind the chain nothing may run without a result.
-    if len(nodes) > 1 and not all(_has_filter(pipeline.spec.nodes[n], _USUAL) for n in graph.successors[nodes[-1]]):
-        return (head,)
-    return tuple(nodes)
+    # NOTE: a request that ends inside the chain has to end here too: behind the chain nothing may run without a result,
+    # and no other branch of the request may go on.
+    after, last = graph.successors[nodes[-1]], nodes[-1]
+    is_usual = all(_has_filter(pipeline.spec.nodes[name], _USUAL) for name in after)
+    ends_there = is_usual if after else _is_only_end(graph, last)
+    return tuple(nodes) if ends_there else (head,)
+
+
+def _is_only_end(graph: Graph, end: str) -> bool:
+    """Whether no request that comes to this end has another one."""
+    roots = graph.reached_from[end]
+    return all(graph.successors[name] or name == end or not roots & graph.reached_from[name] for name in graph.order)
 
 
 def _has_filter(node: NodeSpec, *names: str) -> bool:

@@ -1,0 +1,200 @@
+"""A plan in two: which nodes go to an engine process together, what is left to the workers, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchpipe_py import ConfigError, import_code, parse_toml
+from torchpipe_py.backends.base import Backend
+from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
+from torchpipe_py.plan.sharing import Section, engine_part, has_shared, sections, worker_part
+
+
+def node(after: str = "", shared: bool = True, **keys: Any) -> dict[str, Any]:
+    return {"backend": "Identity", "next": after, "shared": shared, **keys}
+
+
+def own(after: str = "", **keys: Any) -> dict[str, Any]:
+    """A node that each worker runs itself."""
+    return node(after, shared=False, **keys)
+
+
+def parts(config: dict[str, Any]) -> tuple[Pipeline, Pipeline]:
+    """What workers run, and what the engine process does."""
+    plan = plan_pipeline(config)
+    return worker_part(plan, lambda section, label: BackendPlan(Backend, f"remote {label}", {})), engine_part(plan)
+
+
+JOIN = "left[result:data],right[result:other]"
+FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "join": own(map=JOIN)}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"a": own("b"), "b": own()}, []),
+        ({"a": node()}, ["a"]),
+        ({"a": node("b"), "b": node("c"), "c": node()}, ["a b c"]),
+        ({"a": node("b"), "b": own("c"), "c": node()}, ["a", "c"]),
+        ({"a": own("b"), "b": node("c"), "c": node("d"), "d": own()}, ["b c"]),
+        ({"a": node("b"), "b": node("c", filter="SWAP"), "c": node()}, ["a b c"]),
+        # What is decided in between is decided in the worker.
+        ({"a": node("b"), "b": node("c", filter="run"), "c": node()}, ["a", "b c"]),
+        ({"a": node("b"), "b": node("c", filter="or"), "c": node()}, ["a", "b c"]),
+        ({"a": node("b"), "b": node(map="a[result:data]")}, ["a", "b"]),
+        # A request that ends inside of a section must end behind it as well.
+        ({"a": node("b"), "b": node("c"), "c": own(filter="run")}, ["a", "b"]),
+        ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="b[result:data]")}, ["a b"]),
+        # Forks and joins are the worker's.
+        ({"a": node("b,c"), "b": node(), "c": node()}, ["a", "c", "b"]),
+        ({"a": own("b,d"), "b": node("c"), "c": node(), "d": own()}, ["b", "c"]),
+        ({"a": own("b"), "b": node("c"), "c": node(), "other": own()}, ["b c"]),
+        ({**FORK, "root": node("left,right")}, ["root"]),
+        ({**FORK, "left": node("join"), "right": node("join")}, ["right", "left"]),
+        ({**FORK, "join": node("last", map=JOIN), "last": node()}, ["join last"]),
+        ({**FORK, "left": node("more"), "more": node("join")}, ["left", "more"]),
+        # What is read besides goes back to the worker.
+        ({"a": node("b"), "b": node("c"), "c": node("d"), "d": own(map="c[result:data],a[result:x]")}, ["a", "b", "c"]),
+        ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="c[result:data],b[result:x]")}, ["a b"]),
+        # Two graphs.
+        ({"a": node("b"), "b": node(), "c": node("d"), "d": node()}, ["c d", "a b"]),
+    ],
+)
+def test_sections(config: dict[str, Any], found: list[str]) -> None:
+    assert sections(plan_pipeline(config)) == [Section(tuple(one.split())) for one in found]
+
+
+def test_the_engine_process_runs_each_section_as_a_graph_of_its_own() -> None:
+    config = {
+        "a": own("b"),
+        "b": node("c", filter="or"),
+        "c": node("d"),
+        "d": own("e"),
+        "e": node(map="c[result:data]"),
+    }
+    _, engine = parts({"global": {"max_inflight": 7}, **config})
+    assert engine.graph.successors == {"b": ("c",), "c": (), "e": ()}
+    assert (set(engine.graph.roots), engine.graph.mapped) == ({"b", "e"}, frozenset())
+    assert engine.spec.max_inflight > 10**9, "its slots are the bound"
+    assert engine.plans["b"].filter.source.__name__ == "run", "the worker has asked it"
+
+
+def test_a_worker_has_one_node_for_each_section() -> None:
+    config = {
+        "a": own("b"),
+        "b": node("c", filter="or", instance_num=3, batching_timeout=5),
+        "c": node("d"),
+        "d": own("e"),
+        "e": own(map="c[result:data],d[result:x]"),
+    }
+    worker, _ = parts({"global": {"max_inflight": 7}, **config})
+    assert worker.graph.order == ("a", "b", "d", "e")
+    assert worker.graph.readers == {"a": (), "b": ("e",), "d": ("e",), "e": ()}
+    b = worker.plans["b"]
+    assert (b.label, b.spec.next, b.spec.filter) == ("remote Identity -> Identity", ("d",), "or")
+    assert (b.spec.instance_num, b.spec.batching_timeout) == ((1,), 0.0)
+    assert worker.spec.max_inflight == 7
+
+
+def test_several_instances_of_several_models_are_one_node_of_a_worker() -> None:
+    worker, engine = parts({"a": node("b", backend="Identity&Identity", instance_num="1&2"), "b": node()})
+    assert (worker.plans["a"].spec.instance_num, len(worker.plans["a"].backends)) == ((1,), 1)
+    assert engine.plans["a"].spec.instance_num == (1, 2)
+
+
+@pytest.mark.parametrize("backend", ["Jump", "MapReduce", "S[Identity,Jump]"])
+def test_a_worker_jumps_to_a_shared_graph(backend: str) -> None:
+    worker, engine = parts({"a": own(backend=backend, jump="b", **SPLIT[backend]), "b": node("c"), "c": node()})
+    assert worker.graph.jumps == {"a": ("b",)}
+    assert "a" in worker.graph.upstream["b"]
+    assert worker.graph.roots == ("a", "b")
+    assert engine.graph.successors == {"b": ("c",), "c": ()}
+
+
+SPLIT: dict[str, dict[str, Any]] = {"Jump": {}, "MapReduce": {"split": "data"}, "S[Identity,Jump]": {}}
+
+
+@pytest.mark.parametrize("name", ["decode", "detect", "merge", "digit"])
+def test_each_node_of_the_detector_alone_can_be_shared(name: str) -> None:
+    import_code("configs/examples/backends.py")
+    tables = parse_toml("configs/detector.toml")
+    tables[name]["shared"] = True
+    worker, engine = parts(tables)
+    assert list(engine.plans) == [name]
+    assert worker.graph.successors == plan_successors(tables)
+    assert worker.graph.jumps == {"digits": ("digit",)}
+
+
+def plan_successors(tables: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    nodes = {name: table for name, table in tables.items() if name != "global"}
+    return {name: (table["next"],) if "next" in table else () for name, table in nodes.items()}
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_runs_another_graph_cannot_be_shared() -> None:
+    plan = plan_pipeline({"a": node(backend="Jump", jump="b"), "b": own()})
+    for part in (sections, engine_part):
+        with pytest.raises(ConfigError) as caught:
+            part(plan)
+        assert str(caught.value) == (
+            "config: node 'a': key 'shared': a node that runs another graph cannot be shared; "
+            "share the nodes of that graph"
+        )
+
+
+def test_instances_that_several_nodes_use_cannot_be_shared() -> None:
+    plan = plan_pipeline({"a": node("a.again"), "a.again": {"next": "a.more"}, "a.more": {}})
+    with pytest.raises(ConfigError) as caught:
+        sections(plan)
+    assert str(caught.value) == (
+        "config: node 'a': key 'shared': a node whose instances others use cannot be shared: a.again, a.more"
+    )
+
+
+def test_all_that_cannot_be_shared_is_told_at_once() -> None:
+    config = {
+        "global": {"shared": True},
+        "a": {"next": "a.again"},
+        "a.again": {},
+        "b": {"backend": "Jump", "jump": "c"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        sections(plan_pipeline({**config, "c": {}}))
+    assert str(caught.value) == (
+        "config: global: key 'shared': a node whose instances others use cannot be shared: a.again\n"
+        "config: global: key 'shared': a node that runs another graph cannot be shared; share the nodes of that graph"
+    )
+
+
+@pytest.mark.parametrize("value", ["maybe", 2, [True], 0.5])
+def test_a_value_that_is_no_boolean(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"node 'a'.*'shared'"):
+        plan_pipeline({"a": {"backend": "Identity", "shared": value}, "b": {}})
+
+
+def test_all_nodes_can_be_shared_by_default() -> None:
+    found = sections(plan_pipeline({"global": {"shared": True}, "a": {"next": "b"}, "b": {"shared": "false"}, "c": {}}))
+    assert found == [Section(("c",)), Section(("a",))]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"a": own(), "b": node()}, True),
+        ({"a": own(), "b": own()}, False),
+        ({"global": {"shared": "1"}, "a": {}}, True),
+        ({"global": {"shared": True}, "a": {"shared": False}}, False),
+        ({"backend": "Identity", "shared": True}, True),
+        ({"a": {"backend": "Unheard", "shared": True}}, True),
+        ({"a": {"shared": "maybe"}, "b": node()}, False),
+        ({}, False),
+    ],
+)
+def test_whether_any_is_shared(config: dict[str, Any], expected: bool) -> None:
+    """A supervisor asks before anything is imported; the workers tell what is wrong."""
+    assert has_shared(config) is expected
