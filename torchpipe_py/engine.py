@@ -8,6 +8,7 @@ import select
 import socket
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -78,7 +79,12 @@ class EngineServer:
         self._is_closed = True
         os.eventfd_write(self._bell.fd, 1)
         self._thread.join()
-        return self.pipe.close(timeout)
+        is_closed = self.pipe.close(timeout)
+        for link in self._links.values():
+            link.end()
+        for sock in self._new:
+            sock.close()
+        return is_closed
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -127,14 +133,11 @@ class EngineServer:
     def _answer(
         self, link: _Link, slot: int, number: int, before: Data, taken: float, data: Data, error: BaseException | None
     ) -> None:
-        if error is not None:
-            link.answer(slot, number, Failure.of(error), True, taken)
-            return
-        if TASK_NODE_NAME_KEY in before:
-            data[TASK_NODE_NAME_KEY] = before[TASK_NODE_NAME_KEY]
-        else:
-            del data[TASK_NODE_NAME_KEY]
-        link.answer(slot, number, ItemOutcome.of(before, _on_cpu(data), keeps_arrays=True), False, taken)
+        try:
+            message: Any = _outcome(before, data) if error is None else Failure.of(error)
+        except Exception as failure:
+            message = Failure.of(failure)
+        link.answer(slot, number, message, isinstance(message, Failure), taken)
 
 
 class _Link:
@@ -145,6 +148,7 @@ class _Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._descriptors: list[int] = []
         sock.setblocking(False)
         self._has_met = self._is_over = False
         self._words = b""
@@ -158,15 +162,16 @@ class _Link:
         """Take the worker's memory, and tell it where to ring; ``False`` where the worker is gone."""
         try:
             told, descriptors, _, _ = socket.recv_fds(self._sock, 64, 2)
+            self._descriptors += descriptors
             if not told or self._has_met or len(descriptors) != 2:
                 return False
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
             self.memory = LinkMemory(descriptors[0])
             self._bell = Bell(self.memory.worker_asleep, descriptors[1])
             self._words = self.memory.from_worker()
-            for descriptor in descriptors:
-                os.set_inheritable(descriptor, False)
             socket.send_fds(self._sock, [hello], [bell.memory_fd, bell.bell.fd])
-        except OSError:
+        except (OSError, ValueError):
             return False
         self._has_met = True
         return True
@@ -209,11 +214,14 @@ class _Link:
         try:
             packed = Packed.of(message)
         except Exception as error:
-            is_failure, packed = True, Packed.of(Failure.of(stuck([message], error)))
+            is_failure, message = True, Failure.of(stuck([message], error))
+            packed = Packed.of(message)
         try:
             self.memory.answer(slot, number, packed, is_failure, taken, perf_counter())
         except TooLargeError as error:
-            self.memory.answer(slot, number, Packed.of(Failure.of(error)), True, taken, perf_counter())
+            # NOTE: for this one there is always room: nothing of what led to it is in it.
+            small = replace(message, trace="", pickled=b"") if is_failure else Failure.of(TooLargeError(str(error)))
+            self.memory.answer(slot, number, Packed.of(small), True, taken, perf_counter())
         self._bell.ring()
 
     def end(self) -> None:
@@ -226,9 +234,17 @@ class _Link:
 
     def __del__(self) -> None:
         # NOTE: not before: a thread that has just finished a request may be about to ring.
-        if self._has_met:
-            os.close(self._bell.fd)
-            os.close(self.memory.fd)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def _outcome(before: Data, data: Data) -> ItemOutcome:
+    """What the worker is told of the dict of a request."""
+    if TASK_NODE_NAME_KEY in before:
+        data[TASK_NODE_NAME_KEY] = before[TASK_NODE_NAME_KEY]
+    else:
+        data.pop(TASK_NODE_NAME_KEY, None)  # a backend may have cleared the dict
+    return ItemOutcome.of(before, _on_cpu(data), keeps_arrays=True)
 
 
 def _on_cpu(data: Data) -> Data:

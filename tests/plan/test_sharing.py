@@ -41,9 +41,10 @@ FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "j
         ({"a": node("b"), "b": own("c"), "c": node()}, ["a", "c"]),
         ({"a": own("b"), "b": node("c"), "c": node("d"), "d": own()}, ["b c"]),
         ({"a": node("b"), "b": node("c", filter="SWAP"), "c": node()}, ["a b c"]),
-        # What is decided in between is decided in the worker.
-        ({"a": node("b"), "b": node("c", filter="run"), "c": node()}, ["a", "b c"]),
-        ({"a": node("b"), "b": node("c", filter="or"), "c": node()}, ["a", "b c"]),
+        ({"a": node("b"), "b": node("c", filter="run"), "c": node(filter="or")}, ["a b c"]),
+        # What is decided for more than a node is decided in the worker.
+        ({"a": node("b"), "b": node("c", filter="SerialSkip"), "c": node()}, ["a", "b c"]),
+        ({"a": node("b"), "b": node("c"), "c": node(filter="break")}, ["a", "b", "c"]),
         ({"a": node("b"), "b": node(map="a[result:data]")}, ["a", "b"]),
         # A request that ends inside of a section must end behind it as well.
         ({"a": node("b"), "b": node("c"), "c": own(filter="run")}, ["a", "b"]),

@@ -17,7 +17,15 @@ from time import perf_counter, sleep
 from typing import Any, Protocol, TypeVar
 
 from torchpipe_py.backends.base import Data, DeferredBackend, HandOverBackend, run_padded
-from torchpipe_py.errors import BackendError, DeadlineExceeded, NoResult, PipeClosed, WorkerDied, describe
+from torchpipe_py.errors import (
+    BackendError,
+    DeadlineExceeded,
+    EngineUnavailable,
+    NoResult,
+    PipeClosed,
+    WorkerDied,
+    describe,
+)
 from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.batching import BatchQueue
@@ -194,7 +202,7 @@ class Lane:
             return self.is_closing  # a jump's own requests were closed, say
         if issubclass(kind, DeadlineExceeded):
             return request.deadline is not None and perf_counter() >= request.deadline
-        return issubclass(kind, WorkerDied)
+        return issubclass(kind, (WorkerDied, EngineUnavailable))
 
     def _backend_error(self, error: BaseException) -> BackendError:
         """What a caller gets for an exception in a backend."""

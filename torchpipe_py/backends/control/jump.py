@@ -7,7 +7,17 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from torchpipe_py.backends.base import Data, DeferredBackend, Graphs, Param
-from torchpipe_py.errors import BackendError, ConfigError, DeadlineExceeded, InvalidRequest, PipeClosed, first_line
+from torchpipe_py.errors import (
+    BackendError,
+    ConfigError,
+    DeadlineExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    PipeClosed,
+    TorchpipeError,
+    WorkerDied,
+    first_line,
+)
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_keys, to_str
 
@@ -91,9 +101,10 @@ class Jump(DeferredBackend):
             return error
         return None
 
-    def _failure(self, index: int, count: int, error: BaseException) -> BackendError:
+    def _failure(self, index: int, count: int, error: BaseException) -> TorchpipeError:
         which = f"element {index} of {count}: " if count > 1 else ""
-        failure = BackendError(f"{which}{self.jump!r}: {first_line(error)}")
+        kind = next((kind for kind in (WorkerDied, EngineUnavailable) if isinstance(error, kind)), BackendError)
+        failure = kind(f"{which}{self.jump!r}: {first_line(error)}")
         failure.__cause__ = error
         return failure
 

@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.process.transport import Packed
-from torchpipe_py.backends.shared.memory import SLOTS, Bell, LinkMemory, Row, attach_bell, changed
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, SLOTS, Bell, LinkMemory, Row, attach_bell, changed
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import EngineUnavailable, Failure, WorkerDied, log_failure
+from torchpipe_py.errors import EngineUnavailable, WorkerDied, log_failure
 
 HOLD_SECONDS = 0.4
 """How long a request waits for the next engine process when one has died."""
@@ -119,8 +119,16 @@ class Engine:
         with self._lock:
             self._is_closed = True
             self._changed.notify_all()
+            if self._link is not None:
+                self._link.wake()
         if self._thread is not None:
             self._thread.join(START_SECONDS)
+        with self._lock:
+            link, self._link = self._link, None
+            sock, self._next = self._next, None
+        for way in (link, sock):
+            if way is not None:
+                way.close()
 
     # -- to the engine process ----------------------------------------------------------------------------------
 
@@ -130,8 +138,7 @@ class Engine:
             link.memory.ask(call.slot, call.number, call.packed, call.section, perf_counter(), call.deadline)
         except Exception as error:
             self._free(link, call)
-            if not call.is_given_up:
-                call.done(None, error)
+            self._tell(call, None, error)
             return
         link.bell.ring()
 
@@ -170,24 +177,17 @@ class Engine:
 
     def _connect(self) -> None:
         """Wait for an engine process, and meanwhile fail the calls that have waited for too long."""
+        self._fail_late()
         with self._lock:
-            now = perf_counter()
-            late = [call for call in self._waiting if call.until <= now]
-            self._waiting = deque(call for call in self._waiting if call.until > now)
             sock, self._next = self._next, None
-            if sock is None and not late:
+            if sock is None:
                 first = min((call.until for call in self._waiting), default=inf)
-                self._changed.wait(None if first == inf else max(0.0, first - now))
+                if not self._is_closed:
+                    self._changed.wait(None if first == inf else max(0.0, first - perf_counter()))
                 return
-        for call in late:
-            if not call.is_given_up:
-                call.done(None, EngineUnavailable("the engine process has died, and the next one is not ready yet"))
-        if sock is None:
-            return
         try:
-            link = _Link(sock)
+            link = _Link(sock, self._meets)
         except (OSError, EOFError, ValueError):
-            sock.close()
             return
         with self._lock:
             self._link, self.sections = link, link.sections
@@ -196,27 +196,47 @@ class Engine:
             self._changed.notify_all()
         self._send_waiting(link)
 
+    def _meets(self) -> bool:
+        """Called while an engine process that has come does not tell yet what it runs: whether to wait on."""
+        self._fail_late()
+        return not self._is_closed
+
+    def _fail_late(self) -> None:
+        """Fail the calls that have waited too long for an engine process."""
+        with self._lock:
+            now = perf_counter()
+            late = [call for call in self._waiting if call.until <= now]
+            self._waiting = deque(call for call in self._waiting if call.until > now)
+        for call in late:
+            error = EngineUnavailable("the engine process has died, and the next one is not ready yet")
+            self._tell(call, None, error)
+
     def _take_answers(self, link: _Link) -> None:
         for slot in link.take_answered():
             call = link.calls[slot]
             assert call is not None
             reply = link.memory.reply(slot)
+            answer: Any = None
             error: BaseException | None = None
             try:
                 answer = link.memory.read(slot, reply, copies=True)
+                if reply.kind:
+                    answer, error = None, answer.error()
             except Exception as failure:
                 answer, error = None, failure
             self.figures.answered(call.asked, link.memory.request(slot), reply)
             link.memory.release(slot)
             self._free(link, call)
-            if call.is_given_up:
-                continue
-            if error is None and reply.kind:
-                error = answer.error() if isinstance(answer, Failure) else TypeError("no answer")
-            try:
-                call.done(answer, error)
-            except Exception as failure:
-                log_failure("the answer of the engine process cannot be told", failure)
+            self._tell(call, answer, error)
+
+    def _tell(self, call: Call, answer: Any, error: BaseException | None) -> None:
+        """End a call, unless nobody waits for it any more."""
+        if call.is_given_up:
+            return
+        try:
+            call.done(answer, error)
+        except Exception as failure:
+            log_failure("the answer of the engine process cannot be told", failure)
 
     def _lose(self, link: _Link) -> None:
         """The engine process has died: fail what it had, and let the rest wait for the next one."""
@@ -226,10 +246,10 @@ class Engine:
             until = perf_counter() + HOLD_SECONDS
             for call in self._waiting:
                 call.until = until
-        lost = [call for call in link.calls if call is not None and not call.is_given_up]
+        lost = [call for call in link.calls if call is not None]
         link.close()
         for call in lost:
-            call.done(None, WorkerDied("the engine process died while it had the request"))
+            self._tell(call, None, WorkerDied("the engine process died while it had the request"))
 
 
 class Figures:
@@ -262,9 +282,12 @@ class Figures:
 
 
 class _Link:
-    """The slots that a worker has in one engine process."""
+    """The slots that a worker has in one engine process.
 
-    def __init__(self, sock: socket.socket) -> None:
+    ``OSError``, ``EOFError`` where that ends before it has told what it runs, or ``meets()`` says not to wait for it.
+    """
+
+    def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:
         self._sock = sock
         self._fds: list[int] = []
         self.memory = LinkMemory.create()
@@ -272,8 +295,13 @@ class _Link:
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fds.append(fd)
         self._own_bell = Bell(self.memory.worker_asleep, fd)
-        sock.settimeout(START_SECONDS)
+        self._poller = select.poll()
+        self._poller.register(sock, select.POLLIN)
+        sock.setblocking(False)
         socket.send_fds(sock, [b"slots"], [self.memory.fd, fd])
+        while not self._poller.poll(1000 * SLEEP_SECONDS):
+            if not meets():
+                raise EOFError
         told, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
         self._fds += descriptors
         if len(descriptors) != 2:
@@ -286,9 +314,7 @@ class _Link:
         self.calls: list[Call | None] = [None] * SLOTS
         self._seen = self.memory.from_engine()
         self._numbers = [0] * SLOTS
-        self._poller = select.poll()
         self._poller.register(fd, select.POLLIN)
-        self._poller.register(sock, select.POLLIN)
 
     def take_slot(self, call: Call) -> None:
         """Give a call a free slot, and a number that the slot's last one had not."""
@@ -310,11 +336,16 @@ class _Link:
         """Sleep until something comes from the engine process; whether that is its end."""
         return bool(self._own_bell.sleep(self._poller, self.has_answers))
 
+    def wake(self) -> None:
+        """Have ``is_gone`` return."""
+        os.eventfd_write(self._own_bell.fd, 1)
+
     def close(self) -> None:
-        """The engine process is gone."""
+        """Tell the engine process that nobody takes its answers any more."""
         self._sock.close()
 
     def __del__(self) -> None:
         # NOTE: not before: a thread that has just written a request is about to ring.
+        self._sock.close()
         for fd in self._fds:
             os.close(fd)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchpipe_py.backends.process.transport import Packed, pack_sizes, padded, unpack
+from torchpipe_py.errors import InvalidRequest
 
 SLOTS = 128
 """Requests that a worker has in an engine process at most; further ones wait in the worker."""
@@ -22,6 +23,9 @@ SLOT_BYTES = 2**28
 
 KEPT_BYTES = 2**19
 """Of memory that a slot keeps for its next request; what a larger one took is given back."""
+
+FAILURE_BYTES = 2**16
+"""Of a slot, kept for the answer that there is no room for another."""
 
 SLEEP_SECONDS = 0.1
 """After which a sleeper looks for work by itself."""
@@ -54,7 +58,7 @@ class Row(NamedTuple):
     second: float
 
 
-class TooLargeError(ValueError):
+class TooLargeError(InvalidRequest):
     """A message that does not fit into a slot."""
 
 
@@ -100,6 +104,10 @@ class BellMemory:
         self.memory_fd = os.memfd_create("torchpipe-bell")
         os.ftruncate(self.memory_fd, mmap.PAGESIZE)
         self.bell = attach_bell(self.memory_fd, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+
+    def __del__(self) -> None:
+        os.close(self.memory_fd)
+        os.close(self.bell.fd)
 
 
 def attach_bell(memory_fd: int, fd: int) -> Bell:
@@ -202,8 +210,10 @@ class LinkMemory:
         head = pack_sizes(sizes)
         small = len(head) + packed.pickled.nbytes
         total = padded(small) + sum(map(padded, sizes))
-        if start + total > SLOT_BYTES:
-            raise TooLargeError(f"{total} bytes, with {start} before them: a slot holds {SLOT_BYTES}")
+        left = SLOT_BYTES - (start if rows == _ANSWERS else FAILURE_BYTES)
+        if total > left:
+            what = "an answer" if rows == _ANSWERS else "a request"
+            raise TooLargeError(f"{what} of {total} bytes is too large for shared nodes: {left} bytes are left for it")
         offset = _CONTENT + slot * SLOT_BYTES + start
         self._map[offset : offset + len(head)] = head
         self._map[offset + len(head) : offset + small] = packed.pickled

@@ -35,7 +35,10 @@ class Remote(HandOverBackend):
 
         def finish(outcome: Any, error: BaseException | None) -> None:
             if error is None:
-                outcome.apply(item, sent)
+                try:
+                    outcome.apply(item, sent)
+                except Exception as failure:  # the dict may be of a class of the caller's own
+                    error = failure
             done(error)
 
         call = Call(self._section, packed, request.deadline, finish)

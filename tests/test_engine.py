@@ -1,0 +1,450 @@
+"""Shared nodes in one process: an engine, and workers whose requests it runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections import Counter
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Register
+from engines import Worker, engine_of, link, workers_of
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+from service import eventually
+
+from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
+from torchpipe_py import pipe as plain_pipe
+from torchpipe_py.backends.shared import client, memory
+from torchpipe_py.engine import EngineServer
+from torchpipe_py.errors import EngineUnavailable, InvalidRequest
+from torchpipe_py.plan.build import plan_pipeline
+
+Data = dict[str, Any]
+HOLD = "hold"
+
+
+class Picky(Backend):
+    """``result`` is ``data``; blocks on ``hold`` until it is opened, raises for batches with something ``bad``."""
+
+    batches: list[list[Any]]
+    opened: threading.Event
+
+    def forward(self, items: list[Data]) -> None:
+        self.batches.append([item["data"] for item in items])
+        if items[0]["data"] == HOLD:
+            assert self.opened.wait(WAIT)
+        for item in items:
+            if item["data"] == "bad":
+                raise ValueError("a bad item")
+            item["result"] = item["data"]
+
+    def max(self) -> int:
+        return 8
+
+
+def picky(register: Register) -> tuple[str, list[list[Any]], threading.Event]:
+    """Its name, its batches, and what opens it."""
+    batches: list[list[Any]] = []
+    opened = threading.Event()
+    name = register(type("Picky", (Picky,), {"__doc__": Picky.__doc__, "batches": batches, "opened": opened}))
+    return name, batches, opened
+
+
+def shared(backend: str, **keys: Any) -> dict[str, Any]:
+    return {"a": {"backend": backend, "shared": True, **keys}}
+
+
+def queued(server: EngineServer) -> int:
+    return int(server.pipe.stats()["nodes"]["a"]["queued"])
+
+
+def lose(worker: Worker, server: EngineServer) -> None:
+    """Cut the way between the two, as the death of either does."""
+    (way,) = [each for each in server._links.values() if each.fileno() == worker.way.fileno()]
+    way._sock.shutdown(socket.SHUT_RDWR)
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_a_plain_pipe(register: Register) -> None:
+    """Two workers, many threads, a graph with a fork, a join, a section of two nodes, arrays in and out."""
+
+    class Scale(ItemBackend):
+        """``result`` is ``data`` times ``by``; nothing for what is negative."""
+
+        by = Param(int, 1, doc="factor")
+
+        def forward_item(self, item: Data) -> None:
+            item[f"seen_{self.by}"] = item["data"].shape
+            if item["data"][0] >= 0:
+                item["result"] = item["data"] * self.by
+
+    name = register(Scale)
+    config: dict[str, Any] = {
+        "global": {"backend": name, "instance_num": 2},
+        "root": {"by": 2, "next": "left,right"},
+        "left": {"by": 3, "next": "more", "shared": True},
+        "more": {"by": 5, "next": "join", "shared": True},
+        "right": {"by": 7, "next": "join", "shared": True},
+        "join": {"by": 11, "map": "more[result:data],right[result:other]", "next": "last", "shared": True},
+        "last": {"by": 13, "next": "end", "shared": True},
+        "end": {"by": 17},
+    }
+
+    def request(number: int) -> Data:
+        return {"data": np.full(3 + number % 2000, number - 5, np.int64), "number": number, "text": "ä"}
+
+    def comparable(data: Data) -> Data:
+        return {key: value.tolist() if isinstance(value, np.ndarray) else str(value) for key, value in data.items()}
+
+    expected = [request(number) for number in range(200)]
+    with plain_pipe(config) as plain:
+        plain(expected)
+    found = [request(number) for number in range(200)]
+    with workers_of(config, 2) as workers:
+        in_threads(8, lambda thread: [workers[thread % 2].pipe(found[at]) for at in range(thread, 200, 8)] and None)
+        assert [worker.pipe.stats()["inflight"] for worker in workers] == [0, 0]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert comparable(mine) == comparable(theirs)
+
+
+def test_a_dict_comes_back_as_a_backend_left_it(register: Register) -> None:
+    """Keys that were added, changed, deleted; what cannot be sent stays; the root's name is the caller's."""
+
+    class Edit(ItemBackend):
+        """Changes some keys."""
+
+        def forward_item(self, item: Data) -> None:
+            assert "stays" not in item
+            del item["removed"]
+            item["changed"] += 1
+            item["again"] = item["same"]
+            item["result"] = item.pop("data")
+
+    stays, same = threading.Lock(), b"x" * 100_000
+    config = {"a": {"backend": register(Edit), "shared": True}, "b": {"backend": "Identity"}}
+    with workers_of(config) as (worker,):
+        data = {"data": 1, "removed": 1, "changed": 1, "same": same, "stays": stays, "node_name": "a"}
+        worker.pipe(data)
+        assert data == {"result": 1, "changed": 2, "same": same, "again": same, "stays": stays, "node_name": "a"}
+        assert data["same"] is same
+        assert data["again"] is same
+
+
+def test_a_backend_that_clears_its_dict_is_answered(register: Register) -> None:
+    class Clear(ItemBackend):
+        """Leaves the result alone."""
+
+        def forward_item(self, item: Data) -> None:
+            item.clear()
+            item["result"] = 1
+
+    with workers_of(shared(register(Clear))) as (worker,):
+        data = {"data": 1, "extra": 2}
+        worker.pipe(data, timeout=WAIT)
+        assert data == {"result": 1}
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_form_of_all_workers_requests(register: Register) -> None:
+    gate = Gate(8)
+    with workers_of(shared(register(gate.backend)), 2) as workers, gate:
+        held = gate.hold(workers[0].pipe, {"data": "first"})
+        futures = [worker.pipe.submit({"data": number}) for worker in workers for number in range(3)]
+        eventually(lambda: queued(workers[0].server) == 6)
+        gate.open()
+        for future in (held, *futures):
+            outcome(future)
+    assert [len(batch) for batch in gate.batches] == [1, 6]
+
+
+def test_one_bad_of_eight_fails_alone(register: Register) -> None:
+    name, batches, opened = picky(register)
+    with workers_of(shared(name), 2) as workers:
+        for position in range(8):
+            opened.clear()
+            batches.clear()
+            held = workers[0].pipe.submit({"data": HOLD})
+            eventually(lambda: batches)
+            futures = []
+            for index in range(8):
+                data = {"data": "bad" if index == position else index}
+                futures.append(workers[index % 2].pipe.submit(data))
+                eventually(lambda count=index: queued(workers[0].server) == count + 1)
+            opened.set()
+            assert outcome(held)["result"] == HOLD
+            for index, future in enumerate(futures):
+                error = error_of(future)
+                if index == position:
+                    assert isinstance(error, BackendError)
+                    assert str(error) == f"node 'a': {name}: ValueError: a bad item"
+                    assert "in the worker process" in str(error.__cause__)
+                else:
+                    assert error is None
+                    assert outcome(future)["result"] == index
+            assert [len(batch) for batch in batches] == [1, 8, *[1] * 8]
+
+
+def test_more_requests_than_there_are_slots(register: Register) -> None:
+    gate = Gate(64)
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": -1})
+        futures = [worker.pipe.submit({"data": number}) for number in range(500)]
+        eventually(lambda: queued(worker.server) == memory.SLOTS - 1)
+        assert worker.engine.pending() == 501
+        gate.open()
+        assert [outcome(future)["result"] for future in (held, *futures)] == [-1, *range(500)]
+        assert worker.engine.pending() == 0
+    assert Counter(data for batch in gate.batches for data in batch) == Counter(range(-1, 500))
+
+
+# -- requests that end before their turn -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["future", "ticket", "deadline"])
+def test_what_nobody_waits_for_is_dropped_before_it_is_batched(register: Register, how: str) -> None:
+    gate = Gate(8)
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "first"})
+        others = [worker.pipe.submit({"data": number}) for number in range(3)]
+        ended: list[Any] = []
+        if how == "deadline":
+            with pytest.raises(DeadlineExceeded):
+                worker.pipe({"data": "dropped"}, timeout=0.01)
+        elif how == "future":
+            future = worker.pipe.submit({"data": "dropped"})
+            eventually(lambda: queued(worker.server) == 4)
+            assert future.cancel()
+        else:
+            ticket = worker.pipe.dispatch({"data": "dropped"}, lambda data, error: ended.append(error))
+            eventually(lambda: queued(worker.server) == 4)
+            assert ticket.cancel()
+            assert [type(error) for error in ended] == [CancelledError]
+        eventually(lambda: worker.server.pipe.stats()["inflight"] == 4)
+        gate.open()
+        assert [outcome(future)["data"] for future in (held, *others)] == ["first", 0, 1, 2]
+        eventually(lambda: worker.engine.pending() == 0)
+    assert gate.batches == [["first"], [0, 1, 2]]
+
+
+def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:
+    """Nobody waits at the worker's end, so it is the engine that looks."""
+    gate = Gate()
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "first"})
+        late = worker.pipe.submit({"data": "late"}, timeout=0.3)
+        eventually(lambda: queued(worker.server) == 1)
+        (request,) = [each for each in worker.server.pipe._runtime._inflight if each.data["data"] == "late"]
+        request.deadline = 0.0
+        gate.open()
+        outcome(held)
+        assert str(error_of(late)) == "deadline passed while queued at node 'a'"
+        assert isinstance(error_of(late), DeadlineExceeded)
+    assert gate.batches == [["first"]]
+
+
+# -- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_closed_ends_what_it_has(register: Register) -> None:
+    gate = Gate()
+    config = shared(register(gate.backend))
+    server = EngineServer(plan_pipeline(config))
+    worker = Worker(config, server)
+    with gate:
+        held = gate.hold(worker.pipe, {"data": "first"})
+        futures = [worker.pipe.submit({"data": number}) for number in range(5)]
+        eventually(lambda: queued(server) == 5)
+        closer = threading.Thread(target=server.close)
+        closer.start()
+        assert [type(error_of(future)) for future in futures] == [PipeClosed] * 5
+        gate.open()
+        assert outcome(held)["result"] == "first"
+    closer.join(WAIT)
+    assert not closer.is_alive()
+    assert isinstance(error_of(worker.pipe.submit({"data": 1})), (WorkerDied, EngineUnavailable))
+    worker.close()
+
+
+def test_an_engine_that_is_gone_fails_what_it_had(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what waited is run by the next one: nothing is lost, and nothing runs twice."""
+    monkeypatch.setattr(client, "HOLD_SECONDS", WAIT)
+    gate = Gate(8)
+    config = shared(register(gate.backend))
+    with gate, workers_of(config) as (worker,), engine_of(config) as second:
+        ends: Counter[int] = Counter()
+        futures = [gate.hold(worker.pipe, {"data": 0})]
+        futures += [worker.pipe.submit({"data": number}) for number in range(1, 200)]
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: ends.update([number]))
+        eventually(lambda: queued(worker.server) == memory.SLOTS - 1)
+        lose(worker, worker.server)
+        for future in futures[: memory.SLOTS]:
+            error = error_of(future)
+            assert (type(error), str(error)) == (WorkerDied, "the engine process died while it had the request")
+        eventually(lambda: worker.server.pipe.stats()["inflight"] <= 1, "it keeps what nobody waits for")
+        gate.open()
+        link(worker, second)
+        for number, future in enumerate(futures[memory.SLOTS :], memory.SLOTS):
+            assert outcome(future)["result"] == number
+        assert worker.pipe({"data": "more"})["result"] == "more"
+        assert worker.pipe.stats()["inflight"] == 0
+    assert ends == Counter(range(200))
+    ran = Counter(data for batch in gate.batches for data in batch)
+    assert ran == Counter([0, *range(memory.SLOTS, 200), "more"])
+
+
+def test_without_an_engine_a_request_waits_for_a_while(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
+    with workers_of(shared("Identity")) as (worker,):
+        lose(worker, worker.server)
+        eventually(lambda: worker.engine._link is None)
+        with pytest.raises(EngineUnavailable) as caught:
+            worker.pipe({"data": 1})
+        assert str(caught.value) == "the engine process has died, and the next one is not ready yet"
+        assert caught.value.code == "unavailable"
+        assert worker.pipe.stats()["inflight"] == 0
+        # One that has come and does not say what it runs is no help.
+        ours, theirs = socket.socketpair()
+        with ours:
+            worker.engine.attach(theirs)
+            with pytest.raises(EngineUnavailable):
+                worker.pipe({"data": 1})
+            link(worker, worker.server)
+        eventually(lambda: worker.engine._link is not None)
+        assert worker.pipe({"data": 1})["result"] == 1
+
+
+def test_a_jump_tells_that_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
+    config = {
+        "each": {"backend": "MapReduce", "jump": "a", "split": "data"},
+        "a": {"backend": "Identity", "shared": True},
+    }
+    with workers_of(config) as (worker,):
+        assert worker.pipe({"data": [1, 2, 3], "node_name": "each"})["result"] == [1, 2, 3]
+        lose(worker, worker.server)
+        eventually(lambda: worker.engine._link is None)
+        with pytest.raises(EngineUnavailable) as caught:
+            worker.pipe({"data": [1, 2, 3], "node_name": "each"})
+        assert str(caught.value).startswith("element 0 of 3: 'a': the engine process has died")
+
+
+def test_a_worker_that_is_gone_leaves_nothing_behind(register: Register) -> None:
+    gate = Gate()
+    with workers_of(shared(register(gate.backend)), 2) as (gone, other), gate:
+        held = gate.hold(other.pipe, {"data": "other"})
+        futures = [gone.pipe.submit({"data": number}) for number in range(150)]
+        eventually(lambda: queued(gone.server) == memory.SLOTS)
+        gone.close()
+        assert {type(error_of(future)) for future in futures} == {PipeClosed}
+        eventually(lambda: gone.server.pipe.stats()["inflight"] == 1)
+        gate.open()
+        assert outcome(held)["result"] == "other"
+        assert other.pipe({"data": 1})["result"] == 1
+        assert gone.server.workers == 1
+    assert gate.batches == [["other"], [1]]
+
+
+def test_a_pipe_is_closed_with_calls_outstanding(register: Register) -> None:
+    gate = Gate()
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        futures = [gate.hold(worker.pipe, {"data": -1}), *[worker.pipe.submit({"data": n}) for n in range(200)]]
+        assert worker.pipe.close()
+        assert {type(error_of(future)) for future in futures} == {PipeClosed}
+        with pytest.raises(PipeClosed):
+            worker.pipe({"data": 1})
+        eventually(lambda: worker.server.pipe.stats()["inflight"] == 0)
+    assert gate.batches == [[-1]]
+
+
+def test_links_come_and_go_without_a_trace() -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("torchpipe-slots")
+
+    with workers_of(shared("Identity")) as (worker,):
+        worker.pipe({"data": 1})
+        before = descriptors(), mapped(), threading.active_count()
+        for cycle in range(200):
+            lose(worker, worker.server)
+            eventually(lambda: worker.engine._link is None)
+            for index in range(2):  # neither says hello
+                ends = socket.socketpair()
+                (worker.engine, worker.server)[index].attach(ends[0])
+                ends[1].close()
+            link(worker, worker.server)
+            assert worker.pipe({"data": cycle})["result"] == cycle
+        eventually(lambda: worker.server.workers == 1)
+        eventually(lambda: (descriptors(), mapped(), threading.active_count()) == before)
+
+
+# -- what cannot be sent ----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sent_is_told(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLOT_BYTES", 2**18)
+
+    class Answer(ItemBackend):
+        """``result`` is a lambda, or as many bytes as ``data`` says; or it raises as many."""
+
+        def forward_item(self, item: Data) -> None:
+            if item["data"] == "lambda":
+                item["result"] = lambda: 1
+            elif item["data"] == "raise":
+                raise ValueError("x" * 2**20)
+            elif isinstance(item["data"], int):
+                item["result"] = bytes(item["data"])
+            else:
+                item["result"] = len(item["data"])
+
+    name = register(Answer)
+    with workers_of(shared(name)) as (worker,):
+
+        def error_with(data: Any) -> BaseException:
+            error = error_of(worker.pipe.submit({"data": data}))
+            assert error is not None
+            return error
+
+        assert "'result' cannot come back from a worker process" in str(error_with("lambda"))
+        assert str(error_with(threading.Lock())).endswith(
+            "'data' cannot go to a worker process: cannot pickle '_thread.lock' object"
+        )
+        error = error_with(bytes(2**19))
+        assert isinstance(error, InvalidRequest)
+        assert str(error).startswith("a request of 52")
+        assert str(error).endswith(" bytes is too large for shared nodes: 196608 bytes are left for it")
+        assert str(error_with(2**18)).startswith("an answer of 26")
+        error = error_with("raise")
+        assert isinstance(error, BackendError)
+        assert str(error).startswith(f"BackendError: node 'a': {name}: ValueError: xxx")
+        most = bytes(2**18 - memory.FAILURE_BYTES - 1000)
+        assert worker.pipe({"data": most})["result"] == len(most)
+        assert worker.pipe({"data": 100_000})["result"] == bytes(100_000)
+        assert worker.engine.pending() == 0
+
+
+def test_no_result_and_its_error_come_back(register: Register) -> None:
+    class Nothing(ItemBackend):
+        """No result."""
+
+        def forward_item(self, item: Data) -> None:
+            pass
+
+    name = register(Nothing)
+    with workers_of(shared(name)) as (worker,):
+        data = worker.pipe({"data": 1})
+        assert set(data) == {"data", "error"}
+        assert (type(data["error"]), str(data["error"])) == (NoResult, f"node 'a': {name} gave no result")
