@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     encrypt = commands.add_parser("encrypt", help="a model as a file that only a key opens, or a new key")
     encryption_options.add_options(encrypt)
     encrypt.set_defaults(run=_encrypt)
-    parity = commands.add_parser("parity", help="compare two preprocessing configurations on a directory of images")
+    parity = commands.add_parser("parity", help="compare two configurations on a directory of images")
     parity_options.add_options(parity)
     _add_imports(parity)
-    parity.set_defaults(run=lambda args: _parity(parity, args))
+    parity.set_defaults(run=_parity)
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
     loadtest_options.add_options(bench, clients="client threads")
@@ -121,8 +121,7 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> Non
     print(out)
 
 
-def _parity(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    parity_options.check_options(parser, args)
+def _parity(args: argparse.Namespace) -> int:
     # Here, so that the other commands stay light.
     from torchpipe_py.parity.command import run_parity
 

@@ -25,10 +25,13 @@ from hypothesis import strategies as st
 from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main
 from torchpipe_py.parity.compare import (
+    accuracy,
     agreement,
     difference,
     disagreeing,
     histogram,
+    labelled,
+    paired,
     pictures,
     shrink,
     spread,
@@ -169,6 +172,41 @@ def test_agreement_counts_labels_and_compares_scores_of_the_same() -> None:
     assert agreed.score_max == pytest.approx(0.3)
     assert disagreeing(compared) == [("1", Prediction("x", 0.6), Prediction("y", 0.1))]
     assert agreement([]) is None
+
+
+def test_an_interval_for_pairs_from_the_literature() -> None:
+    assert paired(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=1e-4)  # Newcombe 1998, table II
+    assert paired(2, 0, 0, 0)[0] < 0 < paired(2, 0, 0, 0)[1]
+
+
+@given(st.tuples(*[st.integers(0, 400)] * 4).filter(any))
+def test_an_interval_for_pairs_holds_the_difference(counts: tuple[int, int, int, int]) -> None:
+    both, only_a, only_b, neither = counts
+    low, high = paired(*counts)
+    assert -1 - 1e-9 <= low <= (only_a - only_b) / sum(counts) <= high <= 1 + 1e-9
+    mirrored = paired(both, only_b, only_a, neither)
+    assert (-mirrored[1], -mirrored[0]) == pytest.approx((low, high))
+
+
+def named(*rows: tuple[str, Any, Any]) -> list[Compared]:
+    return [Compared(name, None, Prediction(a), Prediction(b)) for name, a, b in rows]
+
+
+def test_accuracy_is_that_of_names_or_folders() -> None:
+    compared = labelled(
+        named(("x_1.jpg", "x", "x"), ("x/2.jpg", "x", "y"), ("y_3.jpg", "x", "y"), ("y_4.jpg", "y", "x"))
+    )
+    right = accuracy(compared)
+    assert right is not None
+    assert (right.a.hits, right.b.hits, right.a.total, right.drop) == (3, 2, 4, 25)
+    assert right.low < 25 < right.high
+    assert [image.truth for image in labelled(named(("7/a.jpg", 7, 7), ("8/a.jpg", 7, 7)))] == ["7", "8"]
+
+
+@pytest.mark.parametrize("name", ["IMG_1.jpg", "1.jpg", "more/1.jpg"])
+def test_names_that_are_no_labels(name: str) -> None:
+    assert accuracy(labelled(named((name, 1, 1), (name, 2, 2)))) is None
+    assert accuracy([]) is None
 
 
 def test_a_shrunk_picture_is_made_of_blocks() -> None:
@@ -468,6 +506,32 @@ def test_the_demo_model_agrees_with_itself_after_another_resize(parity: Parity, 
     assert "95 % interval" in run.out
 
 
+def test_two_models_are_compared_by_class(parity: Parity, write: Write, tmp_path: Path) -> None:
+    demo = ROOT / "configs" / "demo" / "images"
+    a = LABELLED.replace('"OnnxTensor"', '"S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,OnnxTensor]"')
+    a = f'color = "rgb"\n{SIZE}{a}'
+    b = a.replace('mean = "123.675, 116.28, 103.53"', 'mean = "20"')  # which is wrong
+    run = parity(write("a", a), write("b", b), demo, "--max-drop", "0", "--min-agreement", "1")
+    assert run.status == 1
+    assert run.json["counts"]["compared"] == 48
+    assert run.json["summary"] == {}
+    right = run.json["accuracy"]
+    assert right["a"]["total"] == 48
+    lost = right["a"]["hits"] - right["b"]["hits"]
+    assert right["drop"] == pytest.approx(100 * lost / 48)
+    assert 0 < lost <= run.json["agreement"]["total"] - run.json["agreement"]["same"]
+    assert [bar["ok"] for bar in run.json["bars"]] == [False, False]
+    assert f"({right['a']['hits']} of 48; 95 % interval 0." in run.out
+    assert "B loses" in run.html
+    assert "per image" not in run.out
+    assert parity(write("a", a), write("a2", a), demo, "--max-drop", "0").status == 0
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "IMG_1.jpg").write_bytes((demo / "ring_00.jpg").read_bytes())
+    run = parity(write("a", a), write("b", b), tmp_path / "images", "--max-drop", "0")
+    assert "no accuracy: the images are not labelled; 'IMG' of IMG_1.jpg is no class" in run.out
+    assert "--max-drop 0: nothing to compare, missed" in run.out
+
+
 def test_logits_are_a_class_without_a_score(parity: Parity, write: Write, images: Path) -> None:
     config = write("a", RGB_TENSOR)
     run = parity(config, config, images, "--model", write("model", DEMO_MODEL))
@@ -554,7 +618,7 @@ def test_bars(parity: Parity, write: Write, images: Path) -> None:
         ("--img_dir", ".", "--max-mean", "nan"),
         ("--img_dir", ".", "--max-mean", "-1"),
         ("--img_dir", ".", "--model", "m.toml", "--min-agreement", "1.1"),
-        ("--img_dir", ".", "--min-agreement", "1"),
+        ("--img_dir", ".", "--max-drop", "101"),
         ("--img_dir", ".", "--html", "no/such/folder/x.html"),
         ("--img_dir", ".", "--json", "."),
     ],
@@ -737,7 +801,7 @@ def test_json_says_everything(parity: Parity, write: Write, images: Path) -> Non
     a, b = write("a", BILINEAR), write("b", AREA)
     run = parity(a, b, images)
     assert set(run.json) == {
-        *("schema", "a", "b", "model", "img_dir", "notes", "counts", "summary", "agreement", "bars"),
+        *("schema", "a", "b", "model", "img_dir", "notes", "counts", "summary", "agreement", "accuracy", "bars"),
         *("worst", "images", "refused", "unclassified", "shapes_differ"),
     }
     assert (run.json["schema"], run.json["a"], run.json["b"], run.json["model"]) == (1, a, b, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NoReturn
 
 JPEG_SUFFIXES = (".jpg", ".jpeg")
@@ -26,7 +26,7 @@ def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAG
     return images
 
 
-def label_of(path: Path, folder: Path) -> str:
+def label_of(path: PurePath, folder: PurePath) -> str:
     """The label of an image of ``find_images(folder)``: ``circle`` of ``circle/03.jpg`` and of ``circle_03.jpg``."""
     first, *others = path.relative_to(folder).parts
     return first if others else path.stem.rpartition("_")[0] or path.stem

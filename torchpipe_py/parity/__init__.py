@@ -1,1 +1,1 @@
-"""``torchpipe parity``: what two preprocessing configurations make of the same images, pixel by pixel and by class."""
+"""``torchpipe parity``: what two configurations make of the same images, pixel by pixel or class by class."""

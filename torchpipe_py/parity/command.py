@@ -18,7 +18,7 @@ def run_parity(args: argparse.Namespace) -> int:
     """0 if all is well, 1 for a missed bar or nothing to compare; ``TorchpipeError`` for what cannot be run."""
     settings = Settings(args.a, args.b, args.img_dir, args.model, args.limit, args.worst, args.html is not None)
     parity = compare_configs(settings)
-    parity.bars = judge(parity, args.max_mean, args.min_agreement)
+    parity.bars = judge(parity, args.max_mean, args.min_agreement, args.max_drop)
     print("\n".join(text_report(parity)))
     if args.html is not None:
         _write(args.html, html_report(parity))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
+from torchpipe_py.images.files import label_of
 from torchpipe_py.parity.record import Bar, Compared, Difference, Parity, Prediction
 
 AMPLIFICATION = 16
@@ -19,6 +21,9 @@ VIEW_SIDE = 320
 
 Z_95 = 1.959963984540054
 """Standard deviations that hold 95 % of a normal distribution."""
+
+ROUNDING = 1e-9
+"""Of points: a loss that is exactly what is allowed is allowed."""
 
 FIGURES = ("max", "mean", "share", "shift")
 """The fields of ``Difference``, in the order of every table."""
@@ -50,6 +55,31 @@ class Agreement:
     score_max: float | None
 
 
+@dataclass(frozen=True)
+class Share:
+    """``hits`` of ``total``, and Wilson's 95 % interval of their share."""
+
+    hits: int
+    total: int
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How often each side names the class that an image is labelled with, and how many points B loses.
+
+    ``low`` and ``high`` bound ``drop`` by Newcombe's 95 % interval for pairs.
+    """
+
+    a: Share
+    b: Share
+    drop: float
+    low: float
+    high: float
+
+
 def difference(a: np.ndarray, b: np.ndarray) -> Difference:
     """B minus A; both float32 of the same shape, not empty."""
     delta = b - a
@@ -69,11 +99,12 @@ def spread(values: Sequence[float], names: Sequence[str]) -> Spread:
 
 
 def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
-    """A ``Spread`` for each figure of ``Difference``; empty where nothing was compared."""
-    if not compared:
+    """A ``Spread`` for each figure of ``Difference``; empty where no pixels were compared."""
+    pairs = [(image.name, image.difference) for image in compared if image.difference is not None]
+    if not pairs:
         return {}
-    names = [image.name for image in compared]
-    return {figure: spread([getattr(image.difference, figure) for image in compared], names) for figure in FIGURES}
+    names = [name for name, _ in pairs]
+    return {figure: spread([getattr(each, figure) for _, each in pairs], names) for figure in FIGURES}
 
 
 def wilson(hits: int, total: int, z: float = Z_95) -> tuple[float, float]:
@@ -105,17 +136,70 @@ def agreement(compared: Sequence[Compared]) -> Agreement | None:
     )
 
 
+def labelled(compared: Sequence[Compared]) -> list[Compared]:
+    """With the class that the folder or the name of each file says, where those are the classes that the sides name.
+
+    Names are no labels, and nothing changes, where fewer than half of them are classes that occur.
+    """
+    classes = {str(side.label) for image in compared for side in (image.a, image.b) if side is not None}
+    truths = [label_of(PurePath(image.name), PurePath()) for image in compared]
+    # 7.jpg is the seventh image, not one of class 7.
+    is_said = ["/" in image.name or "_" in image.name for image in compared]
+    if 2 * sum(said and truth in classes for said, truth in zip(is_said, truths, strict=True)) < len(truths):
+        return list(compared)
+    return [replace(image, truth=truth) for image, truth in zip(compared, truths, strict=True)]
+
+
+def accuracy(compared: Sequence[Compared]) -> Accuracy | None:
+    """Over the labelled images that have a class on both sides; ``None`` without one."""
+    right = [
+        (str(image.a.label) == image.truth, str(image.b.label) == image.truth)
+        for image in compared
+        if image.a is not None and image.b is not None and image.truth is not None
+    ]
+    if not right:
+        return None
+    both, only_a, only_b = (right.count(pair) for pair in ((True, True), (True, False), (False, True)))
+    a, b = _share(both + only_a, len(right)), _share(both + only_b, len(right))
+    low, high = paired(both, only_a, only_b, len(right) - both - only_a - only_b)
+    return Accuracy(a, b, 100 * (a.share - b.share), 100 * low, 100 * high)
+
+
+def _share(hits: int, total: int) -> Share:
+    return Share(hits, total, hits / total, *wilson(hits, total))
+
+
+def paired(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, float]:
+    """The 95 % interval of A's share less B's over the same images, within -1..1.
+
+    Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions based on paired
+    data", method 10 without the correction of continuity.
+    """
+    total = both + only_a + only_b + neither
+    a, b = _share(both + only_a, total), _share(both + only_b, total)
+    margins = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
+    phi = (both * neither - only_a * only_b) / math.sqrt(margins) if margins else 0.0
+    down, up = a.share - a.low, b.high - b.share
+    low = math.sqrt(down * down - 2 * phi * down * up + up * up)
+    down, up = b.share - b.low, a.high - a.share
+    high = math.sqrt(down * down - 2 * phi * down * up + up * up)
+    return a.share - b.share - low, a.share - b.share + high
+
+
 def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
     """Name and both predictions of each image the sides disagree about."""
     pairs = [(image.name, image.a, image.b) for image in compared]
     return [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a.label != b.label]
 
 
-def judge(parity: Parity, max_mean: float | None, min_agreement: float | None) -> list[Bar]:
+def judge(
+    parity: Parity, max_mean: float | None = None, min_agreement: float | None = None, max_drop: float | None = None
+) -> list[Bar]:
     """The bars that were asked for; one without anything to hold against it is missed."""
     bars = []
     if max_mean is not None:
-        mean = spreads(parity.compared)["mean"].mean if parity.compared else None
+        figures = spreads(parity.compared)
+        mean = figures["mean"].mean if figures else None
         ok = mean is not None and mean <= max_mean
         bars.append(Bar("--max-mean", max_mean, mean, len(parity.compared), ok))
     if min_agreement is not None:
@@ -123,6 +207,10 @@ def judge(parity: Parity, max_mean: float | None, min_agreement: float | None) -
         share, total = (agreed.share, agreed.total) if agreed else (None, 0)
         ok = share is not None and share >= min_agreement
         bars.append(Bar("--min-agreement", min_agreement, share, total, ok))
+    if max_drop is not None:
+        right = accuracy(parity.compared)
+        drop, total = (right.drop, right.a.total) if right else (None, 0)
+        bars.append(Bar("--max-drop", max_drop, drop, total, drop is not None and drop <= max_drop + ROUNDING))
     return bars
 
 

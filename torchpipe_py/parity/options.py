@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare every option; ``check_options`` does what argparse cannot."""
+    """Declare every option."""
     add = parser.add_argument
-    add("a", metavar="A.toml", help="preprocessing whose result is a Mat or a Tensor: the reference")
-    add("b", metavar="B.toml", help="preprocessing to hold against it")
+    add("a", metavar="A.toml", help="the reference: its result is a Mat, a Tensor or a class")
+    add("b", metavar="B.toml", help="to hold against it, with a result of the same kind")
     add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
     add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
     add("--limit", type=_positive, metavar="N", help="only the first N images, in the order of their names")
@@ -20,12 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--worst", type=_count, default=10, metavar="N", help="images to show (default: %(default)s)")
     add("--max-mean", type=_not_negative, metavar="X", help="bar: mean absolute difference, averaged over all images")
     add("--min-agreement", type=_share, metavar="X", help="bar: share of images with the same class, 0 to 1")
-
-
-def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with status 2 where options do not go together."""
-    if args.min_agreement is not None and args.model is None:
-        parser.error("--min-agreement needs --model")
+    add("--max-drop", type=points, metavar="X", help="bar: points of accuracy (0 to 100) that B may lose")
 
 
 def _number(text: str) -> float:
@@ -42,6 +37,14 @@ def _not_negative(text: str) -> float:
     value = _number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"expected at least 0, got {text}")
+    return value
+
+
+def points(text: str) -> float:
+    """Percentage points of accuracy, 0 to 100."""
+    value = _number(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"expected points of accuracy, 0 to 100, got {text}")
     return value
 
 

@@ -40,11 +40,12 @@ def _parts(parity: Parity) -> Iterator[str]:
     yield "<h1>torchpipe parity</h1>"
     yield table([], [*facts(parity), *model_rows(parity)])
     yield "\n".join(f'<p class="{"ok" if bar.ok else "missed"}">{escape(bar_text(bar))}</p>' for bar in parity.bars)
-    if parity.compared:
+    rows = figure_rows(parity)
+    if rows:
         yield "<h2>Differences per image, on the 0..255 scale</h2>"
-        yield table(["", "median", "mean", "worst", "worst image"], figure_rows(parity), ("", "n", "n", "n"))
+        yield table(["", "median", "mean", "worst", "worst image"], rows, ("", "n", "n", "n"))
         yield "<h2>Mean absolute difference: how many images</h2>"
-        yield _chart([image.difference.mean for image in parity.compared])
+        yield _chart([image.difference.mean for image in parity.compared if image.difference is not None])
     yield from _pairs(parity)
     yield from _lists(parity)
 
@@ -65,6 +66,7 @@ def _pairs(parity: Parity) -> Iterator[str]:
 def _pair(view: View, image: Compared) -> str:
     figures = ("mean", "max", "share", "shift")
     words = {"mean": "mean {}", "max": "largest {}", "share": "{} more than 1 apart", "shift": "B - A {}"}
+    assert image.difference is not None  # it is one of the worst
     said = [words[key].format(figure_text(key, getattr(image.difference, key))) for key in figures]
     said += [f"A says {image.a}, B says {image.b}"] if image.a and image.b else []
     captions = ("A", "B", f"|B - A| × {AMPLIFICATION}")

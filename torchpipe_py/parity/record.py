@@ -43,12 +43,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Compared:
-    """An image both sides gave a result of the same shape for; predictions where a model read both."""
+    """An image both sides gave a result of the same shape for, or a class; predictions too where a model read both.
+
+    ``truth`` is the class that its folder or name says, where images are labelled.
+    """
 
     name: str
-    difference: Difference
+    difference: Difference | None
     a: Prediction | None = None
     b: Prediction | None = None
+    truth: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torchpipe_py.parity.compare import agreement, disagreeing, spreads
-from torchpipe_py.parity.record import ACCEPTED, Bar, Compared, Parity, Prediction, Refused
+from torchpipe_py.parity.compare import Share, accuracy, agreement, disagreeing, spreads
+from torchpipe_py.parity.record import ACCEPTED, Bar, Compared, Difference, Parity, Prediction, Refused
 from torchpipe_py.parity.results import shape_text
 
 WIDTH = 120
@@ -67,20 +67,28 @@ def figure_rows(parity: Parity) -> list[tuple[str, ...]]:
 
 
 def model_rows(parity: Parity) -> list[tuple[str, str]]:
-    """What the model says, as name and value; empty without a model."""
-    if parity.model is None:
-        return []
+    """What is said of classes, as name and value; empty where pixels are compared without a model."""
     agreed = agreement(parity.compared)
     if agreed is None:
-        return [("top-1 agreement", "no image has a class on both sides")]
+        return [] if parity.model is None else [("top-1 agreement", "no image has a class on both sides")]
     interval = f"95 % interval {agreed.low:.4f} to {agreed.high:.4f}"
     rows = [("top-1 agreement", f"{agreed.share:.4f} ({agreed.same} of {agreed.total}; {interval})")]
     if agreed.score_mean is not None and agreed.score_max is not None:
         scores = f"mean {agreed.score_mean:.5f}, largest {agreed.score_max:.5f} (images with the same class)"
         rows.append(("score difference", scores))
+    right = accuracy(parity.compared)
+    if right is not None:
+        rows += [("accuracy of A", _share_text(right.a)), ("accuracy of B", _share_text(right.b))]
+        drop = f"{right.drop:.2f} points (95 % interval {right.low:.2f} to {right.high:.2f}, of the same images)"
+        rows.append(("B loses", drop))
     if parity.unclassified:
         rows.append(("without a class", f"{len(parity.unclassified)} images"))
     return rows
+
+
+def _share_text(right: Share) -> str:
+    interval = f"95 % interval {right.low:.4f} to {right.high:.4f}"
+    return f"{right.share:.4f} ({right.hits} of {right.total}; {interval})"
 
 
 def bar_text(bar: Bar) -> str:
@@ -97,15 +105,18 @@ def text_report(parity: Parity) -> Iterator[str]:
 
 def _lines(parity: Parity) -> Iterator[str]:
     yield from _aligned(facts(parity))
-    if parity.compared:
+    rows = figure_rows(parity)
+    if rows:
         yield ""
         yield f"{'per image, 0..255 scale':26} {'median':>10} {'mean':>10} {'worst':>10}  worst image"
-        for title, *values, name in figure_rows(parity):
+        for title, *values, name in rows:
             yield f"{title:26} " + " ".join(f"{value:>10}" for value in values) + f"  {clip(name, WIDTH - 62)}"
-    if parity.model is not None:
+    classes = model_rows(parity)
+    if classes:
         yield ""
-        yield from _aligned(model_rows(parity))
-    yield from _section("worst images, by mean absolute difference", list(map(_worst_line, parity.worst)))
+        yield from _aligned(classes)
+    worst = [_worst_line(image.name, image.difference) for image in parity.worst if image.difference is not None]
+    yield from _section("worst images, by mean absolute difference", worst)
     yield from _section("different classes", [_classes_line(*row) for row in disagreeing(parity.compared)])
     yield from _section("refused", list(map(_refused_line, parity.refused)))
     yield from _section("without a class", list(map(_refused_line, parity.unclassified)))
@@ -135,10 +146,9 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield f"  and {len(lines) - LISTED} more, which --html and --json list"
 
 
-def _worst_line(image: Compared) -> str:
-    figures = image.difference
+def _worst_line(name: str, figures: Difference) -> str:
     return (
-        f"{clip(image.name, 60):60}  mean {figures.mean:8.3f}  max {figures.max:7.2f}"
+        f"{clip(name, 60):60}  mean {figures.mean:8.3f}  max {figures.max:7.2f}"
         f"  >1 {figures.share:7.2%}  B-A {figures.shift:+8.3f}"
     )
 
@@ -176,6 +186,7 @@ def to_json(parity: Parity) -> dict[str, Any]:
         },
         "summary": {key: asdict(figure) for key, figure in spreads(parity.compared).items()},
         "agreement": _agreement_json(parity),
+        "accuracy": asdict(right) if (right := accuracy(parity.compared)) else None,
         "bars": [asdict(bar) for bar in parity.bars],
         "worst": [image.name for image in parity.worst],
         "images": [_compared_json(image) for image in parity.compared],
@@ -196,8 +207,10 @@ def _agreement_json(parity: Parity) -> dict[str, Any] | None:
 
 
 def _compared_json(image: Compared) -> dict[str, Any]:
+    figures = asdict(image.difference) if image.difference else {}
     classes = {"a": asdict(image.a), "b": asdict(image.b)} if image.a and image.b else {}
-    return {"name": image.name, **asdict(image.difference), **classes}
+    truth = {"truth": image.truth} if image.truth is not None else {}
+    return {"name": image.name, **figures, **classes, **truth}
 
 
 def _refused_json(image: Refused) -> dict[str, Any]:

@@ -120,6 +120,11 @@ def _in_rgb(values: np.ndarray, origin: str, color: Any) -> Pixels:
     return Pixels(np.ascontiguousarray(values[:, :, ::-1]), f"{source}, converted to RGB before comparing")
 
 
+def is_class(value: Any) -> bool:
+    """Whether a result is meant as a class, and not as pixels: a pair, or a row of logits."""
+    return isinstance(value, (list, tuple)) or (is_tensor(value) and value.ndim <= 2)
+
+
 def read_prediction(value: Any, config: str) -> Prediction:
     """``(label, score)``, or the index of the largest of the logits 1×C.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.errors import TorchpipeError, UnknownNode
-from torchpipe_py.images.files import find_images
+from torchpipe_py.images.files import find_images, label_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.parity.compare import difference, pictures
+from torchpipe_py.parity.compare import difference, labelled, pictures
 from torchpipe_py.parity.record import (
     ACCEPTED,
     Compared,
@@ -26,7 +26,7 @@ from torchpipe_py.parity.record import (
     ShapesDiffer,
     View,
 )
-from torchpipe_py.parity.results import Pixels, Unusable, read_pixels, read_prediction, refusal
+from torchpipe_py.parity.results import Pixels, Unusable, is_class, read_pixels, read_prediction, refusal
 from torchpipe_py.runtime.pipe import pipe
 
 Data = dict[str, Any]
@@ -40,7 +40,11 @@ NORMALISED_BELOW, IMAGE_ABOVE = 8.0, 32.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compare. ``worst`` pairs are kept for display, their pictures only ``with_views``."""
+    """What to compare. ``worst`` pairs are kept for display, their pictures only ``with_views``.
+
+    ``paths`` are images of ``img_dir``, relative to it; without them all are compared. ``tables`` has configurations
+    that lie in no file, by the names that ``a``, ``b`` and ``model`` give them.
+    """
 
     a: str
     b: str
@@ -49,6 +53,8 @@ class Settings:
     limit: int | None = None
     worst: int = 10
     with_views: bool = False
+    paths: Sequence[Path] | None = None
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def compare_configs(settings: Settings) -> Parity:
@@ -57,20 +63,27 @@ def compare_configs(settings: Settings) -> Parity:
     Raises ``ConfigError``, ``BackendUnavailable`` or ``BackendError`` for a pipe that cannot be built, ``ParityError``
     for a directory without images and for results that are of no use. What fails for one image is in the outcome.
     """
-    try:
-        paths = [path.relative_to(settings.img_dir) for path in find_images(settings.img_dir)]
-    except OSError as error:
-        raise ParityError(f"--img_dir {error}") from error
+    paths = images_of(settings.img_dir) if settings.paths is None else settings.paths
     parity = Parity(settings.img_dir, settings.a, settings.b, settings.model, len(paths))
     with ExitStack() as stack:
         runners = [
-            PipeRunner(config, stack) for config in (settings.a, settings.b, settings.model) if config is not None
+            PipeRunner(config, settings.tables.get(config, config), stack)
+            for config in (settings.a, settings.b, settings.model)
+            if config is not None
         ]
         comparison = Comparison(parity, settings, runners)
         for batch in _batches(paths[: settings.limit], min(runner.batch for runner in runners)):
             comparison.add(batch)
     comparison.finish()
     return parity
+
+
+def images_of(img_dir: str) -> list[Path]:
+    """The images of a folder, relative to it; ``ParityError`` where there are none."""
+    try:
+        return [path.relative_to(img_dir) for path in find_images(img_dir)]
+    except OSError as error:
+        raise ParityError(f"--img_dir {error}") from error
 
 
 def shown_name(path: Path) -> str:
@@ -85,11 +98,11 @@ def _batches(paths: Sequence[Path], size: int) -> Iterator[Sequence[Path]]:
 
 
 class PipeRunner:
-    """A pipe and the configuration it is built from; closed with ``stack``."""
+    """A pipe and the name of the configuration it is built from; closed with ``stack``."""
 
-    def __init__(self, config: str, stack: ExitStack) -> None:
+    def __init__(self, config: str, source: str | Mapping[str, Any], stack: ExitStack) -> None:
         self.config = config
-        self._pipe = stack.enter_context(pipe(config))
+        self._pipe = stack.enter_context(pipe(source))
         self.batch = min(BATCH, int(self._pipe.stats()["max_inflight"]))
 
     def start(self, requests: list[Data]) -> Callable[[], list[Data]]:
@@ -123,19 +136,24 @@ class PipeRunner:
 
 
 class Side:
-    """What one preprocessing gave so far: where its pixels come from, and their range."""
+    """What one configuration gave so far: where its pixels come from, and their range.
 
-    def __init__(self, letter: str, runner: PipeRunner) -> None:
-        self.letter, self.runner = letter, runner
+    A result may be a class where ``takes_classes``, which no model is to be given.
+    """
+
+    def __init__(self, letter: str, runner: PipeRunner, takes_classes: bool) -> None:
+        self.letter, self.runner, self._takes_classes = letter, runner, takes_classes
         self.origins: Counter[str] = Counter()
         self.low, self.high = np.inf, -np.inf
 
-    def read(self, item: Data) -> Pixels | str:
-        """The pixels of a finished request, or why there are none."""
+    def read(self, item: Data) -> Pixels | Prediction | str:
+        """The pixels or the class of a finished request, or why there are none."""
         reason = refusal(item)
         if reason:
             return reason
         try:
+            if self._takes_classes and is_class(item[TASK_RESULT_KEY]):
+                return read_prediction(item[TASK_RESULT_KEY], self.runner.config)
             pixels = read_pixels(item, self.runner.config)
         except Unusable as error:
             return str(error)
@@ -156,7 +174,8 @@ class Comparison:
     def __init__(self, parity: Parity, settings: Settings, runners: Sequence[PipeRunner]) -> None:
         self._parity, self._settings = parity, settings
         self._root = Path(settings.img_dir)
-        self._a, self._b = Side("A", runners[0]), Side("B", runners[1])
+        takes_classes = settings.model is None
+        self._a, self._b = Side("A", runners[0], takes_classes), Side("B", runners[1], takes_classes)
         self._model = runners[2] if settings.model is not None else None
         self._views = Views(settings.worst if settings.with_views else 0)
 
@@ -175,9 +194,12 @@ class Comparison:
     def finish(self) -> None:
         """What can only be said at the end: notes and the worst images."""
         parity, worst = self._parity, self._settings.worst
+        parity.compared = labelled(parity.compared)
         parity.notes += [*self._limit_note(), *self._a.notes(), *self._b.notes(), *self._scale_note()]
-        by_mean = sorted(parity.compared, key=lambda image: -image.difference.mean)
-        parity.worst = [image for image in by_mean[:worst] if image.difference.mean > 0]
+        parity.notes += self._label_note()
+        differing = [(each.difference.mean, each) for each in parity.compared if each.difference is not None]
+        by_mean = sorted(differing, key=lambda pair: -pair[0])
+        parity.worst = [image for mean, image in by_mean[:worst] if mean > 0]
         parity.views = self._views.sorted()
 
     def _read_files(self, paths: Sequence[Path]) -> tuple[list[str], list[Data]]:
@@ -200,6 +222,11 @@ class Comparison:
             reasons = [side if isinstance(side, str) else ACCEPTED for side in (a, b)]
             self._parity.refused.append(Refused(name, *reasons))
             return None
+        if isinstance(a, Prediction) and isinstance(b, Prediction):
+            return Compared(name, None, a, b)
+        # Of a class and pixels, the class is what is wrong, and is told.
+        a = read_pixels(item_a, self._a.runner.config) if isinstance(a, Prediction) else a
+        b = read_pixels(item_b, self._b.runner.config) if isinstance(b, Prediction) else b
         if a.values.shape != b.values.shape:
             self._parity.shapes_differ.append(ShapesDiffer(name, a.values.shape, b.values.shape))
             return None
@@ -224,6 +251,12 @@ class Comparison:
         if limit is not None and limit < self._parity.found:
             yield f"--limit: the first {limit} of {self._parity.found} images"
 
+    def _label_note(self) -> Iterator[str]:
+        compared = self._parity.compared
+        if compared and compared[0].truth is None and any(image.a is not None for image in compared):
+            label = label_of(Path(compared[0].name), Path())
+            yield f"no accuracy: the images are not labelled; {label!r} of {compared[0].name} is no class"
+
     def _scale_note(self) -> Iterator[str]:
         for side, other in ((self._a, self._b), (self._b, self._a)):
             if side.high < NORMALISED_BELOW and other.high > IMAGE_ABOVE:
@@ -244,8 +277,9 @@ class Views:
     def offer(self, image: Compared, a: np.ndarray, b: np.ndarray) -> None:
         """Keep this pair's pictures if it is among the worst; of equals the first."""
         self._offered += 1
-        rank = (image.difference.mean, -self._offered)
-        if not self._count or image.difference.mean == 0:
+        mean = image.difference.mean if image.difference is not None else 0.0
+        rank = (mean, -self._offered)
+        if not self._count or mean == 0:
             return
         if len(self._heap) == self._count and rank < self._heap[0][:2]:
             return
