@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 from dataclasses import dataclass
 
 from torchpipe_py.encryption.cipher import Cipher, CipherError
@@ -76,6 +77,8 @@ class ModelFile:
         """Whether it has ``word`` in it, as an ONNX file has the names of its operators."""
         if self.has_key:
             return word in self.read()
+        if not os.path.getsize(self.path):
+            return False  # mmap takes no empty file
         with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(word) >= 0
 

@@ -13,7 +13,7 @@ from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
 from torchpipe_py.backends.models.inputs import as_array, by_shapes, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
-from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
+from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, model_bytes, unsigned_model
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.values import to_int, to_strings
@@ -91,7 +91,7 @@ class OnnxTensor(ModelBackend):
         return outputs
 
     def tolerance(self) -> float:
-        if self.file.holds(b"DynamicQuantizeLinear"):
+        if self.file.holds(b"QuantizeLinear"):
             return QUANTISED
         if any("float16" in value.type for value in (*self._session.get_inputs(), *self._session.get_outputs())):
             return HALF
@@ -126,7 +126,7 @@ class OnnxTensor(ModelBackend):
         on_device = {"device_id": str(self.config.device_id)}
         providers = [(name, on_device if name in _ON_DEVICE else {}) for name in names]
         try:
-            session = onnxruntime.InferenceSession(self._source(), options, providers=providers)
+            session = onnxruntime.InferenceSession(self._source(names), options, providers=providers)
         except ConfigError:
             raise
         except Exception as error:
@@ -153,12 +153,15 @@ class OnnxTensor(ModelBackend):
         except Exception as error:  # zeros need not be a meaningful input
             logger.warning("%s: not warmed up: %s", self.model, error)
 
-    def _source(self) -> Any:
-        """The path, or the bytes of a model that is encrypted, or has ``mean`` or ``std`` inside."""
+    def _source(self, providers: Sequence[str]) -> Any:
+        """The path, or the bytes of the model that is to run instead.
+
+        It is decrypted, has ``mean`` and ``std`` inside, and for a CPU a quantised one becomes unsigned.
+        """
+        if not any(name in _ON_DEVICE for name in providers) and self.file.holds(b"QuantizeLinear"):
+            return unsigned_model(model_bytes(self.file, self.mean, self.std))
         if not (self.mean or self.std or self.file.has_key):
             return self.file.source()
-        from torchpipe_py.backends.models.onnx_graph import model_bytes
-
         return model_bytes(self.file, self.mean, self.std)
 
     def _providers(self, onnxruntime: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,63 @@ def model_bytes(file: ModelFile, mean: Sequence[float], std: Sequence[float]) ->
 def no_layer(name: str, names: Iterable[str], is_secret: bool) -> ConfigError:
     """That there is no layer ``name``; the nearest one, unless the names are not to be told."""
     return ConfigError(f"precision::fp32: no layer {name!r}; {UNSAID if is_secret else nearest(name, names)}")
+
+
+_KEEPS_SIGN = frozenset(
+    {
+        *("QuantizeLinear", "DequantizeLinear", "MaxPool", "AveragePool", "GlobalAveragePool"),
+        *("Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose"),
+    }
+)
+"""Operators that give nothing below 0 where their first input has nothing below 0."""
+
+
+def unsigned_model(content: bytes) -> bytes:
+    """The serialised model with int8 made uint8 wherever a Relu leaves nothing below 0, for ONNX Runtime on a CPU.
+
+    In a model for TensorRT all zero points are 0. ONNX Runtime makes one of a convolution and its Relu only where the
+    zero point is the lowest number there is, as in uint8. Scales stay as they are, and so do the numbers, but for
+    those beyond the largest that int8 had room for: they are not clipped, up to twice that. A model with branches
+    (If, Loop) stays as it is.
+    """
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load_from_string(content)
+    graph = model.graph
+    if any(attribute.g.node or attribute.graphs for node in graph.node for attribute in node.attribute):
+        return content
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    kept = {output.name for output in graph.output}
+    readers = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    positive: set[str] = set()  # tensors with nothing below 0
+    unsigned: set[str] = set()  # zero points
+    for node in graph.node:  # in the order of the data
+        if node.op_type != "Relu" and not (node.op_type in _KEEPS_SIGN and node.input[0] in positive):
+            continue
+        positive.update(node.output)
+        pairs = readers[node.output[0]]
+        zero = constants.get(node.input[2]) if len(node.input) == 3 else None
+        if node.op_type != "QuantizeLinear" or zero is None or node.output[0] in kept:
+            continue
+        if zero.data_type != onnx.TensorProto.INT8 or numpy_helper.to_array(zero).any():
+            continue
+        if all(pair.op_type == "DequantizeLinear" and len(pair.input) == 3 for pair in pairs):
+            array = numpy_helper.to_array(zero).astype(np.uint8)
+            graph.initializer.append(numpy_helper.from_array(array, f"{node.output[0]}_unsigned"))
+            unsigned.add(graph.initializer[-1].name)
+            for each in (node, *pairs):
+                each.input[2] = graph.initializer[-1].name
+    for node in [node for node in graph.node if node.op_type == "Relu" and node.output[0] not in kept]:
+        after = readers[node.output[0]]
+        if all(each.op_type == "QuantizeLinear" and unsigned.intersection(each.input) for each in after):
+            for each in after:
+                each.input[0] = node.input[0]  # uint8 ends at 0, as Relu does
+            graph.node.remove(node)
+    return bytes(model.SerializeToString())
 
 
 def node_name(content: bytes, index: int) -> str:
