@@ -24,7 +24,7 @@ PACKAGE = [
     "backends",
     "runtime",
     "drawing engine export loadtest parity training",
-    "ray",
+    "quantize ray",
     "cli",
 ]
 CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]

@@ -1,4 +1,4 @@
-"""``torchpipe``: look at backends, check, draw, compare and load configurations, export and encrypt models."""
+"""``torchpipe``: look at backends, check, draw, compare and load configurations; export, quantise, encrypt models."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchpipe_py.idl import idl_path
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.quantize import options as quantize_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parity_options.add_options(parity)
     _add_imports(parity)
     parity.set_defaults(run=_parity)
+    quantize = commands.add_parser("quantize", help="an int8 copy of a configuration's model, if it is as good")
+    quantize_options.add_options(quantize)
+    _add_imports(quantize)
+    quantize.set_defaults(run=_quantize)
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
     loadtest_options.add_options(bench, clients="client threads")
@@ -140,6 +145,13 @@ def _encrypt(args: argparse.Namespace) -> int:
     from torchpipe_py.encryption.command import run_encrypt
 
     return run_encrypt(args)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    # Here, so that the other commands stay light.
+    from torchpipe_py.quantize.command import run_quantize
+
+    return run_quantize(args)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from benchmarks.gpu.sharing import add_choice, choice_of
 from benchmarks.gpu.sharing import shared as shared_on_gpu
 from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
+from benchmarks.in_process.int8 import int8
 from benchmarks.in_process.processes import processes
 from benchmarks.ray.data import ray_data
 from benchmarks.ray.faults import ray_faults
@@ -42,6 +43,7 @@ ON_CPU: dict[str, Benchmark] = {
     "decode": nodes.decode,
     "processes": processes,
     "detector": detector,
+    "int8": int8,
     "service": service,
     "over_http": over_http,
     "workers": workers,

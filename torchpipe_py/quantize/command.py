@@ -1,0 +1,121 @@
+"""``torchpipe quantize``: calibrate, quantise, compare on other images, and write the model if it is as good."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchpipe_py.files import replace_file
+from torchpipe_py.parity.compare import accuracy, agreement, judge
+from torchpipe_py.parity.report import WIDTH, clip, text_report
+from torchpipe_py.parity.run import Settings, compare_configs, images_of
+from torchpipe_py.quantize.errors import QuantizeError
+from torchpipe_py.quantize.images import FEWEST, divide, model_inputs
+from torchpipe_py.quantize.quantiser import Quantiser
+from torchpipe_py.quantize.sensitivity import search
+from torchpipe_py.quantize.target import Target, find_target
+
+LISTED = 5
+"""Images without a result that are named; the report has those that it is checked with."""
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """0 when the model is written; ``TorchpipeError`` where it cannot be made, or loses more than it may."""
+    _check_out(args.out, args.force)
+    target = find_target(args.config, args.node)
+    if args.out.exists() and args.out.samefile(target.model):
+        raise QuantizeError(f"--out {args.out}: this is the model to quantise; give another name")
+    calibration, held_out = divide(images_of(args.img_dir), args.calibrate)
+    if len(calibration) < FEWEST:
+        few = f"{len(calibration)} images to calibrate with and {len(held_out)} to check with are too few"
+        raise QuantizeError(f"--img_dir {args.img_dir}: {few}: at least {FEWEST} of each; hundreds tell more")
+    with tempfile.TemporaryDirectory() as name:
+        candidate = Path(name, args.out.name)
+        _quantise(target, args, calibration, candidate)
+        _check(target, args, held_out, candidate)
+        try:
+            replace_file(args.out, candidate.read_bytes())
+        except OSError as error:
+            raise QuantizeError(f"--out {args.out}: cannot be written: {error.strerror}") from error
+    print(f'\n{args.out}: written, for node {target.node!r}: model = "{args.out}"')
+    return 0
+
+
+def _check_out(out: Path, force: bool) -> None:
+    """Before minutes of work; what changes meanwhile is told when it is written."""
+    if out.is_dir():
+        raise QuantizeError(f"--out {out}: is a directory; {out / 'model.int8.onnx'}, say")
+    if not out.parent.is_dir():
+        raise QuantizeError(f"--out {out}: no such folder: {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise QuantizeError(f"--out {out}: cannot be written: Permission denied")
+    if out.exists() and not force:
+        raise QuantizeError(f"--out {out}: there already; --force replaces it")
+
+
+def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
+    """Write the int8 model to ``candidate``, beside which files in between lie."""
+    folder = candidate.parent
+    quantiser = Quantiser(target.model, folder)
+    quantiser.check_names(target.fp32_layers)
+    quantiser.write_probe(folder / "probe.onnx")
+    inputs, refused = model_inputs(target.up_to_model(folder / "probe.onnx"), args.img_dir, paths)
+    if len(inputs) < FEWEST:
+        few = f"{len(inputs)} of {len(paths)} images can be calibrated with, at least {FEWEST} are needed"
+        raise QuantizeError(f"--img_dir {args.img_dir}: {few}; {refused[0]}")
+    quantiser.calibrate(inputs)
+    kept = [*target.fp32_layers, *search(quantiser, target.fp32_layers, args.keep, args.max_drop)]
+    quantiser.write(candidate, fp32=kept)
+    print(f"{'model':16} {target.model}, of node {target.node!r}")
+    print(f"{'calibrated with':16} {len(inputs)} images, as the configuration gives them to the model")
+    for line in refused[:LISTED]:
+        print(f"{'left out':16} {clip(line, WIDTH - 17)}")
+    if len(refused) > LISTED:
+        print(f"{'left out':16} and {len(refused) - LISTED} more")
+    layers = [layer for layer in quantiser.layers if layer not in kept]
+    print(f"{'in int8':16} {len(layers)} of {len(quantiser.layers)} layers")
+    if kept:
+        print(f"{'in fp32':16} {', '.join(kept)}")
+    print(flush=True)
+
+
+def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
+    """Compare the two on images that were not calibrated with; ``QuantizeError`` where too much is lost."""
+    name = f"{target.config} with {args.out.name}"
+    tables = {name: target.with_model(candidate)}
+    settings = Settings(target.config, name, args.img_dir, worst=0, paths=paths, tables=tables)
+    parity = compare_configs(settings)
+    agreed, right = agreement(parity.compared), accuracy(parity.compared)
+    if agreed is None:
+        why = "gives pixels, or a map" if parity.compared else "has no result for any image"
+        for image in parity.refused[:1]:
+            why += f"; {image.name}: {image.a or image.b}"
+        raise QuantizeError(f"{target.config}: {why}; without classes, as (label, score), nothing can be checked")
+    if agreed.total < FEWEST:
+        why = f"{agreed.total} of {len(paths)} images have a class, at least {FEWEST} are needed to check with"
+        raise QuantizeError(f"--img_dir {args.img_dir}: {why}; {parity.refused[0].name}: {parity.refused[0].a}")
+    if right is not None:
+        parity.bars = judge(parity, max_drop=args.max_drop)
+        lost, what = right.drop, f"it loses {right.drop:.2f} points of accuracy"
+    else:
+        lost = 100 * (1 - agreed.share)
+        parity.bars = judge(parity, min_agreement=1 - args.max_drop / 100)
+        what = f"{lost:.2f} of 100 images change their class"
+    parity.notes.append(f"these {len(paths)} images were not calibrated with")
+    if 100 > args.max_drop * agreed.total > 0:
+        parity.notes.append(
+            f"one image is {100 / agreed.total:.2f} points: {math.ceil(100 / args.max_drop)} images would show "
+            f"a loss of {args.max_drop:g}"
+        )
+    print("\n".join(text_report(parity)))
+    sys.stdout.flush()
+    if not all(bar.ok for bar in parity.bars):
+        raise QuantizeError(
+            f"{args.out}: not written: {what}, --max-drop {args.max_drop:g} allows less; "
+            f"more images (--calibrate), or layers in fp32 (--keep {max(1, 2 * args.keep)}), may mend it"
+        )
