@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cv2
 import hostile_decoders
 import numpy as np
 import psutil
@@ -296,6 +297,17 @@ def wait_dead(pid: int) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmap.MADV_REMOVE", 9999)
+    image = np.zeros((2500, 2500, 3), np.uint8)
+    encoded = cv2.imencode(".png", image)[1].tobytes()
+    with pipe({"backend": "DecodeMat", **PROCESS}) as run:
+        for _ in range(2):
+            item: Data = {"data": encoded}
+            run(item)
+            assert np.array_equal(item["result"], image)
 
 
 def test_a_decoder_killed_while_idle_costs_nothing(hostile: pipe) -> None:

@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import socket
+from contextlib import suppress
 
 import numpy as np
 
@@ -127,7 +128,8 @@ class Decoder:
     def _release(self, start: int, size: int) -> None:
         if size > _KEPT:
             first = -(-(start + _KEPT) // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._memory.madvise(mmap.MADV_REMOVE, first, start + size - first)
+            with suppress(OSError):  # gVisor cannot: what was taken stays taken
+                self._memory.madvise(mmap.MADV_REMOVE, first, start + size - first)
 
 
 def _create_memory(size: int) -> int:

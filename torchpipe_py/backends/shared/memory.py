@@ -8,6 +8,7 @@ import select
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,9 +197,10 @@ class LinkMemory:
         reply = self.reply(slot)
         end = reply.start + self._sizes(slot, reply)[1]
         if end > KEPT_BYTES:
-            self._map.madvise(
-                mmap.MADV_REMOVE, _CONTENT + slot * SLOT_BYTES + KEPT_BYTES, _whole_pages(end - KEPT_BYTES)
-            )
+            with suppress(OSError):  # gVisor cannot: what was taken stays taken
+                self._map.madvise(
+                    mmap.MADV_REMOVE, _CONTENT + slot * SLOT_BYTES + KEPT_BYTES, _whole_pages(end - KEPT_BYTES)
+                )
 
     def _sizes(self, slot: int, row: Row) -> tuple[tuple[int, ...], int]:
         """Of the parts of a message, and of all that it takes."""
