@@ -21,10 +21,12 @@ class TorchpipeError(Exception):
     """Root of all exceptions of this package; ``code`` names the kind, for programs."""
 
     code = "internal"
+    retry_after_ms: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: ``code`` and ``message``, and ``retry_after_ms`` where that is known."""
-        return {"code": self.code, "message": message_of(self)}
+        wait = {} if self.retry_after_ms is None else {"retry_after_ms": self.retry_after_ms}
+        return {"code": self.code, "message": message_of(self), **wait}
 
 
 class ConfigError(TorchpipeError, ValueError, RuntimeError):
@@ -122,10 +124,6 @@ class Overloaded(TorchpipeError, RuntimeError):
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
 
-    def as_dict(self) -> dict[str, Any]:
-        wait = {} if self.retry_after_ms is None else {"retry_after_ms": self.retry_after_ms}
-        return {**super().as_dict(), **wait}
-
 
 class DeadlineExceeded(TorchpipeError, TimeoutError):
     """The request was not finished within its ``timeout``."""
@@ -143,6 +141,7 @@ class EngineUnavailable(TorchpipeError, RuntimeError):
     """The engine process that runs a shared node has died, and the next one is not ready yet."""
 
     code = "unavailable"
+    retry_after_ms = 500
 
 
 class PipeClosed(TorchpipeError, RuntimeError):
