@@ -21,7 +21,7 @@ from service import eventually
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.backends.shared import client, memory
-from torchpipe_py.engine import EngineServer
+from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
 from torchpipe_py.plan.build import plan_pipeline
 
@@ -194,6 +194,16 @@ def test_one_bad_of_eight_fails_alone(register: Register) -> None:
             assert [len(batch) for batch in batches] == [1, 8, *[1] * 8]
 
 
+def test_the_numbers_of_requests_begin_anew() -> None:
+    with workers_of(shared("Identity")) as (worker,):
+        assert worker.engine._link is not None
+        worker.engine._link._numbers[:] = [2**32 - 3] * memory.SLOTS
+        for number in range(8):
+            assert worker.pipe({"data": number}, timeout=WAIT)["result"] == number
+        assert max(worker.engine._link._numbers) == 2**32 - 3
+        assert min(worker.engine._link._numbers) == 6
+
+
 def test_more_requests_than_there_are_slots(register: Register) -> None:
     gate = Gate(64)
     with workers_of(shared(register(gate.backend))) as (worker,), gate:
@@ -322,6 +332,22 @@ def test_without_an_engine_a_request_waits_for_a_while(register: Register, monke
             link(worker, worker.server)
         eventually(lambda: worker.engine._link is not None)
         assert worker.pipe({"data": 1})["result"] == 1
+
+
+def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None:
+    config = shared("Identity")
+    with engine_of(config) as server:
+        engine = Engine()
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            ours.close()
+            assert not engine.meet(theirs)
+        ours, theirs = socket.socketpair()
+        server.attach(ours)
+        assert engine.meet(theirs)
+        with pipe_of_worker(plan_pipeline(config), engine) as p:
+            assert p({"data": 1})["result"] == 1
+        engine.close()
 
 
 def test_a_jump_tells_that_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ class Fleet:
         """End it; first let it finish the rest, where only some of its batches do not end."""
         # NOTE: what cannot be finished is answered when the worker is dead, by whoever takes its connections over.
         self._retiring[child] = monotonic()
-        if child.is_ready and reason in ("hung_batch", "dead_instance"):
+        if child.is_ready and child.connections and reason in ("hung_batch", "dead_instance"):
             self._retiring[child] += RETIRE_SECONDS
             child.release(reason)
         else:

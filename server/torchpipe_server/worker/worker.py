@@ -92,7 +92,8 @@ def _work(start: Start) -> None:
             from torchpipe_py.engine import Engine, pipe_of_worker
 
             engine = Engine()
-            engine.attach(first_link(start.sock))
+            while not engine.meet(next_link(start.sock)):
+                pass  # it has died meanwhile, and another one will be there
             run = pipe_of_worker(plan, engine)
         else:
             run = pipe(plan)
@@ -219,8 +220,8 @@ def has_engine(start: Start) -> bool:
     return start.options.workers > 1 and has_shared(start.tables)
 
 
-def first_link(sock: socket.socket) -> socket.socket:
-    """The way to the engine process, which the supervisor gives a worker before anything else."""
+def next_link(sock: socket.socket) -> socket.socket:
+    """The way to the engine process, which the supervisor gives a worker that starts before anything else."""
     _, descriptors, _, _ = socket.recv_fds(sock, 4096, 1)
     if not descriptors:
         raise OSError(errno.EPIPE, "the supervisor is gone, or had no descriptor for the way to the engine process")

@@ -56,7 +56,7 @@ class Engine:
         self._next: socket.socket | None = None
         self._waiting: deque[Call] = deque()  # for a slot, or for an engine process
         self.sections: dict[str, tuple[int, Signature]] = {}
-        self._is_closed = False
+        self._is_closed = self._is_meeting = False
         self._thread: threading.Thread | None = None
         self.figures = Figures()
 
@@ -64,12 +64,20 @@ class Engine:
         """The engine process at the other end serves from now on, or as soon as the one before is gone."""
         with self._lock:
             before, self._next = self._next, sock
+            self._is_meeting = True
             if before is not None:
                 before.close()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="torchpipe-engine", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def meet(self, sock: socket.socket) -> bool:
+        """Attach, and wait until the engine process has told what it runs; ``False`` where it has died before that."""
+        self.attach(sock)
+        with self._lock:
+            self._changed.wait_for(lambda: self.sections or not self._is_meeting)
+            return bool(self.sections)
 
     def section(self, head: str) -> tuple[int, Signature]:
         """The number of a section, and what its data and results hold; waits for the engine process to tell."""
@@ -188,6 +196,9 @@ class Engine:
         try:
             link = _Link(sock, self._meets)
         except (OSError, EOFError, ValueError):
+            with self._lock:
+                self._is_meeting = self._next is not None
+                self._changed.notify_all()
             return
         with self._lock:
             self._link, self.sections = link, link.sections

@@ -1,0 +1,350 @@
+"""A service whose workers share an engine process: what dies, hangs or is reloaded costs what it had."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fakes import WAIT
+from service import IDL, LIGHT, Client, Process, eventually
+
+BACKENDS = '''
+import os, pathlib, time
+
+from torchpipe_py import Backend, Param, register_backend
+
+HERE = pathlib.Path(__file__).parent
+
+
+def wait_for(name):
+    """Say so, then wait until the file is there."""
+    (HERE / f"waits-{os.getpid()}").touch()
+    until = time.monotonic() + 100
+    while not (HERE / name).exists() and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+@register_backend
+class Marked(Backend):
+    """The label is the data with a mark; `block` waits for a file, `raise` fails."""
+
+    mark = Param(str, "", doc="what is added")
+
+    def setup(self):
+        if self.mark == "fail":
+            raise OSError("no such model")
+        if (HERE / "hold").exists():
+            wait_for("go")
+
+    def forward(self, items):
+        for item in items:
+            data = bytes(item["data"]).decode()
+            if data.startswith("block"):
+                wait_for("open")
+            if data == "raise":
+                raise ValueError("a bad image")
+            item["result"] = (data + self.mark, 1.0)
+
+    def max(self):
+        return 8
+
+
+@register_backend
+class Hash(Backend):
+    """A node that each worker runs."""
+
+    def forward(self, items):
+        for item in items:
+            item["result"] = item["data"]
+'''
+
+CONFIG = """
+[own]
+backend = "Hash"
+next = "model"
+
+[model]
+backend = "Marked"
+mark = "{mark}"
+{shared}
+"""
+
+
+class Service:
+    """Two workers and, where a node is shared, an engine process."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self.folder, self.config = folder, folder / "marked.toml"
+        (folder / "marked.py").write_text(BACKENDS)
+        self.process = Process(
+            *("--import", str(folder / "marked.py"), "--workers", "2", "--http-port", "0", *args),
+            config=str(self.config),
+            env={"PYTHONPATH": LIGHT},
+        )
+
+    def wait_started(self) -> Service:
+        self.port = self.process.wait_started().port
+        self.address = self.process.process.stdout.readline().split()[0]
+        return self
+
+    def write(self, mark: str = "", shared: str = "shared = true") -> None:
+        write(self.config, mark, shared)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.address + path, timeout=WAIT) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get("stats")[1])
+        return found
+
+    def pids(self, kind: str) -> list[int]:
+        """Of the workers, or engines, that are ready."""
+        return [one["pid"] for one in self.stats[kind] if one["state"] == "ready"]
+
+    @property
+    def engine(self) -> int:
+        (pid,) = self.pids("engines")
+        return pid
+
+    @property
+    def is_ready(self) -> bool:
+        return self.get("ready")[0] == 200
+
+    def is_waiting(self, pid: int) -> bool:
+        """Whether something in that process waits for a file."""
+        return (self.folder / f"waits-{pid}").exists()
+
+    def clear(self) -> None:
+        for name in ("hold", "go", "open"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def code_of(self, client: Client, data: bytes) -> str:
+        code: str = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="u", data=data)).code
+        return code
+
+
+def write(config: Path, mark: str = "", shared: str = "shared = true") -> None:
+    config.write_text(CONFIG.format(mark=mark, shared=shared))
+
+
+class Load:
+    """Clients that call again and again: what each call ended with, and whether it was answered as it should be."""
+
+    def __init__(self, port: int, clients: int = 6, marks: tuple[str, ...] = ("",)) -> None:
+        self.ends: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._marks, self._is_over = marks, threading.Event()
+        self._threads = [threading.Thread(target=self._call, args=(port, index)) for index in range(clients)]
+
+    def _call(self, port: int, index: int) -> None:
+        try:
+            with Client(port) as client:
+                number = 0
+                while not self._is_over.is_set():
+                    number += 1
+                    data = f"{index}-{number}"
+                    try:
+                        label, _ = client.infer_batch(data.encode())
+                    except IDL.InferenceError as error:
+                        self.ends[error.code] += 1
+                        continue
+                    if label not in [data + mark for mark in self._marks]:
+                        self.problems.append(f"{data} gave {label}")
+                    self.ends["ok" + label.removeprefix(data)] += 1
+        except Exception as error:
+            self.problems.append(repr(error))
+
+    def served(self, mark: str = "", count: int = 50) -> Callable[[], bool]:
+        """Whether so many more were answered."""
+        until = self.ends["ok" + mark] + count
+        return lambda: self.ends["ok" + mark] >= until or bool(self.problems)
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(WAIT)
+        assert not any(thread.is_alive() for thread in self._threads), "a request is not answered"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("engine")
+    write(folder / "marked.toml")
+    service = Service(folder)
+    with service.process:
+        yield service.wait_started()
+
+
+@pytest.fixture
+def service(one: Service) -> Service:
+    """Ready, with the first configuration."""
+    one.clear()
+    eventually(lambda: one.is_ready and len(one.pids("workers")) == 2)
+    return one
+
+
+def test_labels_are_those_of_the_pipe(service: Service) -> None:
+    with Client(service.port) as client:
+        assert client.infer_batch(b"x") == ("x", 1.0)
+        assert service.code_of(client, b"raise") == "backend_error"
+        many = client.infer_many([b"a", b"raise", b"b"])
+        assert [item.result.label if item.result else item.error.code for item in many] == ["a", "backend_error", "b"]
+    stats = service.stats
+    assert set(stats["nodes"]) == {"own", "model"}
+    assert stats["nodes"]["model"]["requests"] >= 5
+    assert service.engine not in service.pids("workers")
+
+
+def test_an_engine_process_is_killed_under_load(service: Service) -> None:
+    with Load(service.port) as load:
+        for _ in range(2):
+            eventually(load.served())
+            before = service.engine
+            os.kill(before, signal.SIGKILL)
+            eventually(lambda killed=before: service.pids("engines") not in ([], [killed]))
+            eventually(load.served(), "it is not served any more")
+    assert load.problems == []
+    assert set(load.ends) <= {"ok", "worker_died", "unavailable"}
+    assert len(service.pids("workers")) == 2
+
+
+def test_nothing_is_ready_without_an_engine_process(service: Service) -> None:
+    """What it had is lost; what comes meanwhile is refused after a moment."""
+    before, workers = service.engine, service.pids("workers")
+    with Client(service.port) as client:
+        seqid = client.send_batch(b"block")
+        eventually(lambda: service.is_waiting(before))
+        (service.folder / "hold").touch()
+        os.kill(before, signal.SIGKILL)
+        with pytest.raises(IDL.InferenceError) as caught:
+            client.receive(seqid)
+        assert (caught.value.code, caught.value.message) == (
+            "worker_died",
+            "the engine process died while it had the request",
+        )
+        eventually(lambda: service.get("ready") != (200, "ready\n"))
+        assert service.code_of(client, b"x") == "unavailable"
+        assert not service.is_ready
+        (service.folder / "go").touch()
+        eventually(lambda: service.is_ready)
+        assert client.infer_batch(b"x") == ("x", 1.0)
+    assert service.pids("workers") == workers
+    assert service.stats["restarts_by_reason"]["died"] >= 1
+
+
+def test_a_worker_is_killed(service: Service) -> None:
+    """What it had ends in the engine process as well; others' requests go on."""
+    engine, workers = service.engine, service.pids("workers")
+    with Load(service.port) as load:
+        eventually(load.served())
+        os.kill(workers[0], signal.SIGKILL)
+        eventually(lambda: workers[0] not in service.pids("workers") and len(service.pids("workers")) == 2)
+        eventually(load.served())
+    assert load.problems == []
+    assert set(load.ends) <= {"ok", "worker_died"}
+    assert service.engine == engine
+    eventually(lambda: service.stats["nodes"]["model"]["queued"] == service.stats["requests"]["inflight"] == 0)
+
+
+def test_reloads_lose_nothing(service: Service) -> None:
+    """Another shared node, none, and one again."""
+    marks = ("", "-two", "-none", "-three")
+    with Load(service.port, marks=marks) as load:
+        for mark, shared in (
+            ("-two", "shared = true"),
+            ("-none", ""),
+            ("-three", "shared = true"),
+            ("", "shared = true"),
+        ):
+            engines = service.pids("engines")
+            service.write(mark, shared)
+            service.process.signal(signal.SIGHUP)
+            eventually(load.served(mark), f"nothing of {mark!r}")
+            assert bool(service.pids("engines")) == bool(shared)
+            assert not {*service.pids("engines")} & {*engines}
+            eventually(lambda old=engines: not any(map(psutil.pid_exists, old)), "an engine process stays")
+    assert load.problems == []
+    assert set(load.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
+
+
+def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Service) -> None:
+    engine, workers = service.engine, service.pids("workers")
+    service.write("fail")
+    with Load(service.port) as load:
+        service.process.signal(signal.SIGHUP)
+        eventually(lambda: "not reloaded, everything stays as it is" in service.process.stderr)
+        eventually(load.served())
+    assert load.problems == []
+    assert set(load.ends) == {"ok"}
+    assert "node 'model': Marked: OSError: no such model" in service.process.stderr
+    assert (service.engine, service.pids("workers")) == (engine, workers)
+    service.write()
+
+
+def test_a_signal_lets_what_was_accepted_finish(service: Service) -> None:
+    """The last test with this service."""
+    clients = [Client(service.port) for _ in range(20)]
+    seqids = [client.send_batch(f"block-{index}".encode()) for index, client in enumerate(clients)]
+    eventually(lambda: service.stats["requests"]["inflight"] == 20)
+    processes = [service.process.pid, service.engine, *service.pids("workers")]
+    service.process.signal()
+    eventually(lambda: "stopping: answering what was accepted" in service.process.stderr)
+    (service.folder / "open").touch()
+    for index, (client, seqid) in enumerate(zip(clients, seqids, strict=True)):
+        assert client.receive(seqid).label == f"block-{index}"
+        client.close()
+    assert service.process.wait() == 0, service.process.stderr
+    assert not any(map(psutil.pid_exists, processes))
+    assert "Traceback" not in service.process.stderr
+
+
+def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
+    write(tmp_path / "marked.toml")
+    service = Service(tmp_path, "--hang-seconds", "1")
+    with service.process:
+        service.wait_started()
+        with Client(service.port) as client:
+            before = service.engine
+            assert service.code_of(client, b"block") == "worker_died"
+            eventually(lambda: service.pids("engines") not in ([], [before]))
+            eventually(lambda: service.is_ready)
+            assert "has a batch that does not end: replacing it" in service.process.stderr
+            assert client.infer_batch(b"x") == ("x", 1.0)
+            supervisor = psutil.Process(service.process.pid)
+            processes = supervisor.children(recursive=True)
+            assert len(processes) >= 4
+        supervisor.kill()
+        _, alive = psutil.wait_procs(processes, WAIT)
+        assert alive == []
+
+
+def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:
+    write(tmp_path / "marked.toml", "fail")
+    with Service(tmp_path).process as process:
+        assert process.wait() == 1
+        assert process.process.stdout.read() == ""
+        error = f"{tmp_path}/marked.toml: node 'model': Marked: OSError: no such model"
+        assert [line for line in process.stderr.splitlines() if "no such model" in line] == [
+            f"torchpipe-serve: {error}"
+        ]
