@@ -12,6 +12,7 @@ Figures = dict[str, Any]
 _TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
 _HISTOGRAMS = ("queue", "batch_wait", "compute")
 _NOW = ("instances", "alive", "queued", "busy")
+_HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
 
 def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
@@ -21,6 +22,7 @@ def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
     return {
         "requests": {"inflight": sum(worker["inflight"] for worker in alive), **_requests([*alive, past])},
         "nodes": _nodes(alive, past),
+        "hand_over": _hand_over([*alive, past]),
         "log_lines_dropped": _dropped([*alive, past]),
         "gpus": [gpus[index] for index in sorted(gpus)],
     }
@@ -32,7 +34,12 @@ def add_past(past: Figures, ended: Figures) -> Figures:
     for name in {**past.get("nodes", {}), **ended.get("nodes", {})}:
         parts = [part["nodes"][name] for part in (past, ended) if name in part.get("nodes", {})]
         nodes[name] = _node_totals(parts)
-    return {"requests": _requests([past, ended]), "nodes": nodes, "log_lines_dropped": _dropped([past, ended])}
+    return {
+        "requests": _requests([past, ended]),
+        "nodes": nodes,
+        "hand_over": _hand_over([past, ended]),
+        "log_lines_dropped": _dropped([past, ended]),
+    }
 
 
 def add_requests(*parts: Figures) -> Figures:
@@ -58,6 +65,12 @@ def add_lists(lists: Iterable[list[int]]) -> list[int]:
 
 def _requests(parts: Iterable[Figures]) -> Figures:
     return add_requests(*(part["requests"] for part in parts if "requests" in part))
+
+
+def _hand_over(parts: Iterable[Figures]) -> Figures:
+    """Of requests to engine processes, by those who have any."""
+    told = [part["hand_over"] for part in parts if "hand_over" in part]
+    return {key: sum(part[key] for part in told) for key in _HAND_OVER}
 
 
 def _dropped(parts: Iterable[Figures]) -> int:

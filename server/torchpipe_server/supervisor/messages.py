@@ -1,7 +1,7 @@
 """What a worker may say. It has read bytes from clients: nothing it says is taken unseen.
 
 A shape is a type, ``[shape]`` for a list, ``{str: shape}`` for an object of any keys, ``{"key": shape, …}`` for one
-that has these keys at least, or a function that says whether a value fits.
+that has these keys at least (but for ``_OPTIONAL`` ones), or a function that says whether a value fits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torchpipe_py.runtime.statistics import COUNTS
 
 _MOST = 2**63
 _MOST_KEYS = 4096
+_OPTIONAL = ("hand_over",)  # of a worker whose shared nodes an engine process runs
 
 
 class UnexpectedMessageError(Exception):
@@ -39,8 +40,9 @@ def _check(value: Any, shape: Any, place: str) -> None:
     elif isinstance(shape, dict):
         _require(isinstance(value, dict), place)
         for key, inner in shape.items():
-            _require(key in value, f"{place}.{key}")
-            _check(value[key], inner, f"{place}.{key}")
+            _require(key in value or key in _OPTIONAL, f"{place}.{key}")
+            if key in value:
+                _check(value[key], inner, f"{place}.{key}")
     elif isinstance(shape, type):
         _require(type(value) is shape, place)
     else:
@@ -81,6 +83,7 @@ _STATS = {
     "inflight": _number,
     "nodes": {str: _NODE},
     "requests": {"by_method": {str: {str: _number}}, "latency": {"counts": _histogram, "sum_ms": _number}},
+    "hand_over": dict.fromkeys(("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms"), _number),
     "log_lines_dropped": _number,
     "gpus": [{"index": _number, "name": str, "used_bytes": _number, "total_bytes": _number}],
 }

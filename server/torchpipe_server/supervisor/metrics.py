@@ -26,6 +26,8 @@ _NODE_GAUGES = (
     ("busy", "torchpipe_node_instances_busy", "Instances of a node that are computing"),
     ("oldest_batch_s", "torchpipe_node_oldest_batch_seconds", "For how long the oldest batch of a node runs"),
 )
+# Of requests to engine processes: the key of the totals, the label.
+_HAND_OVER = (("slot_wait_ms", "slot_wait"), ("there_ms", "there"), ("in_engine_ms", "in_engine"), ("back_ms", "back"))
 _NODE_TIMES = (
     ("queue", "torchpipe_node_queue_seconds", "Time of a request from its arrival at a node until it was taken"),
     ("batch_wait", "torchpipe_node_batch_wait_seconds", "Time of a request from then until its batch was closed"),
@@ -48,6 +50,7 @@ class _Figures(Collector):
         """Every family, once."""
         yield from _service(self._figures)
         yield from _nodes(self._figures["nodes"], self._figures["bounds_ms"])
+        yield from _engines(self._figures)
         yield from _gpus(self._figures["gpus"])
 
 
@@ -79,11 +82,7 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
     yield restarts
     dropped = figures["log_lines_dropped"]
     yield CounterMetricFamily("torchpipe_log_lines_dropped", "Log lines that nobody took in time", value=dropped)
-    workers = GaugeMetricFamily("torchpipe_workers", "Worker processes, by state", labels=("state",))
-    states = [worker["state"] for worker in figures["workers"]]
-    for state in sorted({"ready", *states}):
-        workers.add_metric((state,), states.count(state))
-    yield workers
+    yield _states("torchpipe_workers", "Worker processes, by state", figures["workers"])
     memory = GaugeMetricFamily("torchpipe_worker_resident_bytes", "Memory of a worker", labels=("worker",))
     responding = GaugeMetricFamily("torchpipe_worker_responding", "1 where a worker makes progress", labels=("worker",))
     for worker in figures["workers"]:
@@ -115,6 +114,29 @@ def _nodes(nodes: dict[str, Any], bounds_ms: list[float]) -> Iterator[Metric]:
     for node, figures in nodes.items():
         sizes.add_metric((node,), *_sizes(figures["batch_sizes"], figures["max"]))
     yield sizes
+
+
+def _engines(figures: dict[str, Any]) -> Iterator[Metric]:
+    yield _states("torchpipe_engine_processes", "Processes that run shared nodes, by state", figures["engines"])
+    totals = figures["hand_over"]
+    name = "torchpipe_hand_over"
+    yield CounterMetricFamily(f"{name}_requests", "Answers of engine processes", value=totals["requests"])
+    seconds = CounterMetricFamily(
+        f"{name}_seconds",
+        "Time of these: waiting for a slot, on their way there, in there, on their way back",
+        labels=("part",),
+    )
+    for key, part in _HAND_OVER:
+        seconds.add_metric((part,), totals[key] / 1000)
+    yield seconds
+
+
+def _states(name: str, text: str, processes: list[dict[str, Any]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=("state",))
+    states = [process["state"] for process in processes]
+    for state in sorted({"ready", *states}):
+        family.add_metric((state,), states.count(state))
+    return family
 
 
 def _gpus(gpus: list[dict[str, Any]]) -> Iterator[Metric]:

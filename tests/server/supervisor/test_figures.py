@@ -48,6 +48,8 @@ def worker(nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, 
 
 
 ONE = worker({"model": node()}, {"infer_batch": {"ok": 9, "overloaded": 1}})
+SHARED = {"requests": 2, "slot_wait_ms": 0.5, "there_ms": 1.0, "in_engine_ms": 8.0, "back_ms": 1.5}
+NOTHING_SHARED = dict.fromkeys(SHARED, 0)
 TWO = worker({"model": node(2)}, {"infer_batch": {"ok": 20}, "ping": {"ok": 3}}, inflight=2)
 
 
@@ -120,6 +122,7 @@ def test_nobody_there_and_nothing_told():
     assert service_figures([], {}) == {
         "requests": {"inflight": 0, "by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
         "nodes": {},
+        "hand_over": NOTHING_SHARED,
         "log_lines_dropped": 0,
         "gpus": [],
     }
@@ -128,6 +131,13 @@ def test_nobody_there_and_nothing_told():
 def test_dropped_log_lines_are_those_of_all_who_were_there():
     past = add_past(add_past({}, {**ONE, "log_lines_dropped": 2}), TWO)
     assert service_figures([{**ONE, "log_lines_dropped": 5}, TWO], past)["log_lines_dropped"] == 7
+
+
+def test_times_of_requests_to_engine_processes_are_those_of_all_who_were_there():
+    some = {**ONE, "hand_over": SHARED}
+    past = add_past(add_past({}, some), TWO)
+    assert service_figures([some, TWO], past)["hand_over"] == {key: 2 * value for key, value in SHARED.items()}
+    assert service_figures([ONE], add_past({}, TWO))["hand_over"] == NOTHING_SHARED
 
 
 def test_a_gpu_that_two_workers_use_is_told_once_and_the_latest_counts():
@@ -161,7 +171,7 @@ def figures_of(*workers: dict[str, Any], past: dict[str, Any] | None = None, **c
     ]
     return {
         **{"ready": True, "uptime_s": 12.5, "restarts": 3, "restarts_by_reason": {"died": 1, "hung_batch": 2}},
-        **{"bounds_ms": BOUNDS_MS, "workers": told},
+        **{"bounds_ms": BOUNDS_MS, "workers": told, "engines": []},
         "connections": {"open": 5, "max": 9, "accepted": 7, "refused": 2, "evicted": 3},
         **service_figures(workers, past or {}),
         **changes,
@@ -178,7 +188,9 @@ def samples(family: Any) -> dict[tuple[Any, ...], float]:
 
 def test_names_types_and_values():
     gpu = {"index": 1, "name": "GPU", "used_bytes": 4, "total_bytes": 9}
-    families = parsed(figures_of({**ONE, "log_lines_dropped": 8}, {**TWO, "gpus": [gpu]}))
+    engines = [{"state": "ready"}, {"state": "waiting"}, {"state": "ready"}]
+    one = {**ONE, "log_lines_dropped": 8, "hand_over": SHARED}
+    families = parsed(figures_of(one, {**TWO, "gpus": [gpu]}, engines=engines))
     assert {name: family.type for name, family in families.items()} == {
         "torchpipe_requests": "counter",
         "torchpipe_request_seconds": "histogram",
@@ -207,6 +219,9 @@ def test_names_types_and_values():
         "torchpipe_node_batch_wait_seconds": "histogram",
         "torchpipe_node_compute_seconds": "histogram",
         "torchpipe_node_batch_size": "histogram",
+        "torchpipe_engine_processes": "gauge",
+        "torchpipe_hand_over_requests": "counter",
+        "torchpipe_hand_over_seconds": "counter",
         "torchpipe_gpu_memory_used_bytes": "gauge",
         "torchpipe_gpu_memory_bytes": "gauge",
     }
@@ -219,12 +234,19 @@ def test_names_types_and_values():
     single = {
         **{"requests_pending": 3, "connections": 5, "connections_accepted": 7, "connections_refused": 2},
         "connections_evicted": 3,
-        **{"log_lines_dropped": 8, "ready": 1, "uptime_seconds": 12.5},
+        **{"log_lines_dropped": 8, "ready": 1, "uptime_seconds": 12.5, "hand_over_requests": 2},
     }
     assert {name: families[f"torchpipe_{name}"].samples[0].value for name in single} == single
     assert samples(families["torchpipe_workers"]) == {
         ("torchpipe_workers", "ready"): 1,
         ("torchpipe_workers", "starting"): 1,
+    }
+    assert samples(families["torchpipe_engine_processes"]) == {
+        ("torchpipe_engine_processes", "ready"): 2,
+        ("torchpipe_engine_processes", "waiting"): 1,
+    }
+    assert {one.labels["part"]: one.value for one in families["torchpipe_hand_over_seconds"].samples} == {
+        **{"slot_wait": 0.0005, "there": 0.001, "in_engine": 0.008, "back": 0.0015}
     }
     assert samples(families["torchpipe_worker_restarts"]) == {
         ("torchpipe_worker_restarts_total", "died"): 1,

@@ -165,9 +165,10 @@ def test_a_connection_may_ask_again(served: Served):
 
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers engines "
-    "bounds_ms requests nodes log_lines_dropped gpus",
+    "bounds_ms requests nodes hand_over log_lines_dropped gpus",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency",
+    "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",
     "latency": "counts sum_ms",
     "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
     "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired batch_sizes queue_ms "
@@ -183,7 +184,7 @@ def assert_keys(found: dict[str, Any], kind: str) -> None:
 def test_every_key_of_the_figures(served: Served):
     stats = served.stats()
     assert_keys(stats, "")
-    for kind in ("connections", "requests"):
+    for kind in ("connections", "requests", "hand_over"):
         assert_keys(stats[kind], kind)
     assert_keys(stats["requests"]["latency"], "latency")
     for worker in stats["workers"]:
