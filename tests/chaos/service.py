@@ -24,6 +24,8 @@ LIGHT = HERE.parent / "light"
 DEMO = "configs/demo.toml"
 WAIT = 30.0
 MEBIBYTE = 2**20
+SHARED = bool(os.environ.get("CHAOS_SHARED"))
+"""By hand: all nodes are shared, and a service has two workers where nothing else is asked for."""
 
 
 def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
@@ -47,6 +49,12 @@ class Service:
         self.config = Path(ROOT / config) if config else Path(self._folder.name) / "chaos.toml"
         if not config:
             self.write(**node)
+        elif SHARED:
+            text = "shared = true\n" + self.config.read_text()
+            self.config = Path(self._folder.name) / self.config.name
+            self.config.write_text(text)
+        if SHARED and "--workers" not in args:
+            args = ("--workers", "2", *args)
         program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
         flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
         light = {} if config else {"PYTHONPATH": str(LIGHT)}
@@ -69,7 +77,8 @@ class Service:
 
     def write(self, backend: str = "ChaosEcho", **node: Any) -> None:
         """Write the configuration."""
-        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in {"backend": backend, **node}.items())
+        keys = {"backend": backend, **({"shared": True} if SHARED else {}), **node}
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
         self.config.write_text("[node]\n" + text)
 
     def ready(self) -> Service:

@@ -1,6 +1,7 @@
 """The reliability table: each event done to a service in its short form, and each judge shown to fail.
 
-The long forms are ``bash scripts/soak.sh``. Times are the table's bounds, or coarser ones where the machine is busy.
+The long forms are ``bash scripts/soak.sh``. With ``CHAOS_SHARED=1`` set, two workers share all nodes.
+Times are the table's bounds, or coarser ones where the machine is busy.
 """
 
 from __future__ import annotations
