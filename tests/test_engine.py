@@ -246,6 +246,30 @@ def test_what_nobody_waits_for_is_dropped_before_it_is_batched(register: Registe
     assert gate.batches == [["first"], [0, 1, 2]]
 
 
+def test_a_request_that_is_given_up_while_it_runs_keeps_its_slot(register: Register) -> None:
+    """Or its backend, which changes arrays in place, would change the next request's."""
+    gate = Gate(blocks=lambda data: data[0] == 0)
+
+    class InPlace(gate.backend):  # type: ignore[name-defined, misc]
+        """``result`` is the first of ``data``, which is one more."""
+
+        def forward(self, items: list[Data]) -> None:
+            super().forward(items)
+            for item in items:
+                item["data"] += 1
+                item["result"] = float(item["data"][0])
+
+    with workers_of(shared(register(InPlace))) as (worker,), gate:
+        given_up = gate.hold(worker.pipe, {"data": np.zeros(5000)})
+        assert given_up.cancel()
+        futures = [worker.pipe.submit({"data": np.full(5000, number)}) for number in (10.0, 20.0)]
+        eventually(lambda: queued(worker.server) == 2)
+        assert worker.engine.pending() == 3
+        gate.open()
+        assert [outcome(future)["result"] for future in futures] == [11.0, 21.0]
+        eventually(lambda: worker.engine.pending() == 0)
+
+
 def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:
     """Nobody waits at the worker's end, so it is the engine that looks."""
     gate = Gate()
@@ -389,6 +413,8 @@ def test_a_pipe_is_closed_with_calls_outstanding(register: Register) -> None:
         assert {type(error_of(future)) for future in futures} == {PipeClosed}
         with pytest.raises(PipeClosed):
             worker.pipe({"data": 1})
+        eventually(lambda: worker.server.pipe.stats()["inflight"] == 1)
+        gate.open()
         eventually(lambda: worker.server.pipe.stats()["inflight"] == 0)
     assert gate.batches == [[-1]]
 

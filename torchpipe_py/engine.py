@@ -201,9 +201,11 @@ class _Link:
             self._tickets[slot] = None
 
     def give_up(self, slot: int, number: int) -> None:
-        """Nobody waits for that request."""
+        """Nobody waits for that request: drop it, unless a backend has it."""
+        # NOTE: the worker writes its next request into the slot once this one is answered, and a backend that still
+        # runs on its arrays, and perhaps changes them in place, would run on those of the next one.
         kept = self._tickets[slot]
-        if kept is not None and kept[0] == number:
+        if kept is not None and kept[0] == number and not kept[1].is_running:
             kept[1].cancel()
 
     def answer(self, slot: int, number: int, message: Any, is_failure: bool, taken: float) -> None:

@@ -292,6 +292,11 @@ class Ticket:
         """Whether its outcome is final."""
         return self._request.done
 
+    @property
+    def is_running(self) -> bool:
+        """Whether an instance has it; a moment's answer, for a request of one branch."""
+        return self._runtime.is_taken(self._request)
+
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
         return self._runtime.complete(self._request, error or CancelledError())

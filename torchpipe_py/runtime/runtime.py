@@ -243,6 +243,10 @@ class Runtime:
         """Requests admitted and not completed."""
         return len(self._inflight)
 
+    def is_taken(self, request: Request) -> bool:
+        """Whether an instance has the request in its batch."""
+        return any(request in instance.taken for node in self.nodes.values() for instance in node.instances)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Count the requests in, all or none, and bring each to its root.
 

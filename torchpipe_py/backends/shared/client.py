@@ -259,6 +259,7 @@ class Engine:
                 call.until = until
         lost = [call for call in link.calls if call is not None]
         link.close()
+        del link  # NOTE: an error that is told may keep this frame for a while, and that the link's memory
         for call in lost:
             self._tell(call, None, WorkerDied("the engine process died while it had the request"))
 
