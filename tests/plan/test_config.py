@@ -195,7 +195,14 @@ def test_a_byte_order_mark_at_the_start_of_a_file(tmp_path: Path) -> None:
 def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text(encoding="utf-8")
     written: dict[str, Any] = dict(re.findall(r'^\| `(\w+)` \|.*; default `?"?(\w+)"?`? \|$', page, re.MULTILINE))
-    assert written.keys() == {"instance_num", "batching_timeout", "device_id", "decode_isolation", "max_inflight"}
+    assert written.keys() == {
+        "instance_num",
+        "batching_timeout",
+        "device_id",
+        "decode_isolation",
+        "shared",
+        "max_inflight",
+    }
     top = {"max_inflight": written.pop("max_inflight")}
     first, second = (load_config(config) for config in ({"a": {}}, {**top, "a": {**written, "backend": "Identity"}}))
     assert first.max_inflight == second.max_inflight

@@ -138,38 +138,41 @@ def plan_successors(tables: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def test_a_node_that_runs_another_graph_cannot_be_shared() -> None:
-    plan = plan_pipeline({"a": node(backend="Jump", jump="b"), "b": own()})
-    for part in (sections, engine_part):
-        with pytest.raises(ConfigError) as caught:
-            part(plan)
-        assert str(caught.value) == (
-            "config: node 'a': key 'shared': a node that runs another graph cannot be shared; "
-            "share the nodes of that graph"
-        )
+    with pytest.raises(ConfigError) as caught:
+        plan_pipeline({"a": node(backend="Jump", jump="b"), "b": own()})
+    assert str(caught.value) == (
+        "config: node 'a': key 'shared': 'a' cannot be shared: it runs another graph; "
+        "share nodes of that graph instead, from [b] on"
+    )
 
 
 def test_instances_that_several_nodes_use_cannot_be_shared() -> None:
-    plan = plan_pipeline({"a": node("a.again"), "a.again": {"next": "a.more"}, "a.more": {}})
     with pytest.raises(ConfigError) as caught:
-        sections(plan)
+        plan_pipeline({"a": node("a.again"), "a.again": {"next": "a.more"}, "a.more": {}})
     assert str(caught.value) == (
-        "config: node 'a': key 'shared': a node whose instances others use cannot be shared: a.again, a.more"
+        "config: node 'a': key 'shared': 'a' cannot be shared: its instances run a.again, a.more as well; "
+        "leave the key out, or write nodes of their own for a.again, a.more"
     )
 
 
 def test_all_that_cannot_be_shared_is_told_at_once() -> None:
-    config = {
+    config: dict[str, Any] = {
         "global": {"shared": True},
         "a": {"next": "a.again"},
         "a.again": {},
         "b": {"backend": "Jump", "jump": "c"},
+        "c": {},
     }
     with pytest.raises(ConfigError) as caught:
-        sections(plan_pipeline({**config, "c": {}}))
+        plan_pipeline(config)
     assert str(caught.value) == (
-        "config: global: key 'shared': a node whose instances others use cannot be shared: a.again\n"
-        "config: global: key 'shared': a node that runs another graph cannot be shared; share the nodes of that graph"
+        "config: global: key 'shared': 'a' cannot be shared: its instances run a.again as well; "
+        "shared = false in [a] leaves it out\n"
+        "config: global: key 'shared': 'b' cannot be shared: it runs another graph; shared = false in [b] leaves it out"
     )
+    for name in ("a", "b"):
+        config[name]["shared"] = False
+    assert sections(plan_pipeline(config)) == [Section(("c",))]
 
 
 @pytest.mark.parametrize("value", ["maybe", 2, [True], 0.5])

@@ -114,6 +114,7 @@ def plan_pipeline(
     jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
     with problems.gathered():
         graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
+    _check_shared(spec, plans, problems)
     problems.raise_all()
     _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
@@ -190,6 +191,25 @@ def _reaches_caller(node: NodeSpec, spec: PipelineSpec, graph: Graph) -> bool:
 def _always_runs(node: NodeSpec) -> bool:
     """Whether the node runs on every result that comes to it."""
     return node.filter is None or node.filter.lower() in ("swap", "run")
+
+
+def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: Problems) -> None:
+    """Refuse what an engine process cannot run for a worker."""
+    for name, aliases in spec.logical().items():
+        if not spec.nodes[name].shared:
+            continue
+        place, roots = spec.nodes[name].at("shared"), ", ".join(f"[{root}]" for root in plans[name].jumps())
+        others = ", ".join(alias for alias in aliases if alias != name)
+        for reason, hint in (
+            (
+                others and f"its instances run {others} as well",
+                f"leave the key out, or write nodes of their own for {others}",
+            ),
+            (roots and "it runs another graph", f"share nodes of that graph instead, from {roots} on"),
+        ):
+            if reason:
+                hint = f"shared = false in [{name}] leaves it out" if place.node == GLOBAL else hint
+                problems.add(place.error(f"{name!r} cannot be shared: {reason}; {hint}"))
 
 
 def _check_defaults(

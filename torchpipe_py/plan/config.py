@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import tomli
@@ -220,6 +220,8 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problem
     for spec in specs.values():
         with problems.gathered():
             _check_alias(spec, specs, set(nodes), problems)
+    # NOTE: a logical node has no instances: where its owner is run, it is.
+    specs = {name: replace(spec, shared=specs.get(spec.owner, spec).shared) for name, spec in specs.items()}
     return PipelineSpec(place, specs, defaults, max_inflight, tuple(name for name in nodes if name not in specs))
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchpipe_py.errors import ConfigError, Problems
+from torchpipe_py.errors import ConfigError
 from torchpipe_py.filters import run
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline
@@ -78,8 +78,7 @@ def _paths(value: Value, source: str) -> list[str]:
 
 
 def sections(pipeline: Pipeline) -> list[Section]:
-    """The shared nodes in file order; ``ConfigError`` for those that cannot be."""
-    _check(pipeline)
+    """The shared nodes in file order."""
     found: list[Section] = []
     taken: set[str] = set()
     for name in pipeline.graph.order:
@@ -166,18 +165,3 @@ def _is_only_end(graph: Graph, end: str) -> bool:
 def _has_filter(node: NodeSpec, *names: str) -> bool:
     """Whether the node takes the dict of the one before it, past one of these filters."""
     return not node.map and (node.filter or _USUAL).lower() in names
-
-
-def _check(pipeline: Pipeline) -> None:
-    problems = Problems()
-    logical = pipeline.spec.logical()
-    for name, node in pipeline.spec.nodes.items():
-        if not node.shared:
-            continue
-        place = node.at("shared")
-        if len(logical[node.owner]) > 1:
-            aliases = ", ".join(alias for alias in logical[node.owner] if alias != node.owner)
-            problems.add(place.error(f"a node whose instances others use cannot be shared: {aliases}"))
-        if pipeline.plans[name].jumps():
-            problems.add(place.error("a node that runs another graph cannot be shared; share the nodes of that graph"))
-    problems.raise_all()
