@@ -316,7 +316,9 @@ class Fleet:
             worker.failures = 0
         if self._is_successor(worker):
             self._give_up_reload(child.failure or f"{worker.name} of the new configuration died while it started")
-        elif child.has_served or (child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS):
+        elif (child.has_served and self._has_begun) or (
+            child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS
+        ):
             # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
             self._count_restart(worker, child.reason)
             worker.pauses = 0
@@ -332,6 +334,11 @@ class Fleet:
             logger.error("%s ended while it started: %s", worker.name, child.failure or "killed, or crashed")
             self._count_restart(worker, "failed_start")
             self._pause(worker, is_failure=True)
+
+    def _can_serve(self, child: Child) -> bool:
+        # NOTE: an engine process gets workers before there are requests; until then that is no sign.
+        is_settled = child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS
+        return bool(is_settled) or (child.has_served and self._has_begun)
 
     def _count_restart(self, worker: WorkerSlot, reason: str) -> None:
         worker.restarts += 1
