@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -118,8 +119,10 @@ def test_a_worker_jumps_to_a_shared_graph(backend: str) -> None:
 SPLIT: dict[str, dict[str, Any]] = {"Jump": {}, "MapReduce": {"split": "data"}, "S[Identity,Jump]": {}}
 
 
+@pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("name", ["decode", "detect", "merge", "digit"])
-def test_each_node_of_the_detector_alone_can_be_shared(name: str) -> None:
+def test_each_node_of_the_detector_alone_can_be_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "backends", raising=False)
     import_code("configs/examples/backends.py")
     tables = parse_toml("configs/detector.toml")
     tables[name]["shared"] = True
