@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchpipe_py.backends.models.onnx import OnnxTensor
 from torchpipe_py.errors import nearest
 from torchpipe_py.plan.binding import BackendPlan, expand
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
@@ -20,7 +21,6 @@ TAKES_ONNX = ("OnnxTensor", "TensorrtTensor")
 MODELS = (*TAKES_ONNX, "TorchTensor")
 
 _AFTER = ("postprocessor", "post_processor", "labels", "k", "threshold")
-_OF_ENGINES = ("model::cache", "precision", "precision::fp32", "workspace", "max_workspace_size", "providers")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Target:
             if after:
                 tables[name]["next"] = ",".join(after)
         node = tables[self.node]
-        for key in (*_AFTER, *_OF_ENGINES, *(key for key in node if key.endswith("::backend"))):
+        for key in (*_AFTER, *OnnxTensor.ignored_keys, *(key for key in node if key.endswith("::backend"))):
             node.pop(key, None)
         for key in [key for key in node if key.startswith("TensorrtTensor::")]:
             node[key.replace("Tensorrt", "Onnx", 1)] = node.pop(key)
