@@ -71,6 +71,7 @@ def snapshot(seconds: float, nodes: dict[str, Any], **changes: Any) -> dict[str,
         **{"uptime_s": seconds, "time": 1.7e9 + seconds, "graph_id": "a1b2", "restarts": 0, "bounds_ms": BOUNDS},
         "connections": {"open": 3, "max": 1024, "accepted": 10, "refused": 0},
         "workers": [{**worker, "restarts": 0, "uptime_s": seconds, "rss_bytes": 300 * 2**20}],
+        "engines": [{**worker, "restarts": 1, "uptime_s": seconds, "rss_bytes": 200 * 2**20}],
         "requests": {"inflight": 2, "by_method": {}, "latency": {"counts": histogram(), "sum_ms": 0.0}},
         "nodes": nodes,
         "gpus": [{"index": 0, "name": "NVIDIA H200", "used_bytes": 35 * 2**30, "total_bytes": 140 * 2**30}],
@@ -244,6 +245,7 @@ def test_figures_are_those_between_two_snapshots(browser: Browser, detector: str
     assert text_of(digit["rate /s"]) == "30"
     assert text_of(digit["expired"]) == "1 (0.5 /s)"
     assert text_of(page.table("workers")["0"]["memory"]) == "300 MiB"
+    assert text_of(page.table("workers")["engine 0"]["memory"]) == "200 MiB"
     assert [text_of(cell) for cell in page.table("gpus")["0"].values()] == [
         *("0", "NVIDIA H200", "35.0 GiB of 140.0 GiB", "25 %")
     ]

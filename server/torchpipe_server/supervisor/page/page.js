@@ -35,9 +35,17 @@ function hasFallen(now, old) {
   return Object.entries(old).some(([key, value]) => now?.[key] === undefined || hasFallen(now[key], value));
 }
 
+/** Name and figures of each worker and engine process. */
+function processesOf(stats) {
+  return [
+    ...stats.workers.map((worker) => [String(worker.index), worker]),
+    ...stats.engines.map((engine) => [`engine ${engine.index}`, engine]),
+  ];
+}
+
 /** Which processes the counters are of. */
 function countersOf(stats) {
-  return JSON.stringify([stats.pid, stats.workers.map((worker) => [worker.index, worker.pid, worker.responding])]);
+  return JSON.stringify([stats.pid, processesOf(stats).map(([name, { pid, responding }]) => [name, pid, responding])]);
 }
 
 /** Seconds and counter differences from one snapshot to the next; null where they are not of the same processes. */
@@ -329,8 +337,8 @@ const WORKER_HEADS = ["worker", "pid", "state", "responding", "connections", "in
   "memory"];
 
 function workerRows(stats) {
-  return stats.workers.map((worker) => [
-    String(worker.index), String(worker.pid ?? NONE), stateMark(worker.state), worker.responding ? "yes" : "no",
+  return processesOf(stats).map(([name, worker]) => [
+    name, String(worker.pid ?? NONE), stateMark(worker.state), worker.responding ? "yes" : "no",
     countText(worker.connections), countText(worker.inflight), countText(worker.restarts),
     durationText(worker.uptime_s), bytesText(worker.rss_bytes),
   ]);
