@@ -23,7 +23,7 @@ from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.memory import SLOTS, Bell, BellMemory, LinkMemory, TooLargeError, changed
 from torchpipe_py.backends.shared.remote import Remote
 from torchpipe_py.errors import Failure, log_failure
-from torchpipe_py.keys import TASK_NODE_NAME_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.sharing import Section, engine_part, sections, worker_part
@@ -241,11 +241,16 @@ class _Link:
 
 
 def _outcome(before: Data, data: Data) -> ItemOutcome:
-    """What the worker is told of the dict of a request."""
+    """What the worker is told of the dict of a request.
+
+    Where there is a result, ``data`` stays what the worker sent: what a node behind the first had may be on the GPU.
+    """
     if TASK_NODE_NAME_KEY in before:
         data[TASK_NODE_NAME_KEY] = before[TASK_NODE_NAME_KEY]
     else:
         data.pop(TASK_NODE_NAME_KEY, None)  # a backend may have cleared the dict
+    if TASK_RESULT_KEY in data and TASK_DATA_KEY in data:
+        data[TASK_DATA_KEY] = before[TASK_DATA_KEY]
     return ItemOutcome.of(before, _on_cpu(data), keeps_arrays=True)
 
 

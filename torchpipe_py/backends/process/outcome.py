@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torchpipe_py.errors import first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
-_LARGE = _IMMUTABLE | {np.ndarray}
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class ItemOutcome:
     def of(cls, before: Data, after: Data, keeps_arrays: bool = False) -> ItemOutcome:
         """What the caller has already stays there: values that nobody can have changed in place.
 
-        Arrays are among them where the other process ``keeps_arrays`` for itself, whatever it does with them.
+        Arrays and tensors are among them where the other process ``keeps_arrays`` for itself, whatever it does with
+        them.
         """
-        types = _LARGE if keeps_arrays else _IMMUTABLE
+        types = {*_IMMUTABLE, np.ndarray, *_tensors()} if keeps_arrays else _IMMUTABLE
         sources = {id(value): key for key, value in before.items() if type(value) in types}
         kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
         return cls(kept, {key: value for key, value in after.items() if key not in kept})
@@ -42,6 +43,11 @@ class ItemOutcome:
                 del item[key]
         item.update(kept)
         item.update(self.changed)
+
+
+def _tensors() -> tuple[type, ...]:
+    torch = sys.modules.get("torch")
+    return () if torch is None else (torch.Tensor,)
 
 
 def visible(item: Data, label: str) -> Data:

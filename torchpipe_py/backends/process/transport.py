@@ -263,6 +263,11 @@ def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
         raise TypeError(f"a tensor on device {tensor.device} cannot go to another process; only one on the CPU can")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout}, dtype {tensor.dtype} cannot go to another process")
+    if tensor.is_contiguous() and not tensor.requires_grad:
+        try:
+            return torch.from_numpy, (tensor.numpy(),)
+        except (RuntimeError, TypeError):  # conjugated, say, or of a dtype that NumPy has not
+            pass
     tensor = tensor.detach().resolve_conj().resolve_neg()
     by_stride = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     if tensor.permute(by_stride).is_contiguous():
