@@ -20,6 +20,7 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
 from torchpipe_py.backends.process.transport import Packed
 from torchpipe_py.backends.shared.client import Engine
+from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.shared.memory import SLOTS, Bell, BellMemory, LinkMemory, TooLargeError, changed
 from torchpipe_py.backends.shared.remote import Remote
 from torchpipe_py.errors import Failure, log_failure
@@ -122,7 +123,7 @@ class EngineServer:
         now = perf_counter()
         try:
             row = link.memory.request(slot)
-            item: Data = link.memory.read(slot, row, copies=False)
+            item: Data = link.memory.read(slot, row, copies=False)[0]
             before = dict(item)
             item[TASK_NODE_NAME_KEY] = self._heads[row.kind]
             answer = partial(self._answer, link, slot, number, before, now)
@@ -214,7 +215,7 @@ class _Link:
         if self._is_over:
             return
         try:
-            packed = Packed.of(message)
+            packed = Packed.of(message) if is_failure else pack(message.changed, message.kept)
         except Exception as error:
             is_failure, message = True, Failure.of(stuck([message], error))
             packed = Packed.of(message)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchpipe_py.backends.process.transport import Packed, pack_sizes, padded, unpack
+from torchpipe_py.backends.process.transport import Packed, pack_sizes, padded
+from torchpipe_py.backends.shared import codec
 from torchpipe_py.errors import InvalidRequest
 
 SLOTS = 128
@@ -190,7 +191,7 @@ class LinkMemory:
             parts.append(part.tobytes() if index >= row.arrays else part.copy() if copies else part)
             offset += padded(size)
         begin = _CONTENT + slot * SLOT_BYTES + row.start + _SIZE.size * row.parts
-        return unpack(self._map[begin : begin + row.pickled], parts, row.arrays)
+        return codec.unpack(self._map[begin : begin + row.pickled], parts, row.arrays)
 
     def release(self, slot: int) -> None:
         """Give back the memory that a large request and its answer took; the slot is free."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py.backends.base import Data, HandOverBackend
-from torchpipe_py.backends.process.outcome import visible
-from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.process.outcome import ItemOutcome, visible
 from torchpipe_py.backends.shared.client import Call, Engine
+from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.signature import Signature
 
 
@@ -28,15 +28,16 @@ class Remote(HandOverBackend):
     def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
         sent = item
         try:
-            packed = Packed.of(item)
+            packed = pack(item)
         except Exception:
             sent = visible(item, self.config.label)
-            packed = Packed.of(sent)
+            packed = pack(sent)
 
-        def finish(outcome: Any, error: BaseException | None) -> None:
-            if error is None:
+        def finish(outcome: tuple[Data, Any] | None, error: BaseException | None) -> None:
+            if outcome is not None:
                 try:
-                    outcome.apply(item, sent)
+                    changed, kept = outcome
+                    ItemOutcome(kept, changed).apply(item, sent)
                 except Exception as failure:  # the dict may be of a class of the caller's own
                     error = failure
             done(error)

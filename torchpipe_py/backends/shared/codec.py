@@ -1,0 +1,73 @@
+"""A request's dict as a message, without a Python call for each object in it where it holds what most of them do."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.process.transport import INLINE, Packed
+from torchpipe_py.backends.process.transport import unpack as unpack_any
+
+FLAT = 2**32 - 1
+"""In place of the number of arrays: each part is described in the pickle."""
+
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+_BYTES, _ARRAY, _TENSOR = range(3)
+
+_Layout = list[tuple[Any, int, str, tuple[int, ...]]]
+
+
+def pack(values: Data, also: Any = None) -> Packed:
+    """The dict, and something small besides; raises whatever pickling raises."""
+    flat = _flat(values, also)
+    return Packed.of((values, also)) if flat is None else flat
+
+
+def unpack(pickled: bytes, parts: list[Any], arrays: int) -> Any:
+    """What was packed, as a pair, or any other message; arrays and tensors lie in ``parts``, which are of bytes."""
+    if arrays != FLAT:
+        return unpack_any(pickled, parts, arrays)
+    values, layout, also = pickle.loads(pickled)
+    for (key, kind, dtype, shape), part in zip(layout, parts, strict=True):
+        if kind == _BYTES:
+            values[key] = part.tobytes()
+            continue
+        array = part.view(dtype).reshape(shape)
+        values[key] = sys.modules["torch"].from_numpy(array) if kind == _TENSOR else array
+    return values, also
+
+
+def _flat(values: Data, also: Any) -> Packed | None:
+    """Scalars pickled together, and beside them what is large; ``None`` where the dict holds anything else."""
+    torch: Any = sys.modules.get("torch")
+    plain, layout, parts = {}, [], []
+    for key, value in values.items():
+        kind = type(value)
+        if kind in _SCALARS or (kind is tuple and all(type(each) in _SCALARS for each in value)):
+            plain[key] = value
+        elif kind is bytes:
+            if len(value) <= INLINE:
+                plain[key] = value
+            else:
+                layout.append((key, _BYTES, "", ()))
+                parts.append(memoryview(value))
+        else:
+            is_tensor = torch is not None and kind is torch.Tensor
+            if is_tensor and not value.requires_grad and value.device.type == "cpu" and value.is_contiguous():
+                try:
+                    value = value.numpy()
+                except (RuntimeError, TypeError):  # of a dtype that NumPy has not
+                    return None
+            elif kind is not np.ndarray:
+                return None
+            if not value.flags.c_contiguous or value.dtype.hasobject or value.dtype.names or not value.size:
+                return None
+            layout.append((key, _TENSOR if is_tensor else _ARRAY, value.dtype.str, value.shape))
+            parts.append(value.reshape(-1).view(np.uint8).data)
+    if not all(type(key) is str for key in values):
+        return None
+    return Packed(memoryview(pickle.dumps((plain, layout, also), 5)), parts, FLAT)
