@@ -10,7 +10,7 @@ from conftest import Register
 
 import torchpipe_py
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, Overloaded, SetupError, TorchpipeError, pipe
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import EngineUnavailable, nearest
 
 EXPORTED = [getattr(torchpipe_py, name) for name in torchpipe_py.__all__]
 ERRORS = [each for each in EXPORTED if isinstance(each, type) and issubclass(each, BaseException)]
@@ -26,6 +26,7 @@ def test_an_error_can_be_sent_as_json(kind: type[Exception]) -> None:
 def test_when_to_come_back_is_told() -> None:
     assert Overloaded("full", 20).as_dict() == {"code": "overloaded", "message": "full", "retry_after_ms": 20}
     assert Overloaded("full").as_dict() == {"code": "overloaded", "message": "full"}
+    assert EngineUnavailable("soon").as_dict() == {"code": "unavailable", "message": "soon", "retry_after_ms": 500}
 
 
 class Raises(Backend):
