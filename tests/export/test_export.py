@@ -36,11 +36,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], folder: Path) -> Refused:
     """What an export that must fail says; it leaves no file."""
 
+    def files() -> list[Path]:
+        return [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
+
     def export(*arguments: str) -> str:
-        before = sorted(folder.rglob("*"))
+        before = files()
         capsys.readouterr()
         assert main(["export", *arguments]) == 1
-        assert [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts] == before
+        assert files() == before
         return capsys.readouterr().err
 
     return export
