@@ -41,12 +41,12 @@ class Problems:
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
         self._doubts: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self._errors)
+        self.count = 0
+        """How often one was added, known or not: unchanged where all in between was right."""
 
     def add(self, error: ConfigError) -> None:
-        """One more, unless it is known: a default may be wrong for every node."""
+        """One more, told only once: a default may be wrong for every node."""
+        self.count += 1
         if str(error) not in map(str, self._errors):
             self._errors.append(error)
 

@@ -383,6 +383,12 @@ REFUSED = [
         "node 'a': key 'model'",
         "no such file: no.onnx",
     ),
+    (
+        '[a]\nbackend = "FirstAvailable[TensorrtTensor,OnnxTensor]"\nmodel = "no.onnx"',
+        "node 'a': key 'model'",
+        "no such file: no.onnx",
+    ),
+    ('model = "no.onnx"\n[a]\nbackend = "OnnxTensor"\n[b]\nbackend = "OnnxTensor"', "global: key 'model'", "no such"),
     ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 2.5', "node 'a': key 'resize_h'", "integer, got 2.5"),
     ('[a]\nbackend = "DecodeMat"\nmax = 4', "node 'a': key 'max'", "no backend of this node takes a batch range"),
     (

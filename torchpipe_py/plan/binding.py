@@ -181,9 +181,9 @@ class Binder:
         self.used.update(_scoped(scope, "backend"))
         for key, reason in cls.ignored_keys.items():
             self.ignored.update(dict.fromkeys((key, *_scoped(scope, key)), f"ignored: {reason}"))
-        before = len(self.problems)
+        before = self.problems.count
         params = self._values(scope, cls, position)
-        if len(self.problems) == before and not self.missing and not cls.any_params:
+        if self.problems.count == before and not self.missing and not cls.any_params:
             self._remark(cls, scope, params)
         return params
 
