@@ -316,9 +316,7 @@ class Fleet:
             worker.failures = 0
         if self._is_successor(worker):
             self._give_up_reload(child.failure or f"{worker.name} of the new configuration died while it started")
-        elif (child.has_served and self._has_begun) or (
-            child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS
-        ):
+        elif self._can_serve(child):
             # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
             self._count_restart(worker, child.reason)
             worker.pauses = 0
