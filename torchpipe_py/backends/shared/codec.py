@@ -37,12 +37,14 @@ def unpack(pickled: bytes, parts: list[Any], arrays: int) -> Any:
             values[key] = part.tobytes()
             continue
         array = part.view(dtype).reshape(shape)
-        values[key] = sys.modules["torch"].from_numpy(array) if kind == _TENSOR else array
+        values[key] = _tensor(array) if kind == _TENSOR else array
     return values, also
 
 
 def _flat(values: Data, also: Any) -> Packed | None:
     """Scalars pickled together, and beside them what is large; ``None`` where the dict holds anything else."""
+    if type(values) is not dict or not all(type(key) is str for key in values):
+        return None
     torch: Any = sys.modules.get("torch")
     plain, layout, parts = {}, [], []
     for key, value in values.items():
@@ -64,10 +66,17 @@ def _flat(values: Data, also: Any) -> Packed | None:
                     return None
             elif kind is not np.ndarray:
                 return None
-            if not value.flags.c_contiguous or value.dtype.hasobject or value.dtype.names or not value.size:
+            # NOTE: of another dtype, ``str`` does not tell all: of bfloat16, say, only that an item has two bytes.
+            if not value.flags.c_contiguous or value.dtype.isbuiltin != 1 or value.dtype.hasobject or not value.nbytes:
                 return None
             layout.append((key, _TENSOR if is_tensor else _ARRAY, value.dtype.str, value.shape))
             parts.append(value.reshape(-1).view(np.uint8).data)
-    if not all(type(key) is str for key in values):
+    if len({id(values[key]) for key, *_ in layout}) < len(layout):  # one object twice, which is to stay one
         return None
     return Packed(memoryview(pickle.dumps((plain, layout, also), 5)), parts, FLAT)
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
