@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Register
 from engines import Worker, engine_of, link, workers_of
 from fakes import WAIT, Gate, error_of, in_threads, outcome
@@ -136,6 +137,23 @@ def test_a_dict_comes_back_as_a_backend_left_it(register: Register) -> None:
         assert data == {"result": 1, "changed": 2, "same": same, "again": same, "stays": stays, "node_name": "a"}
         assert data["same"] is same
         assert data["again"] is same
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), torch.zeros(3)], ids=["array", "tensor"])
+def test_a_result_that_is_the_data_changed_in_place(register: Register, array: Any) -> None:
+    class Draw(ItemBackend):
+        """``result`` is ``data``, in which it has written, as the drawing functions of OpenCV do."""
+
+        def forward_item(self, item: Data) -> None:
+            item["data"][:] = 1
+            item["result"] = item["data"]
+
+    with workers_of(shared(register(Draw))) as (worker,):
+        data = worker.pipe({"data": array})
+        assert type(data["result"]) is type(array)
+        assert data["result"].tolist() == [1, 1, 1]
+        assert data["data"] is array
+        assert array.tolist() == [0, 0, 0]
 
 
 def test_a_backend_that_clears_its_dict_is_answered(register: Register) -> None:

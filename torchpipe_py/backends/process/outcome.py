@@ -27,12 +27,14 @@ class ItemOutcome:
     def of(cls, before: Data, after: Data, keeps_arrays: bool = False) -> ItemOutcome:
         """What the caller has already stays there: values that nobody can have changed in place.
 
-        Arrays and tensors are among them where the other process ``keeps_arrays`` for itself, whatever it does with
-        them.
+        Where the other process ``keeps_arrays`` for itself, arrays and tensors stay too under the key they had,
+        whatever it does with them. Under another key, as a result, say, they are what it has made of them.
         """
-        types = {*_IMMUTABLE, np.ndarray, *_tensors()} if keeps_arrays else _IMMUTABLE
-        sources = {id(value): key for key, value in before.items() if type(value) in types}
+        sources = {id(value): key for key, value in before.items() if type(value) in _IMMUTABLE}
         kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
+        if keeps_arrays:
+            types = (np.ndarray, *_tensors())
+            kept |= {key: key for key, value in before.items() if type(value) in types and after.get(key) is value}
         return cls(kept, {key: value for key, value in after.items() if key not in kept})
 
     def apply(self, item: Data, sent: Data) -> None:
