@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torchpipe_py.errors import nearest
 
@@ -15,9 +16,22 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        self._given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flag = unknown[0].split("=", 1)[0]
-            hint = f"; {nearest(flag, self._option_string_actions)}" if flag.startswith("--") else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """An argument that is missing may be there, misspelt."""
+        if "arguments are required" in message:
+            message += next(filter(None, map(self._hint, self._given)), "")
+        super().error(message)
+
+    def _hint(self, argument: str) -> str:
+        """The flag that an unknown one may stand for; empty where it is none, or the beginning of one."""
+        flag = argument.split("=", 1)[0]
+        valid = self._option_string_actions
+        if not flag.startswith("--") or flag == "--" or any(each.startswith(flag) for each in valid):
+            return ""
+        return f"; {nearest(flag, valid)}"
