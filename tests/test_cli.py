@@ -147,7 +147,10 @@ def test_the_nearest_flag_is_told(command: list[str], capsys: pytest.CaptureFixt
 def test_a_flag_that_is_needed_and_misspelt_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quantize", "some.toml", "--img-dir", "images"])
-    assert "the following arguments are required: --img_dir; did you mean '--img_dir'?" in capsys.readouterr().err
+    assert (
+        "the following arguments are required: --img_dir; there is --img-dir, did you mean '--img_dir'?"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["quantize", "--keep", "3", "--img", "images"])
     assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG.toml\n")

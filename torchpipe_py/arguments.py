@@ -19,13 +19,16 @@ class ArgumentParser(argparse.ArgumentParser):
         self._given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
+            hint = self._hint(unknown[0])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """An argument that is missing may be there, misspelt."""
         if "arguments are required" in message:
-            message += next(filter(None, map(self._hint, self._given)), "")
+            for argument in self._given:
+                if hint := self._hint(argument):
+                    message += f"; there is {argument}, {hint}"
         super().error(message)
 
     def _hint(self, argument: str) -> str:
@@ -34,4 +37,4 @@ class ArgumentParser(argparse.ArgumentParser):
         valid = self._option_string_actions
         if not flag.startswith("--") or flag == "--" or any(each.startswith(flag) for each in valid):
             return ""
-        return f"; {nearest(flag, valid)}"
+        return nearest(flag, valid)
