@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
 from math import inf
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.process.transport import Packed
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, SLOTS, Bell, LinkMemory, Row, attach_bell, changed
+from torchpipe_py.backends.shared.link import Call, Link
+from torchpipe_py.backends.shared.memory import SLOTS, Row
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import EngineUnavailable, WorkerDied, log_failure
 
@@ -22,25 +18,7 @@ HOLD_SECONDS = 0.4
 """How long a request waits for the next engine process when one has died."""
 
 START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
-_HELLO_BYTES = 2**20
 _WEIGHT = 1 / 16  # of the last call in what a call takes
-
-Done = Callable[[Any, BaseException | None], object]
-"""Gets the answer or an error, once."""
-
-
-class Call:
-    """A request on its way; ``done(answer, error)`` is called once, unless it is given up."""
-
-    __slots__ = ("asked", "deadline", "done", "is_given_up", "number", "packed", "section", "slot", "until")
-
-    def __init__(self, section: int, packed: Packed, deadline: float | None, done: Done) -> None:
-        self.section, self.packed, self.done = section, packed, done
-        self.deadline = inf if deadline is None else deadline
-        self.asked = perf_counter()
-        self.until = inf  # when it fails, where no engine process is there
-        self.slot, self.number = -1, 0
-        self.is_given_up = False
 
 
 class Engine:
@@ -52,7 +30,7 @@ class Engine:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._next: socket.socket | None = None
         self._waiting: deque[Call] = deque()  # for a slot, or for an engine process
         self.sections: dict[str, tuple[int, Signature]] = {}
@@ -140,7 +118,7 @@ class Engine:
 
     # -- to the engine process ----------------------------------------------------------------------------------
 
-    def _send(self, link: _Link, call: Call) -> None:
+    def _send(self, link: Link, call: Call) -> None:
         """Write a call into the slot it has; what cannot be sent ends it."""
         try:
             link.memory.ask(call.slot, call.number, call.packed, call.section, perf_counter(), call.deadline)
@@ -150,14 +128,14 @@ class Engine:
             return
         link.bell.ring()
 
-    def _free(self, link: _Link, call: Call) -> None:
+    def _free(self, link: Link, call: Call) -> None:
         """Its slot is free for the next call that waits."""
         with self._lock:
             link.calls[call.slot] = None
             link.free.append(call.slot)
         self._send_waiting(link)
 
-    def _send_waiting(self, link: _Link) -> None:
+    def _send_waiting(self, link: Link) -> None:
         while True:
             with self._lock:
                 if self._link is not link or not link.free or not self._waiting:
@@ -194,7 +172,7 @@ class Engine:
                     self._changed.wait(None if first == inf else max(0.0, first - perf_counter()))
                 return
         try:
-            link = _Link(sock, self._meets)
+            link = Link(sock, self._meets)
         except (OSError, EOFError, ValueError):
             with self._lock:
                 self._is_meeting = self._next is not None
@@ -222,7 +200,7 @@ class Engine:
             error = EngineUnavailable("the engine process has died, and the next one is not ready yet")
             self._tell(call, None, error)
 
-    def _take_answers(self, link: _Link) -> None:
+    def _take_answers(self, link: Link) -> None:
         for slot in link.take_answered():
             call = link.calls[slot]
             assert call is not None
@@ -249,7 +227,7 @@ class Engine:
         except Exception as failure:
             log_failure("the answer of the engine process cannot be told", failure)
 
-    def _lose(self, link: _Link) -> None:
+    def _lose(self, link: Link) -> None:
         """The engine process has died: fail what it had, and let the rest wait for the next one."""
         self._take_answers(link)
         with self._lock:
@@ -291,73 +269,3 @@ class Figures:
             "in_engine_ms": 1000 * self.in_engine,
             "back_ms": 1000 * self.back,
         }
-
-
-class _Link:
-    """The slots that a worker has in one engine process.
-
-    ``OSError``, ``EOFError`` where that ends before it has told what it runs, or ``meets()`` says not to wait for it.
-    """
-
-    def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:
-        self._sock = sock
-        self._fds: list[int] = []
-        self.memory = LinkMemory.create()
-        self._fds.append(self.memory.fd)
-        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fds.append(fd)
-        self._own_bell = Bell(self.memory.worker_asleep, fd)
-        self._poller = select.poll()
-        self._poller.register(sock, select.POLLIN)
-        sock.setblocking(False)
-        socket.send_fds(sock, [b"slots"], [self.memory.fd, fd])
-        while not self._poller.poll(1000 * SLEEP_SECONDS):
-            if not meets():
-                raise EOFError
-        told, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
-        self._fds += descriptors
-        if len(descriptors) != 2:
-            raise EOFError
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told)
-        self.bell = attach_bell(*descriptors)
-        self.free = deque(range(SLOTS))
-        self.calls: list[Call | None] = [None] * SLOTS
-        self._seen = self.memory.from_engine()
-        self._numbers = [0] * SLOTS
-        self._poller.register(fd, select.POLLIN)
-
-    def take_slot(self, call: Call) -> None:
-        """Give a call a free slot, and a number that the slot's last one had not."""
-        # NOTE: the one that was free last is warm.
-        slot = call.slot = self.free.pop()
-        call.number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
-        self.calls[slot] = call
-
-    def has_answers(self) -> bool:
-        """Whether an answer is there that was not taken."""
-        return self.memory.from_engine() != self._seen
-
-    def take_answered(self) -> list[int]:
-        """The slots with answers that were not taken before."""
-        before, self._seen = self._seen, self.memory.from_engine()
-        return changed(before, self._seen)
-
-    def is_gone(self) -> bool:
-        """Sleep until something comes from the engine process; whether that is its end."""
-        return bool(self._own_bell.sleep(self._poller, self.has_answers))
-
-    def wake(self) -> None:
-        """Have ``is_gone`` return."""
-        os.eventfd_write(self._own_bell.fd, 1)
-
-    def close(self) -> None:
-        """Tell the engine process that nobody takes its answers any more."""
-        self._sock.close()
-
-    def __del__(self) -> None:
-        # NOTE: not before: a thread that has just written a request is about to ring.
-        self._sock.close()
-        for fd in self._fds:
-            os.close(fd)

@@ -7,8 +7,9 @@ from typing import Any
 
 from torchpipe_py.backends.base import Data, HandOverBackend
 from torchpipe_py.backends.process.outcome import ItemOutcome, visible
-from torchpipe_py.backends.shared.client import Call, Engine
+from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.codec import pack
+from torchpipe_py.backends.shared.link import Call
 from torchpipe_py.backends.signature import Signature
 
 

@@ -1,0 +1,106 @@
+"""The slots that a worker has in an engine process, and the calls in them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, SLOTS, Bell, LinkMemory, attach_bell, changed
+from torchpipe_py.backends.signature import Signature
+
+_HELLO_BYTES = 2**20
+
+Done = Callable[[Any, BaseException | None], object]
+"""Gets the answer or an error, once."""
+
+
+class Call:
+    """A request on its way; ``done(answer, error)`` is called once, unless it is given up."""
+
+    __slots__ = ("asked", "deadline", "done", "is_given_up", "number", "packed", "section", "slot", "until")
+
+    def __init__(self, section: int, packed: Packed, deadline: float | None, done: Done) -> None:
+        self.section, self.packed, self.done = section, packed, done
+        self.deadline = inf if deadline is None else deadline
+        self.asked = perf_counter()
+        self.until = inf  # when it fails, where no engine process is there
+        self.slot, self.number = -1, 0
+        self.is_given_up = False
+
+
+class Link:
+    """The slots that a worker has in one engine process.
+
+    ``OSError``, ``EOFError`` where that ends before it has told what it runs, or ``meets()`` says not to wait for it.
+    """
+
+    def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:
+        self._sock = sock
+        self._fds: list[int] = []
+        self.memory = LinkMemory.create()
+        self._fds.append(self.memory.fd)
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fds.append(fd)
+        self._own_bell = Bell(self.memory.worker_asleep, fd)
+        self._poller = select.poll()
+        self._poller.register(sock, select.POLLIN)
+        sock.setblocking(False)
+        socket.send_fds(sock, [b"slots"], [self.memory.fd, fd])
+        while not self._poller.poll(1000 * SLEEP_SECONDS):
+            if not meets():
+                raise EOFError
+        told, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
+        self._fds += descriptors
+        if len(descriptors) != 2:
+            raise EOFError
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told)
+        self.bell = attach_bell(*descriptors)
+        self.free = deque(range(SLOTS))
+        self.calls: list[Call | None] = [None] * SLOTS
+        self._seen = self.memory.from_engine()
+        self._numbers = [0] * SLOTS
+        self._poller.register(fd, select.POLLIN)
+
+    def take_slot(self, call: Call) -> None:
+        """Give a call a free slot, and a number that the slot's last one had not."""
+        # NOTE: the one that was free last is warm.
+        slot = call.slot = self.free.pop()
+        call.number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
+        self.calls[slot] = call
+
+    def has_answers(self) -> bool:
+        """Whether an answer is there that was not taken."""
+        return self.memory.from_engine() != self._seen
+
+    def take_answered(self) -> list[int]:
+        """The slots with answers that were not taken before."""
+        before, self._seen = self._seen, self.memory.from_engine()
+        return changed(before, self._seen)
+
+    def is_gone(self) -> bool:
+        """Sleep until something comes from the engine process; whether that is its end."""
+        return bool(self._own_bell.sleep(self._poller, self.has_answers))
+
+    def wake(self) -> None:
+        """Have ``is_gone`` return."""
+        os.eventfd_write(self._own_bell.fd, 1)
+
+    def close(self) -> None:
+        """Tell the engine process that nobody takes its answers any more."""
+        self._sock.close()
+
+    def __del__(self) -> None:
+        # NOTE: not before: a thread that has just written a request is about to ring.
+        self._sock.close()
+        for fd in self._fds:
+            os.close(fd)
