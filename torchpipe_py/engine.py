@@ -192,7 +192,7 @@ class _Link:
             else:
                 given_up.append((index - SLOTS, numbers[index]))
         if len(asked) > 1:
-            asked.sort(key=lambda one: self.memory.request(one[0]).first)
+            asked.sort(key=lambda request: self.memory.request(request[0]).first)
         return asked, given_up
 
     def keep(self, slot: int, number: int, ticket: Ticket) -> None:

@@ -58,7 +58,7 @@ class Child:
         self.stats: dict[str, Any] = {}
         self.graph = ""
         self.reason: Reason = "died"
-        self.has_served = False  # whether it was given a connection
+        self.has_served = False  # whether it was given a connection, or a client
         self.started_at = monotonic()
         self.ready_at = 0.0
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
