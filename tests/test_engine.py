@@ -431,9 +431,10 @@ def test_a_pipe_is_closed_with_calls_outstanding(register: Register) -> None:
         assert {type(error_of(future)) for future in futures} == {PipeClosed}
         with pytest.raises(PipeClosed):
             worker.pipe({"data": 1})
-        eventually(lambda: worker.server.pipe.stats()["inflight"] == 1)
-        gate.open()
         eventually(lambda: worker.server.pipe.stats()["inflight"] == 0)
+        eventually(lambda: worker.engine.pending() == 1)  # the slot of the one that a backend has
+        gate.open()
+        eventually(lambda: worker.engine.pending() == 0)
     assert gate.batches == [[-1]]
 
 

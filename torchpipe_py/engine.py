@@ -8,6 +8,7 @@ import select
 import socket
 import sys
 import threading
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -102,6 +103,7 @@ class EngineServer:
         for link in list(self._links.values()):
             if link.has_work():
                 self._take(link)
+            link.answer_given_up()
         for fd in self._bell.sleep(self._poller, self._has_work):
             link = self._links[fd]
             if not link.meet(self._hello, self._memory):
@@ -134,11 +136,17 @@ class EngineServer:
     def _answer(
         self, link: _Link, slot: int, number: int, before: Data, taken: float, data: Data, error: BaseException | None
     ) -> None:
+        if isinstance(error, _GivenUpError):
+            return  # see ``_Link.give_up``
         try:
             message: Any = _outcome(before, data) if error is None else Failure.of(error)
         except Exception as failure:
             message = Failure.of(failure)
         link.answer(slot, number, message, isinstance(message, Failure), taken)
+
+
+class _GivenUpError(CancelledError):
+    """Ends a request that the worker has given up."""
 
 
 class _Link:
@@ -154,6 +162,7 @@ class _Link:
         self._has_met = self._is_over = False
         self._words = b""
         self._tickets: list[tuple[int, Ticket] | None] = [None] * SLOTS
+        self._given_up: list[tuple[int, int, Ticket]] = []
 
     def fileno(self) -> int:
         """Readable when the worker has said something, or is gone."""
@@ -202,12 +211,23 @@ class _Link:
             self._tickets[slot] = None
 
     def give_up(self, slot: int, number: int) -> None:
-        """Nobody waits for that request: drop it, unless a backend has it."""
-        # NOTE: the worker writes its next request into the slot once this one is answered, and a backend that still
-        # runs on its arrays, and perhaps changes them in place, would run on those of the next one.
+        """Nobody waits for that request: drop it; it is answered by ``answer_given_up``."""
         kept = self._tickets[slot]
-        if kept is not None and kept[0] == number and not kept[1].is_running:
-            kept[1].cancel()
+        if kept is not None and kept[0] == number and kept[1].cancel(_GivenUpError()):
+            self._given_up.append((slot, number, kept[1]))
+
+    def answer_given_up(self) -> None:
+        """Answer the requests that were dropped and that no backend has."""
+        # NOTE: the worker writes its next request into the slot then, and a backend that still runs on the arrays of
+        # this one, and perhaps changes them in place, would run on those of the next one. A lane first notes what it
+        # takes and then looks whether that is over: what is over and not taken now will not run.
+        if self._given_up:
+            dropped, self._given_up = self._given_up, []
+            for slot, number, ticket in dropped:
+                if ticket.is_running:
+                    self._given_up.append((slot, number, ticket))
+                else:
+                    self.answer(slot, number, Failure.of(_GivenUpError()), True, perf_counter())
 
     def answer(self, slot: int, number: int, message: Any, is_failure: bool, taken: float) -> None:
         """Tell the worker what came of a request."""
