@@ -73,6 +73,11 @@ class Options:
         "none", "of which requests a line with the client's uuid is logged:", choices=("none", "failed", "all")
     )
 
+    @property
+    def device_numbers(self) -> list[str]:
+        """``devices``, one by one; none where all are visible to each worker."""
+        return [part.strip() for part in self.devices.split(",") if part.strip()]
+
 
 _SETTINGS = [option for option in fields(Options) if option.default is not MISSING]
 

@@ -111,13 +111,18 @@ def plan_pipeline(
     known = set().union(*(each.known for each in bound.values()))
     ignored = {key: reason for each in bound.values() for key, reason in each.ignored.items()}
     _check_defaults(spec, used, known, ignored, problems)
-    jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
     with problems.gathered():
-        graph = add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
+        graph = with_jumps(graph, spec, plans)
     _check_shared(spec, plans, problems)
     problems.raise_all()
     _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
+
+
+def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Graph:
+    """The graph of a spec with the jumps that its backends make."""
+    jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
+    return add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
 
 
 @dataclass(frozen=True)

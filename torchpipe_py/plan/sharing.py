@@ -11,9 +11,9 @@ from typing import Any
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.filters import run
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
-from torchpipe_py.plan.build import NodePlan, Pipeline
+from torchpipe_py.plan.build import NodePlan, Pipeline, with_jumps
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, load_config
-from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
+from torchpipe_py.plan.graph import Graph, build_graph
 from torchpipe_py.values import Value
 
 _USUAL = "swap"
@@ -60,7 +60,7 @@ def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Files that the shared nodes name, as they are now: device, size and time of the last change of each."""
+    """Files that the shared nodes name, as they are now: inode, size and time of the last change of each."""
     found = {}
     for node in load_config(tables).nodes.values():
         for value in node.params.values() if node.shared else ():
@@ -126,9 +126,7 @@ def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan
 
 def _with_plans(pipeline: Pipeline, plans: Mapping[str, NodePlan]) -> Pipeline:
     spec = replace(pipeline.spec, nodes={name: plan.spec for name, plan in plans.items()})
-    jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
-    graph = add_jumps(build_graph(spec), spec, {name: targets for name, targets in jumps.items() if targets})
-    return Pipeline(spec, graph, plans)
+    return Pipeline(spec, with_jumps(build_graph(spec), spec, plans), plans)
 
 
 def _renamed(plan: NodePlan, names: Mapping[str, str]) -> NodePlan:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchpipe_py.plan.sharing import has_shared, same_shared, shared_files
+from torchpipe_py.plan.sharing import same_shared, shared_files
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.forker import Role
+from torchpipe_server.worker.worker import has_engine
 
 
 @dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
@@ -53,14 +54,13 @@ class Generation:
         self.engines: list[WorkerSlot] = []
         self.has_started_workers = False
         self._tables, self._files = tables, {}
-        if options.workers > 1 and has_shared(tables):
+        if has_engine(options, tables):
             # NOTE: looked at before anybody reads the files: what changes meanwhile is different at the next reload.
             self._files = shared_files(tables)
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
             else:
-                devices = [part for part in options.devices.split(",") if part.strip()]
-                count = min(max(1, len(devices)), options.workers)
+                count = min(max(1, len(options.device_numbers)), options.workers)
                 self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
 
     def _shares_with(self, before: Generation) -> bool:

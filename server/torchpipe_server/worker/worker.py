@@ -88,7 +88,7 @@ def _work(start: Start) -> None:
 
         make_served = served_maker(start.options)
         plan = make_plan(start.options, start.tables)
-        if has_engine(start):
+        if has_engine(start.options, start.tables):
             from torchpipe_py.engine import Engine, pipe_of_worker
 
             engine = Engine()
@@ -213,11 +213,11 @@ def make_plan(options: Options, tables: Any) -> Pipeline:
     return plan_pipeline(tables)
 
 
-def has_engine(start: Start) -> bool:
+def has_engine(options: Options, tables: Any) -> bool:
     """Whether an engine process runs the shared nodes of the configuration."""
     from torchpipe_py.plan.sharing import has_shared
 
-    return start.options.workers > 1 and has_shared(start.tables)
+    return options.workers > 1 and has_shared(tables)
 
 
 def next_link(sock: socket.socket) -> socket.socket:
@@ -282,7 +282,7 @@ def die_with_parent(is_wanted: bool) -> None:
 
 
 def choose_device(start: Start) -> None:
-    devices = [part.strip() for part in start.options.devices.split(",") if part.strip()]
+    devices = start.options.device_numbers
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[start.index % len(devices)]
 
