@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import Register
 
-import torchpipe_py.runtime.lanes
+import torchpipe_py.runtime.lanes.lane
 from torchpipe_py import ItemBackend, PipeClosed, pipe
 from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
 
@@ -192,7 +192,7 @@ class Emptied(deque):
 def test_a_leader_finds_the_queue_emptied(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may not end with an exception, which pytest would report."""
     monkeypatch.setattr(Emptied, "lies", 20)
-    monkeypatch.setattr(torchpipe_py.runtime.lanes, "deque", Emptied)
+    monkeypatch.setattr(torchpipe_py.runtime.lanes.lane, "deque", Emptied)
     with pipe({"backend": register(Slow), "instance_num": 2}) as run:
         for number in range(5):
             item = {"data": number}

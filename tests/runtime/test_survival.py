@@ -16,7 +16,7 @@ import pytest
 from conftest import Register
 from fakes import WAIT, error_of, outcome
 
-import torchpipe_py.runtime.lanes
+import torchpipe_py.runtime.lanes.lane
 from torchpipe_py import Backend, BackendError, Registry, pipe
 from torchpipe_py.errors import MESSAGE_LIMIT, Failure, describe, first_line, message_of
 
@@ -217,7 +217,7 @@ def test_what_others_raise_fails_the_request_only(
 # -- in the loop itself ---------------------------------------------------------------------------------------------
 
 
-PLANTED = ("lanes.py", "idle.py", "statistics.py", "routes.py")
+PLANTED = ("lanes/lane.py", "lanes/single.py", "lanes/batching.py", "idle.py", "statistics.py", "routes.py")
 
 
 class Planted(BaseException):
@@ -256,7 +256,7 @@ class Batched(Backend):
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torchpipe_py.runtime.lanes, "_PAUSE", 0.0)
+    monkeypatch.setattr(torchpipe_py.runtime.lanes.lane, "_PAUSE", 0.0)
     before = threading.gettrace()
     yield
     threading.settrace(before)  # type: ignore[arg-type]

@@ -12,7 +12,11 @@ from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.control.ranges import Composed
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes import Around, BatchingLane, DeferredLane, Fail, HandOverLane, Lane, SingleLane
+from torchpipe_py.runtime.lanes.batching import BatchingLane
+from torchpipe_py.runtime.lanes.deferred import DeferredLane
+from torchpipe_py.runtime.lanes.hand_over import HandOverLane
+from torchpipe_py.runtime.lanes.lane import Around, Fail, Lane, Led
+from torchpipe_py.runtime.lanes.single import SingleLane
 from torchpipe_py.runtime.statistics import summed
 from torchpipe_py.runtime.tracing import Recorder
 
@@ -32,7 +36,7 @@ class Node:
         *,
         timeout: float,
         fail: Fail,
-        waiting: set[BatchingLane],
+        waiting: set[Led],
     ) -> None:
         self.name = name
         self.instances = [Instance(name, index, make) for index, make in enumerate(create)]

@@ -33,7 +33,8 @@ from torchpipe_py.filters import Filter
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes import Around, BatchingLane, DeferredLane
+from torchpipe_py.runtime.lanes.deferred import DeferredLane
+from torchpipe_py.runtime.lanes.lane import Around, Led
 from torchpipe_py.runtime.node import Node, creators
 from torchpipe_py.runtime.request import (
     Branches,
@@ -80,7 +81,7 @@ class Runtime:
         self._closed = ""
         self._is_forked = False
         self.is_left = False  # nobody waits any more for a backend that does not return
-        waiting: set[BatchingLane] = set()
+        waiting: set[Led] = set()
         self.nodes: dict[str, Node] = {
             name: Node(
                 name,

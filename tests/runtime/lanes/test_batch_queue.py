@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpipe_py.runtime.batching import BatchQueue
+from torchpipe_py.runtime.lanes.batch_queue import BatchQueue
 from torchpipe_py.runtime.request import Request
 
 

@@ -1,0 +1,152 @@
+"""The lane of nodes whose instances take one request at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+
+from torchpipe_py.images.memory import CURRENT
+from torchpipe_py.runtime.idle import IdleStack
+from torchpipe_py.runtime.instance import Instance
+from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led
+from torchpipe_py.runtime.request import CallerThread, Request
+
+_HAND_OVER = 5e-5  # seconds from one thread to another that sleeps
+
+
+class SingleLane(Lane):
+    """Where no batch can form, nobody leads: each instance takes a request for itself.
+
+    Where the backend runs on any thread, the blocked caller of a request stands in for an idle instance: waking one
+    and being woken again would cost more than most images. Of several instances one is kept for items that are not
+    large, so that these never wait for a large one to end.
+    """
+
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led]) -> None:
+        super().__init__(name, instances, fail, waiting)
+        self.idle: IdleStack[Instance] = IdleStack(self._queue)
+        self._any_thread = all(instance.backend.any_thread() for instance in instances)
+        # Large items that wait while as many run as may. NOTE: they go back to the queue whenever one of these ends.
+        self._large: deque[Request] = deque()
+        self._large_lock = threading.Lock()
+        self._large_left = len(instances) - 1
+
+    def _stays_with_caller(self, request: Request, caller: CallerThread) -> bool:
+        # One of several branches stays; more of them only where a hand-over would take longer than the backend.
+        if not self._any_thread or (caller.reached and not self._is_quick()):
+            return False
+        self._reached.add(request)
+        caller.reached.append((self, request))
+        return True
+
+    def _is_quick(self) -> bool:
+        record = self.instances[0].record
+        return record.compute_time <= _HAND_OVER * record.singles
+
+    def run_on_caller(self, request: Request) -> None:
+        """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
+        outer = CURRENT.waiter
+        instance = self.idle.borrow()
+        if instance is None:
+            request.caller = None
+            self.put(request)
+            self._reached.discard(request)
+            return
+        try:
+            CURRENT.waiter = instance
+            instance.busy, instance.stand_in = 1, threading.get_ident()
+            self._reached.discard(request)
+            self.run(instance, request)
+        finally:
+            instance.started = instance.busy = instance.stand_in = 0
+            self.idle.give_back(instance)
+            CURRENT.waiter = outer
+        if self._waiting:
+            self._wake_leaders()
+
+    def forget(self, request: Request) -> None:
+        """A request that has come here is not run after all."""
+        self._reached.discard(request)
+
+    def _serve(self, instance: Instance) -> None:
+        take, run, waiting = self._queue.popleft, self.run, self._waiting
+        while True:
+            try:
+                instance.taken = (request := take(),)
+            except IndexError:
+                if self.idle.sleep(instance):
+                    continue
+                return
+            instance.busy = 1
+            run(instance, request)
+            del request  # an idle instance keeps nothing of its last one
+            instance.taken = ()
+            # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
+            instance.started = instance.busy = 0
+            if waiting:
+                self._wake_leaders()
+
+    def run(self, instance: Instance, request: Request) -> None:
+        """Run the backend and deliver or fail the request, which may be over already."""
+        instance.started = start = perf_counter()
+        if not self._starts(instance, request, start):
+            return
+        if len(self.instances) > 1 and self._is_large(instance, request):
+            self._run_large(instance, request, start)
+        else:
+            self._compute(instance, request, start)
+
+    def queued(self) -> int:
+        return super().queued() + (0 if self.is_closing else len(self._large))
+
+    def _fail_queued(self) -> None:
+        with self._large_lock:
+            self._queue.extend(self._large)
+            self._large.clear()
+        super()._fail_queued()
+
+    def _is_large(self, instance: Instance, request: Request) -> bool:
+        try:
+            return instance.backend.is_large(request.data)
+        except BaseException:  # `forward` has the same dict, and says what is wrong with it
+            return False
+
+    def _run_large(self, instance: Instance, request: Request, start: float) -> None:
+        """Run it, or put it aside until another large one has ended."""
+        with self._large_lock:
+            may_run = self._large_left > 0
+            if may_run:
+                self._large_left -= 1
+            else:
+                request.caller = None
+                self._large.append(request)
+        if not may_run:
+            if self.is_closing:
+                self._fail_queued()
+            return
+        try:
+            self._compute(instance, request, start)
+        finally:
+            with self._large_lock:
+                self._large_left += 1
+                # All of them, since some may be over. This instance looks into the queue next, or is given back.
+                self._queue.extendleft(reversed(self._large))
+                self._large.clear()
+
+    def _compute(self, instance: Instance, request: Request, start: float) -> None:
+        instance.deadline = request.deadline
+        try:
+            try:
+                if self.around is None:
+                    instance.backend.forward([request.data])
+                else:
+                    self.around((request,), start, partial(instance.backend.forward, [request.data]))
+            finally:
+                instance.record.single(request, start, perf_counter())
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
+        else:
+            self._go_on(instance, request)
