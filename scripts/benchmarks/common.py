@@ -145,8 +145,9 @@ def machine() -> dict[str, Any]:
 
 def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:
     """This interpreter on ``args`` in a process of its own, with the checkout's packages and scripts importable."""
-    paths = [str(REPOSITORY), str(REPOSITORY / "server"), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    env = {**os.environ, **(environment or {})}
+    paths = [str(REPOSITORY), str(REPOSITORY / "server"), str(REPOSITORY / "scripts"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return subprocess.Popen([sys.executable, *args], env=env, text=True, **kwargs)
 
 

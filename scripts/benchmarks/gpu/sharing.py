@@ -43,6 +43,7 @@ class Choice:
     decode_most: int
     instances: int
     images: int
+    has_profile: bool = False
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +58,14 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode-max", type=int, default=16, help="images that it decodes in a call (default: 16)")
     group.add_argument("--instances", type=int, default=2, help="instances of a shared model (default: 2)")
     group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
+    group.add_argument("--profile", action="store_true", help="also tell what the threads of the engine process are at")
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
     """What the options say."""
     clients = tuple(map(int, args.clients.split(",")))
-    return Choice(clients, args.quick, args.most_seconds, args.decoders, args.decode_max, args.instances, args.images)
+    decode = args.decoders, args.decode_max
+    return Choice(clients, args.quick, args.most_seconds, *decode, args.instances, args.images, args.profile)
 
 
 def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
@@ -96,7 +99,10 @@ def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Rep
             has_check = service.is_shared and service.workers == MOST and choice.images
             check = partial(require_same, report, what, configs(engines, 1)[what], choice.images)
             then = check if has_check else None
-            attempt(service.name, partial(measure, service, folder, choice.clients, seconds, rounds, then))
+            attempt(
+                service.name,
+                partial(measure, service, folder, choice.clients, seconds, rounds, then, choice.has_profile),
+            )
     report.add(limits)
     add_rows(report, services, choice.clients)
     judge(report, services)

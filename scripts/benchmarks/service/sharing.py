@@ -14,13 +14,14 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from torchpipe_client import Client
 from torchpipe_server.worker.worker import limit_threads
 
 from benchmarks.common import Load, Report, median_load, test_jpeg
+from benchmarks.inside import threads
 from benchmarks.service.observed import gpu_mib, observed, pss_mib, stats
 from benchmarks.service.servers import free_port, run_clients, serving
 from torchpipe_py import parse_toml, pipe
@@ -30,6 +31,7 @@ CLIENTS = (10, 40)  # of the benchmark on a CPU
 WORKERS = 2
 CALLERS = 40  # of the comparison of answers
 CHILD_SECONDS = 600.0
+PROFILE_SECONDS = 1.0
 
 Tables = dict[str, dict[str, Any]]
 
@@ -54,6 +56,8 @@ class Service:
     ready_s: list[float] = field(default_factory=list)
     pss_mib: list[float] = field(default_factory=list)
     gpu_mib: list[float] = field(default_factory=list)
+    threads: dict[int, list[str]] = field(default_factory=dict)
+    profile: list[str] = field(default_factory=list)
 
     def load(self, clients: int) -> Load | None:
         """The median of its rounds, if there were any."""
@@ -88,24 +92,47 @@ def measure(
     seconds: float,
     rounds: int,
     then: Callable[[int], object] | None = None,
+    has_profile: bool = False,
 ) -> None:
     """Start the service, load it, and end it; ``then(port)`` is called before its end. Prints what it measures."""
     path = folder / "service.toml"
     path.write_text(to_toml(service.config), encoding="utf-8")
-    http, before, began = free_port(), gpu_mib(), monotonic()
-    with serving(str(path), ["--workers", str(service.workers), "--http-port", str(http)]) as port:
+    http, unused_mib, began = free_port(), gpu_mib(), monotonic()
+    options = ["--workers", str(service.workers), "--http-port", str(http)]
+    with serving(str(path), options, threads.environment()) as port:
         service.ready_s.append(monotonic() - began)
         run_clients(port, folder, max(clients), 0.5)
         for _ in range(rounds):
             for count in clients:
+                before = threads.engines(stats(http))
                 load, service.notes[count] = observed(http, port, folder, count, seconds)
+                service.threads[count] = list(threads.table(before, threads.engines(stats(http))))
                 service.loads[count].append(load)
                 told(f"{service.name}, {count} clients: {load} {service.notes[count]}")
         service.pss_mib.append(pss_mib(stats(http)["pid"]))
-        service.gpu_mib.append(gpu_mib() - before)
+        service.gpu_mib.append(gpu_mib() - unused_mib)
         told(f"{service.name}: {_memory(service)}")
+        if has_profile and service.is_shared:
+            service.profile = list(_profile(http, port, folder, max(clients)))
+        told("\n".join([*service.threads.get(max(clients), ()), *service.profile]))
         if then is not None:
             then(port)
+
+
+def _profile(http: int, port: int, folder: Path, clients: int) -> Iterator[str]:
+    """What the engine processes are at under load, which no figure is taken from."""
+
+    def requests() -> int:
+        return sum(node["requests"] for node in stats(http)["nodes"].values())
+
+    start = requests()
+    with ThreadPoolExecutor(1) as executor:
+        load = executor.submit(run_clients, port, folder, clients, 4 * PROFILE_SECONDS)
+        while not load.done() and requests() < start + 20 * clients:  # past the clients' warm-up
+            sleep(0.05)
+        for pid in threads.engines(stats(http)).threads:
+            yield from threads.profile(pid, PROFILE_SECONDS)
+        load.result()
 
 
 def told(line: str) -> None:
@@ -122,6 +149,12 @@ def add_rows(report: Report, services: Sequence[Service], clients: Sequence[int]
                 name = f"{service.name}, {count} clients"
                 report.add({name: load}, {name: service.notes[count]})
     report.remarks += [f"{service.name}: {_memory(service)}" for service in services if service.pss_mib]
+    for service in services:
+        for count, lines in service.threads.items():
+            report.remarks += [f"{service.name}, {count} clients: {lines[0]}", *lines[1:]] if lines else []
+        report.remarks += (
+            [f"{service.name}: what its engine process is at", *service.profile] if service.profile else []
+        )
 
 
 def _memory(service: Service) -> str:
@@ -172,8 +205,8 @@ def pictures(count: int) -> list[bytes]:
         image = cv2.resize(small, (500, 375), interpolation=cv2.INTER_CUBIC)
         return bytes(cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 90])[1])
 
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(picture, range(count)))
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(picture, range(count)))
 
 
 def answers_of_pipe(config: Tables, count: int) -> tuple[list[Answer], list[Answer]]:
