@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import torchpipe_py
-from torchpipe_py.cli import main
+from torchpipe_py.cli import DEPENDENCIES, main
 
 GOOD = """
 [decode]
@@ -169,3 +169,15 @@ def test_a_reader_that_has_had_enough_is_no_traceback():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 1
+
+
+def test_without_the_dependencies_one_line_says_what_is_missing(good: str) -> None:
+    """As where ``pip install --no-deps`` put the client only; what needs none of them works there."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({set(DEPENDENCIES) - {'numpy'}!r}));"
+        "from torchpipe_py.cli import main; assert main(['idl']) == 0; raise SystemExit(main(sys.argv[1:]))"
+    )
+    for command, library in ((["check", good], "tomli"), (["export", "resnet18"], "torch")):
+        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+        line = f"torchpipe: {library} is not installed (pip install torchpipe_py without --no-deps)\n"
+        assert (done.returncode, done.stderr) == (1, line)

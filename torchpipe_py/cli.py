@@ -20,6 +20,9 @@ from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.quantize import options as quantize_options
 
+DEPENDENCIES = ("PIL", "cv2", "numpy", "onnx", "onnxruntime", "tomli", "torch")
+"""Import names of the libraries that come with the package, unless ``pip install --no-deps`` left them out."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is well, 1 for an error in what was asked about, 2 for wrong arguments; ``bench``: see ``run_bench``."""
@@ -79,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TorchpipeError as error:
         for line in str(error).split("\n"):
             print(f"torchpipe: {line}", file=sys.stderr)
-        return int(getattr(args, "error_status", 1))
+    except ModuleNotFoundError as error:
+        if error.name not in DEPENDENCIES:
+            raise
+        print(f"torchpipe: {error.name} is not installed (pip install torchpipe_py without --no-deps)", file=sys.stderr)
+    return int(getattr(args, "error_status", 1))
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

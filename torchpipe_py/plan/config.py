@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import tomli
-
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
@@ -141,6 +139,8 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
 
     Raises ``ConfigError`` for a missing file (naming it and the working directory) or text that is no TOML.
     """
+    import tomli  # here, so that what reads no TOML does without it: `torchpipe load` where only the client is
+
     name = os.fspath(path)
     try:
         with open(name, encoding="utf-8-sig") as file:  # editors on Windows write a mark at the start
