@@ -144,6 +144,22 @@ def test_the_nearest_flag_is_told(command: list[str], capsys: pytest.CaptureFixt
     assert "unrecognized arguments: --total_numbr=5; did you mean '--total_number'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["quantise"], "argument COMMAND: invalid choice: 'quantise'; did you mean 'quantize'?"),
+        (["encypt"], "argument COMMAND: invalid choice: 'encypt'; did you mean 'encrypt'?"),
+        (["zzzzzz"], "argument COMMAND: invalid choice: 'zzzzzz'; valid: backends, bench, check, "),
+        (["load", "--transport", "frame"], "argument --transport: invalid choice: 'frame'; did you mean 'framed'?"),
+    ],
+)
+def test_the_nearest_choice_is_told(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_flag_that_is_needed_and_misspelt_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quantize", "some.toml", "--img-dir", "images"])

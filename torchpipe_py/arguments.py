@@ -11,7 +11,7 @@ from torchpipe_py.errors import nearest
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Names the nearest flag for one that it does not know."""
+    """Names the nearest flag, command or choice for one that it does not know."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -30,6 +30,11 @@ class ArgumentParser(argparse.ArgumentParser):
                 if hint := self._hint(argument):
                     message += f"; there is {argument}, {hint}"
         super().error(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = nearest(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; {hint}")
 
     def _hint(self, argument: str) -> str:
         """The flag that an unknown one may stand for; empty where it is none, or the beginning of one."""
