@@ -466,7 +466,7 @@ def test_links_come_and_go_without_a_trace() -> None:
 
 
 def test_what_cannot_be_sent_is_told(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SLOT_BYTES", 2**18)
+    monkeypatch.setattr(memory.LinkMemory, "slot_bytes", 2**18)
 
     class Answer(ItemBackend):
         """``result`` is a lambda, or as many bytes as ``data`` says; or it raises as many."""
@@ -496,7 +496,7 @@ def test_what_cannot_be_sent_is_told(register: Register, monkeypatch: pytest.Mon
         error = error_with(bytes(2**19))
         assert isinstance(error, InvalidRequest)
         assert str(error).startswith("a request of 52")
-        assert str(error).endswith(" bytes is too large for shared nodes: 196608 bytes are left for it")
+        assert str(error).endswith(" bytes is too large for another process: 196608 bytes are left for it")
         assert str(error_with(2**18)).startswith("an answer of 26")
         error = error_with("raise")
         assert isinstance(error, BackendError)

@@ -184,7 +184,7 @@ def test_arrays_lie_in_the_slot_or_are_copies(ends: Ends) -> None:
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SLOT_BYTES", 2**18)
+    monkeypatch.setattr(memory.LinkMemory, "slot_bytes", 2**18)
     ends = Ends()
     try:
         for size in (2**18 - memory.FAILURE_BYTES, 2**18, 2**20):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ FLAT = 2**32 - 1
 """In place of the number of arrays: each part is described in the pickle."""
 
 _SCALARS = frozenset((str, int, float, bool, type(None)))
-_BYTES, _ARRAY, _TENSOR = range(3)
+_BYTES, _ARRAY, _READ_ONLY, _TENSOR = range(4)
 
 _Layout = list[tuple[Any, int, str, tuple[int, ...]]]
 
@@ -27,17 +28,19 @@ def pack(values: Data, also: Any = None) -> Packed:
     return Packed.of((values, also)) if flat is None else flat
 
 
-def unpack(pickled: bytes, parts: list[Any], arrays: int) -> Any:
+def unpack(pickled: bytes, parts: list[Any], arrays: int, before_main: Callable[[], object] | None = None) -> Any:
     """What was packed, as a pair, or any other message; arrays and tensors lie in ``parts``, which are of bytes."""
     if arrays != FLAT:
-        return unpack_any(pickled, parts, arrays)
+        return unpack_any(pickled, parts, arrays, before_main)
     values, layout, also = pickle.loads(pickled)
-    for (key, kind, dtype, shape), part in zip(layout, parts, strict=True):
-        if kind == _BYTES:
+    for (key, form, dtype, shape), part in zip(layout, parts, strict=True):
+        if form == _BYTES:
             values[key] = part.tobytes()
             continue
         array = part.view(dtype).reshape(shape)
-        values[key] = _tensor(array) if kind == _TENSOR else array
+        if form == _READ_ONLY:
+            array.flags.writeable = False
+        values[key] = _tensor(array) if form == _TENSOR else array
     return values, also
 
 
@@ -69,7 +72,8 @@ def _flat(values: Data, also: Any) -> Packed | None:
             # NOTE: of another dtype, ``str`` does not tell all: of bfloat16, say, only that an item has two bytes.
             if not value.flags.c_contiguous or value.dtype.isbuiltin != 1 or value.dtype.hasobject or not value.nbytes:
                 return None
-            layout.append((key, _TENSOR if is_tensor else _ARRAY, value.dtype.str, value.shape))
+            form = _TENSOR if is_tensor else _ARRAY if value.flags.writeable else _READ_ONLY
+            layout.append((key, form, value.dtype.str, value.shape))
             parts.append(value.reshape(-1).view(np.uint8).data)
     if len({id(values[key]) for key, *_ in layout}) < len(layout):  # one object twice, which is to stay one
         return None

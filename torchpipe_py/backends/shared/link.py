@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchpipe_py.backends.process.transport import Packed
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, SLOTS, Bell, LinkMemory, attach_bell, changed
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, Bell, LinkMemory, attach_bell, changed
 from torchpipe_py.backends.signature import Signature
 
 _HELLO_BYTES = 2**20
@@ -36,7 +36,44 @@ class Call:
         self.is_given_up = False
 
 
-class Link:
+C = TypeVar("C", bound="Numbered")
+
+
+class Numbered(Protocol):
+    """What is under way in a slot."""
+
+    slot: int
+    number: int
+
+
+class Slots(Generic[C]):
+    """The slots of a memory as the side that asks sees them, and the calls in them."""
+
+    def __init__(self, memory: LinkMemory) -> None:
+        self.memory = memory
+        self.free = deque(range(memory.slots))
+        self.calls: list[C | None] = [None] * memory.slots
+        self._seen = memory.from_engine()
+        self._numbers = [0] * memory.slots
+
+    def take_slot(self, call: C) -> None:
+        """Give a call a free slot, and a number that the slot's last one had not."""
+        # NOTE: the one that was free last is warm.
+        slot = call.slot = self.free.pop()
+        call.number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
+        self.calls[slot] = call
+
+    def has_answers(self) -> bool:
+        """Whether an answer is there that was not taken."""
+        return self.memory.from_engine() != self._seen
+
+    def take_answered(self) -> list[int]:
+        """The slots with answers that were not taken before."""
+        before, self._seen = self._seen, self.memory.from_engine()
+        return changed(before, self._seen)
+
+
+class Link(Slots[Call]):
     """The slots that a worker has in one engine process.
 
     ``OSError``, ``EOFError`` where that ends before it has told what it runs, or ``meets()`` says not to wait for it.
@@ -45,7 +82,7 @@ class Link:
     def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:
         self._sock = sock
         self._fds: list[int] = []
-        self.memory = LinkMemory.create()
+        super().__init__(LinkMemory.create())
         self._fds.append(self.memory.fd)
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fds.append(fd)
@@ -65,27 +102,7 @@ class Link:
             os.set_inheritable(descriptor, False)
         self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told)
         self.bell = attach_bell(*descriptors)
-        self.free = deque(range(SLOTS))
-        self.calls: list[Call | None] = [None] * SLOTS
-        self._seen = self.memory.from_engine()
-        self._numbers = [0] * SLOTS
         self._poller.register(fd, select.POLLIN)
-
-    def take_slot(self, call: Call) -> None:
-        """Give a call a free slot, and a number that the slot's last one had not."""
-        # NOTE: the one that was free last is warm.
-        slot = call.slot = self.free.pop()
-        call.number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
-        self.calls[slot] = call
-
-    def has_answers(self) -> bool:
-        """Whether an answer is there that was not taken."""
-        return self.memory.from_engine() != self._seen
-
-    def take_answered(self) -> list[int]:
-        """The slots with answers that were not taken before."""
-        before, self._seen = self._seen, self.memory.from_engine()
-        return changed(before, self._seen)
 
     def is_gone(self) -> bool:
         """Sleep until something comes from the engine process; whether that is its end."""

@@ -7,7 +7,7 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -36,11 +36,10 @@ _ROW = struct.Struct("<IIIIQdd")
 _SIZE = struct.Struct("<Q")
 _WORDS = 4 * SLOTS
 _ROWS = -(-_ROW.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
-_ASLEEP = mmap.PAGESIZE  # a word of the worker's
+_ASLEEP = mmap.PAGESIZE  # a word of the worker's, and in another cache line one of the engine process's
 _REQUESTS = 2 * mmap.PAGESIZE
 _ANSWERS = _REQUESTS + _ROWS
 _CONTENT = _ANSWERS + _ROWS
-_LINK_BYTES = _CONTENT + SLOTS * SLOT_BYTES
 
 
 class Row(NamedTuple):
@@ -64,6 +63,12 @@ class TooLargeError(InvalidRequest):
     """A message that does not fit into a slot."""
 
 
+def barrier() -> None:
+    """What this thread has written before is seen elsewhere before it reads on. NOTE: as taking a lock is."""
+    with threading.Lock():
+        pass
+
+
 class Bell:
     """Wakes one thread of another process, and costs nothing while that is awake.
 
@@ -72,31 +77,40 @@ class Bell:
 
     def __init__(self, asleep: memoryview, fd: int) -> None:
         self._asleep, self.fd = asleep, fd
-        self._fence = threading.Lock()
 
     def ring(self) -> None:
         """Wake the sleeper, from any thread; the work for it is written before."""
-        # NOTE: taking a lock is a barrier: either the sleeper sees the work, or it is seen here that it sleeps.
-        with self._fence:
-            pass
+        # Either the sleeper sees the work, or it is seen here that it sleeps.
+        barrier()
         if self._asleep[0]:
             os.eventfd_write(self.fd, 1)
 
-    def sleep(self, poller: select.poll, has_work: Callable[[], bool]) -> list[int]:
-        """Sleep until somebody rings, or ``SLEEP_SECONDS``; the other descriptors of ``poller`` that are ready."""
-        self._asleep[0] = 1
-        try:
-            with self._fence:
-                pass
-            if has_work():
-                return []
-            ready = [fd for fd, _ in poller.poll(1000 * SLEEP_SECONDS)]
-        finally:
-            self._asleep[0] = 0
-        if self.fd in ready:
-            ready.remove(self.fd)
-            os.eventfd_read(self.fd)
-        return ready
+    def sleep(self, poller: select.poll, has_work: Callable[[], bool], seconds: float = SLEEP_SECONDS) -> list[int]:
+        """Sleep until somebody rings, or ``seconds``; the other descriptors of ``poller`` that are ready."""
+        return sleep_by((self,), poller, has_work, seconds)
+
+    def await_ring(self, is_asleep: bool) -> None:
+        """Whether whoever rings has to wake the sleeper; said by that alone."""
+        self._asleep[0] = is_asleep
+
+
+def sleep_by(bells: Sequence[Bell], poller: select.poll, has_work: Callable[[], bool], seconds: float) -> list[int]:
+    """``Bell.sleep`` of a thread that several bells wake."""
+    for bell in bells:
+        bell.await_ring(True)
+    try:
+        barrier()
+        if has_work():
+            return []
+        ready = [fd for fd, _ in poller.poll(1000 * seconds)]
+    finally:
+        for bell in bells:
+            bell.await_ring(False)
+    for bell in bells:
+        if bell.fd in ready:
+            ready.remove(bell.fd)
+            os.eventfd_read(bell.fd)
+    return ready
 
 
 class BellMemory:
@@ -128,26 +142,40 @@ class LinkMemory:
 
     Each word has one writer: the worker writes the number of a request into ``asked`` and, where nobody waits for it
     any more, into ``given_up``; the engine process writes it into ``answered``. Then the slot is free again.
+    An engine process that takes requests one after the other may write it into ``begun`` before that.
     """
+
+    slots = SLOTS
+    slot_bytes = SLOT_BYTES
+    kept_bytes = KEPT_BYTES
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, _LINK_BYTES)
+        self._map = mmap.mmap(fd, self._size())
         self._bytes = np.frombuffer(self._map, np.uint8)
-        words = memoryview(self._map)[: 3 * _WORDS].cast("I")
-        self._asked, self._given_up, self._answered = (words[at * SLOTS : (at + 1) * SLOTS] for at in range(3))
-        self.worker_asleep = memoryview(self._map)[_ASLEEP : _ASLEEP + 4].cast("I")
+        words = memoryview(self._map)[: 4 * _WORDS].cast("I")
+        self._asked, self._given_up, self._answered, self._begun = (
+            words[at * SLOTS : (at + 1) * SLOTS] for at in range(4)
+        )
+        self.worker_asleep, self.engine_asleep = (
+            memoryview(self._map)[start : start + 4].cast("I") for start in (_ASLEEP, _ASLEEP + 64)
+        )
+        self.before_main: Callable[[], object] | None = None
 
     @classmethod
     def create(cls) -> LinkMemory:
         """Nothing is in it; the other process maps a copy of its ``fd``."""
         fd = os.memfd_create("torchpipe-slots")
         try:
-            os.ftruncate(fd, _LINK_BYTES)
+            os.ftruncate(fd, cls._size())
             return cls(fd)
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def _size(cls) -> int:
+        return _CONTENT + cls.slots * cls.slot_bytes
 
     def from_worker(self) -> bytes:
         """The words ``asked``, then ``given_up``, one for each slot."""
@@ -165,6 +193,18 @@ class LinkMemory:
     def give_up(self, slot: int, number: int) -> None:
         """Tell that nobody waits for the request any more; it is answered nevertheless."""
         self._given_up[slot] = number
+
+    def is_given_up(self, slot: int, number: int) -> bool:
+        """Whether that was told."""
+        return self._given_up[slot] == number
+
+    def begin(self, slot: int, number: int) -> None:
+        """Tell that the request is run now."""
+        self._begun[slot] = number
+
+    def has_begun(self, slot: int, number: int) -> bool:
+        """Whether that was told."""
+        return self._begun[slot] == number
 
     def answer(self, slot: int, number: int, packed: Packed, is_failure: bool, taken: float, now: float) -> None:
         """Write an answer behind its request; ``TooLargeError`` where there is no room for it."""
@@ -184,28 +224,27 @@ class LinkMemory:
     def read(self, slot: int, row: Row, copies: bool) -> Any:
         """The message; raises whatever unpickling raises. Its arrays lie in the slot, unless it ``copies`` them."""
         sizes, _ = self._sizes(slot, row)
-        offset = _CONTENT + slot * SLOT_BYTES + row.start + padded(_SIZE.size * row.parts + row.pickled)
+        offset = _CONTENT + slot * self.slot_bytes + row.start + padded(_SIZE.size * row.parts + row.pickled)
         parts: list[Any] = []
         for index, size in enumerate(sizes):
             part = self._bytes[offset : offset + size]
             parts.append(part.tobytes() if index >= row.arrays else part.copy() if copies else part)
             offset += padded(size)
-        begin = _CONTENT + slot * SLOT_BYTES + row.start + _SIZE.size * row.parts
-        return codec.unpack(self._map[begin : begin + row.pickled], parts, row.arrays)
+        begin = _CONTENT + slot * self.slot_bytes + row.start + _SIZE.size * row.parts
+        return codec.unpack(self._map[begin : begin + row.pickled], parts, row.arrays, self.before_main)
 
     def release(self, slot: int) -> None:
         """Give back the memory that a large request and its answer took; the slot is free."""
         reply = self.reply(slot)
         end = reply.start + self._sizes(slot, reply)[1]
-        if end > KEPT_BYTES:
+        if end > self.kept_bytes:
             with suppress(OSError):  # gVisor cannot: what was taken stays taken
-                self._map.madvise(
-                    mmap.MADV_REMOVE, _CONTENT + slot * SLOT_BYTES + KEPT_BYTES, _whole_pages(end - KEPT_BYTES)
-                )
+                start = _CONTENT + slot * self.slot_bytes + self.kept_bytes
+                self._map.madvise(mmap.MADV_REMOVE, start, _whole_pages(end - self.kept_bytes))
 
     def _sizes(self, slot: int, row: Row) -> tuple[tuple[int, ...], int]:
         """Of the parts of a message, and of all that it takes."""
-        sizes = struct.unpack_from(f"<{row.parts}Q", self._map, _CONTENT + slot * SLOT_BYTES + row.start)
+        sizes = struct.unpack_from(f"<{row.parts}Q", self._map, _CONTENT + slot * self.slot_bytes + row.start)
         return sizes, padded(_SIZE.size * row.parts + row.pickled) + sum(map(padded, sizes))
 
     def _write(self, rows: int, slot: int, packed: Packed, kind: int, start: int, first: float, second: float) -> None:
@@ -213,11 +252,13 @@ class LinkMemory:
         head = pack_sizes(sizes)
         small = len(head) + packed.pickled.nbytes
         total = padded(small) + sum(map(padded, sizes))
-        left = SLOT_BYTES - (start if rows == _ANSWERS else FAILURE_BYTES)
+        left = self.slot_bytes - (start if rows == _ANSWERS else FAILURE_BYTES)
         if total > left:
             what = "an answer" if rows == _ANSWERS else "a request"
-            raise TooLargeError(f"{what} of {total} bytes is too large for shared nodes: {left} bytes are left for it")
-        offset = _CONTENT + slot * SLOT_BYTES + start
+            raise TooLargeError(
+                f"{what} of {total} bytes is too large for another process: {left} bytes are left for it"
+            )
+        offset = _CONTENT + slot * self.slot_bytes + start
         self._map[offset : offset + len(head)] = head
         self._map[offset + len(head) : offset + small] = packed.pickled
         offset += padded(small)
