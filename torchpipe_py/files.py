@@ -7,10 +7,16 @@ import uuid
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 ENCRYPTED = b"\x89TPENC\r\n"
 """How an encrypted model begins."""
+
+ENGINE = b"ftrt"
+"""How TensorRT's engines begin, those of 8.6 and of 11 alike; trtexec looks for it too."""
+
+ZIP = b"PK\x03\x04"
+"""How PyTorch's files begin."""
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode: int = 0o666) -> None:
@@ -42,7 +48,12 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
 def file_kind(path: str | os.PathLike[str]) -> str:
     """What a file is where a model is expected, by how it begins, and what to do with it; empty where that is open."""
     with open(path, "rb") as file:
-        start = file.read(512)
+        return content_kind(file, f"torchpipe export MODEL --weights {os.fspath(path)} makes an ONNX file of it")
+
+
+def content_kind(file: BinaryIO, checkpoint: str) -> str:
+    """The same of a file that is open at its start; ``checkpoint`` says what to do with one."""
+    start = file.read(512)
     if start.startswith(ENCRYPTED):
         return "it is an encrypted model, which key_file or key_env of its node opens"
     if not start:
@@ -51,30 +62,36 @@ def file_kind(path: str | os.PathLike[str]) -> str:
         return "it is a pointer of git-lfs to the file: git lfs pull fetches that"
     if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "it is an HTML page, as a download leaves that was refused"
-    checkpoint = f"torchpipe export MODEL --weights {os.fspath(path)} makes an ONNX file of it"
-    if start.startswith(b"PK\x03\x04"):
-        return _archive_kind(path, checkpoint)
+    if start.startswith(ZIP):
+        return _archive_kind(file, checkpoint)
     if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return f"it is a pickle, as old PyTorch checkpoints are: {checkpoint}"
+    if start.startswith(ENGINE):
+        return "it is an engine: TensorrtTensor takes it"
     if start[:1] == b"\x08":  # the first field of a ModelProto, its version
         return "it begins as an ONNX file does; OnnxTensor takes one that is whole"
     return ""
 
 
-def is_checkpoint(names: list[str]) -> bool:
-    """Whether an archive with these names is a state dict, or whatever else ``torch.save`` writes."""
+def torch_kind(names: list[str]) -> Literal["checkpoint", "aotinductor", "torchscript", "export", ""]:
+    """Which of PyTorch's files an archive with these names is; a checkpoint is whatever else ``torch.save`` writes."""
     ends = {name.rpartition("/")[2] for name in names if name.count("/") == 1}
-    return "data.pkl" in ends and "constants.pkl" not in ends
+    if "data.pkl" in ends and "constants.pkl" not in ends:
+        return "checkpoint"
+    if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
+        return "aotinductor"
+    if any(name.endswith("constants.pkl") for name in names):
+        return "torchscript"
+    is_export = any(name.endswith(("/archive_format", "serialized_exported_program.json")) for name in names)
+    return "export" if is_export else ""
 
 
-def _archive_kind(path: str | os.PathLike[str], checkpoint: str) -> str:
+def _archive_kind(file: BinaryIO, checkpoint: str) -> str:
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+        with zipfile.ZipFile(file) as archive:
+            kind = torch_kind(archive.namelist())
     except zipfile.BadZipFile:
         return "it is a zip archive, as PyTorch checkpoints are, cut short or damaged"
-    if is_checkpoint(names):
+    if kind == "checkpoint":
         return f"it is a PyTorch checkpoint: {checkpoint}"
-    if any(name.endswith(("constants.pkl", "/archive_format", "serialized_exported_program.json")) for name in names):
-        return "it is TorchScript or a .pt2 file: TorchTensor takes it"
-    return "it is a zip archive"
+    return "it is TorchScript or a .pt2 file: TorchTensor takes it" if kind else "it is a zip archive"

@@ -164,6 +164,20 @@ def test_what_is_decrypted_is_no_model(tmp_path: Path) -> None:
     assert NAME not in said
 
 
+def test_what_is_decrypted_is_another_backends_model(keys: dict[str, str], tmp_path: Path) -> None:
+    torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "m.pt"))
+    script = encrypt(tmp_path / "m.pt")
+    place = "config: node 'node': {}: model {}: "
+    assert message({**keys, "backend": "TorchTensor"}) == (
+        place.format("TorchTensor", keys["model"])
+        + "neither TorchScript nor .pt2: it begins as an ONNX file does; OnnxTensor takes one that is whole"
+    )
+    assert message(script) == (
+        place.format("OnnxTensor", script["model"])
+        + "not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor takes it"
+    )
+
+
 # -- words --------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torchpipe_py.encryption.cipher import Cipher, CipherError
 from torchpipe_py.encryption.keys import read_key
 from torchpipe_py.errors import ConfigError
-from torchpipe_py.files import ENCRYPTED, file_kind
+from torchpipe_py.files import ENCRYPTED, content_kind, file_kind
 
 ENDING = ".enc"
 """Of the name of an encrypted model; what stands before it says what kind of model it is."""
@@ -84,7 +84,9 @@ class ModelFile:
 
     def kind(self) -> str:
         """What a file that a library refuses may be; an empty string where that is open."""
-        return "" if self.has_key else file_kind(self.path)
+        if not self.has_key:
+            return file_kind(self.path)
+        return content_kind(io.BytesIO(self.read()), "torchpipe export makes an ONNX file of the plain one")
 
     def without_words(self, error: Exception) -> Exception:
         """A library's error about the model; of an encrypted one without its words, which may name layers."""

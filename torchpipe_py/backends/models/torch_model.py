@@ -16,7 +16,7 @@ from torchpipe_py.backends.models.staging import row_tensor
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
-from torchpipe_py.files import is_checkpoint
+from torchpipe_py.files import torch_kind
 from torchpipe_py.values import to_bool, to_str
 
 # Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
@@ -200,17 +200,15 @@ def _kind(file: ModelFile, source: str | BytesIO) -> Literal["torchscript", "exp
     """By the names in the archive; nothing of it is unpacked."""
     try:
         with zipfile.ZipFile(source) as archive:
-            names = archive.namelist()
+            kind = torch_kind(archive.namelist())
         if not isinstance(source, str):
             source.seek(0)  # PyTorch reads on from where this ended
     except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {file.kind() or error}") from error
-    if is_checkpoint(names):
-        kind = file.kind() or "it is a PyTorch checkpoint; torchpipe export makes a model of the plain one"
-        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {kind}")
-    if any("/aotinductor/" in name or name.endswith("AOTI_MODEL") for name in names):
-        return "aotinductor"
-    return "torchscript" if any(name.endswith("constants.pkl") for name in names) else "export"
+        what = file.kind() or "it is no zip archive, as those are"
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {what}") from error
+    if kind == "checkpoint":
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {file.kind()}")
+    return kind or "export"
 
 
 def _load_package(torch: Any, path: str, device: Any) -> Any:
