@@ -22,7 +22,17 @@ from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
 from torchpipe_py.backends.process.transport import Packed
 from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.codec import pack
-from torchpipe_py.backends.shared.memory import SLOTS, Bell, BellMemory, LinkMemory, TooLargeError, changed
+from torchpipe_py.backends.shared.memory import (
+    SLEEP_SECONDS,
+    SLOTS,
+    Bell,
+    BellMemory,
+    LinkMemory,
+    TooLargeError,
+    barrier,
+    changed,
+    wait_for,
+)
 from torchpipe_py.backends.shared.remote import Remote
 from torchpipe_py.errors import Failure, log_failure
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
@@ -46,8 +56,9 @@ def pipe_of_worker(pipeline: Pipeline, engine: Engine) -> pipe:
 class EngineServer:
     """Runs the shared nodes of a plan for the workers that are attached to it.
 
-    A thread takes their requests out of shared memory and brings them to a pipe; the thread that finishes a request
-    writes its answer there. Batches form of all workers' requests.
+    Their requests come out of shared memory to a pipe by the thread that forms the next batch of them, or, while none
+    does, by a thread that is rung; the thread that finishes a request writes its answer there. So no thread wakes for
+    a request while all instances compute. Batches form of all workers' requests.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -61,6 +72,11 @@ class EngineServer:
         self._links: dict[int, _Link] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
+        self._taking = threading.Lock()  # of requests, and of who may be asleep
+        self._sleepers: set[object] = {None}  # lanes whose leader sleeps, or is about to, and None where some have none
+        if self.pipe.draw_from(self):
+            self._sleepers = set()
+        self._bell.await_ring(True)
         self._poller = select.poll()
         self._poller.register(self._bell.fd, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="torchpipe-slots", daemon=True)
@@ -88,6 +104,25 @@ class EngineServer:
             sock.close()
         return is_closed
 
+    # -- requests that come: ``Source`` of the pipe's lanes -------------------------------------------------------
+
+    def fetch(self, lane: object) -> None:
+        """Bring what is there. The lane's leader comes again before it sleeps."""
+        with self._taking:
+            if lane in self._sleepers:
+                self._sleepers.remove(lane)
+                self._bell.await_ring(bool(self._sleepers))
+            self._take()
+
+    def announce(self, lane: object) -> bool:
+        """The lane's leader is about to sleep: bring what comes; whether something is there now."""
+        with self._taking:
+            if lane not in self._sleepers:
+                self._sleepers.add(lane)
+                self._bell.await_ring(True)
+            barrier()
+            return self._has_work()
+
     def _run(self) -> None:
         while not self._is_closed:
             try:
@@ -98,23 +133,34 @@ class EngineServer:
     def _round(self) -> None:
         while self._new:
             link = _Link(self._new.pop())
-            self._links[link.fileno()] = link
             self._poller.register(link, select.POLLIN)
-        for link in list(self._links.values()):
-            if link.has_work():
-                self._take(link)
-            link.answer_given_up()
-        for fd in self._bell.sleep(self._poller, self._has_work):
+            with self._taking:
+                self._links[link.fileno()] = link
+        for fd in wait_for((self._bell,), self._poller, SLEEP_SECONDS):
             link = self._links[fd]
             if not link.meet(self._hello, self._memory):
                 self._poller.unregister(link)
-                del self._links[fd]
-                link.end()
+                with self._taking:
+                    del self._links[fd]
+                    link.end()
+        with self._taking:
+            self._take()
 
     def _has_work(self) -> bool:
-        return bool(self._new) or any(link.has_work() for link in self._links.values())
+        return any(link.has_work() for link in self._links.values())
 
-    def _take(self, link: _Link) -> None:
+    def _take(self) -> None:
+        if self._is_closed:
+            return
+        for link in self._links.values():
+            try:
+                if link.has_work():
+                    self._take_from(link)
+                link.answer_given_up()
+            except Exception as error:
+                log_failure("what comes from a worker cannot be taken", error)
+
+    def _take_from(self, link: _Link) -> None:
         asked, given_up = link.take()
         for slot, number in asked:
             self._begin(link, slot, number)

@@ -100,16 +100,22 @@ class IdleStack(Generic[S]):
             self.wake_one()
 
 
+def _nothing_more() -> bool:
+    return False
+
+
 class Leadership:
     """Idle sleepers of whom one leads: it collects from ``queue``, and may have ``kept`` some of it.
 
     Only the leader, while it sleeps, is ``to_wake``: when work comes, and when nothing is under way any more that could
     join what it has kept. It stays the leader while it collects. Then it hands over to one that is idle, who is woken
-    only if work is left.
+    only if work is left. ``has_more()`` is asked when the leader is about to sleep: whether there is work that is not
+    in the queue yet; from then on somebody else adds it, until the leader has collected.
     """
 
     def __init__(self, queue: Sized, kept: Sized) -> None:
         self.to_wake: list[Sleeper] = []
+        self.has_more: Callable[[], bool] = _nothing_more
         self._wake_leader = waker(self.to_wake)
         self._followers: list[Sleeper] = []
         self._wake_follower = waker(self._followers)
@@ -169,7 +175,7 @@ class Leadership:
         self._wake_for_work()
 
     def _wake_for_work(self) -> None:
-        if self._queue or self._kept or self._closed:
+        if self._queue or self._kept or self._closed or self.has_more():
             self.wake_one()
 
     def wait(self, leader: Sleeper, timeout: float) -> None:
@@ -179,7 +185,8 @@ class Leadership:
     def _rest(self, leader: Sleeper, has_work: bool, timeout: float = -1) -> None:
         # NOTE: is there to be woken before it looks for work; who adds work does it the other way round.
         self.to_wake.append(leader)
-        is_woken = not (has_work or self._queue or self._is_woken or self._closed) and leader.sleep(True, timeout)
+        stays = has_work or self._queue or self._is_woken or self._closed or self.has_more()
+        is_woken = not stays and leader.sleep(True, timeout)
         if not is_woken:
             try:
                 self.to_wake.remove(leader)

@@ -15,7 +15,7 @@ from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.batching import BatchingLane
 from torchpipe_py.runtime.lanes.deferred import DeferredLane
 from torchpipe_py.runtime.lanes.hand_over import HandOverLane
-from torchpipe_py.runtime.lanes.lane import Around, Fail, Lane, Led
+from torchpipe_py.runtime.lanes.lane import Around, Fail, Lane, Led, Source
 from torchpipe_py.runtime.lanes.single import SingleLane
 from torchpipe_py.runtime.statistics import summed
 from torchpipe_py.runtime.tracing import Recorder
@@ -92,6 +92,13 @@ class Node:
         for instance in self.instances:
             instance.record.traces = (*instance.record.traces, recorder)
         self.lane.around = around
+
+    def draw_from(self, source: Source) -> bool:
+        """Before the first request: have the lane's leader fetch what waits there; ``False`` where it has none."""
+        if isinstance(self.lane, BatchingLane):
+            self.lane.draw_from(source)
+            return True
+        return False
 
     def current_instance(self) -> Instance | None:
         """The instance whose thread, or whose stand-in, is calling."""

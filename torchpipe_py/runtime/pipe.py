@@ -20,6 +20,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
+from torchpipe_py.runtime.lanes.lane import Source
 from torchpipe_py.runtime.request import CallerThread, Countdown, OnDone, Request, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.signals import is_main_thread
@@ -144,6 +145,13 @@ class pipe:
         request = self._request(data, on_done, deadline_after(timeout))
         self._runtime.submit((request,))
         return Ticket(self._runtime, request)
+
+    def draw_from(self, source: Source) -> bool:
+        """Before the first request: have the nodes that requests enter fetch them there when they form a batch.
+
+        ``False`` where some do not, as they form none: ``source`` brings to these what it has, as it comes.
+        """
+        return self._runtime.draw_from(source)
 
     def max(self) -> int:
         """The largest batch any node forms."""

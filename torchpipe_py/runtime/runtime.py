@@ -34,7 +34,7 @@ from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.deferred import DeferredLane
-from torchpipe_py.runtime.lanes.lane import Around, Led
+from torchpipe_py.runtime.lanes.lane import Around, Led, Source
 from torchpipe_py.runtime.node import Node, creators
 from torchpipe_py.runtime.request import (
     Branches,
@@ -395,6 +395,12 @@ class Runtime:
                     yield
                 return
         yield
+
+    def draw_from(self, source: Source) -> bool:
+        """Have what enters the pipe fetched from there, before the first request; see ``pipe.draw_from``."""
+        entered = {self.plans[root].spec.owner for root in self.graph.roots}
+        fetching = [self.nodes[owner].draw_from(source) for owner in entered]
+        return all(fetching)
 
     def retry_after_ms(self) -> int:
         """``expected_wait`` in whole milliseconds, at least 1."""

@@ -70,9 +70,9 @@ def barrier() -> None:
 
 
 class Bell:
-    """Wakes one thread of another process, and costs nothing while that is awake.
+    """Wakes one thread of another process, and costs nothing while nobody sleeps there.
 
-    ``asleep`` is a word of shared memory, which the sleeper alone writes; ``fd`` is an eventfd.
+    ``asleep`` is a word of shared memory, which the process of the sleeper alone writes; ``fd`` is an eventfd.
     """
 
     def __init__(self, asleep: memoryview, fd: int) -> None:
@@ -90,7 +90,7 @@ class Bell:
         return sleep_by((self,), poller, has_work, seconds)
 
     def await_ring(self, is_asleep: bool) -> None:
-        """Whether whoever rings has to wake the sleeper; said by that alone."""
+        """Whether whoever rings has to wake somebody; after a ``barrier`` what came before is seen."""
         self._asleep[0] = is_asleep
 
 
@@ -100,12 +100,15 @@ def sleep_by(bells: Sequence[Bell], poller: select.poll, has_work: Callable[[], 
         bell.await_ring(True)
     try:
         barrier()
-        if has_work():
-            return []
-        ready = [fd for fd, _ in poller.poll(1000 * seconds)]
+        return [] if has_work() else wait_for(bells, poller, seconds)
     finally:
         for bell in bells:
             bell.await_ring(False)
+
+
+def wait_for(bells: Sequence[Bell], poller: select.poll, seconds: float) -> list[int]:
+    """Until one of them is rung, or ``seconds``; the other descriptors of ``poller`` that are ready."""
+    ready = [fd for fd, _ in poller.poll(1000 * seconds)]
     for bell in bells:
         if bell.fd in ready:
             ready.remove(bell.fd)

@@ -12,7 +12,7 @@ from torchpipe_py.backends.base import Data, run_padded
 from torchpipe_py.runtime.idle import Leadership
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.batch_queue import BatchQueue
-from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led
+from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led, Source
 from torchpipe_py.runtime.request import Request
 
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
@@ -26,6 +26,12 @@ class BatchingLane(Lane):
         self._timeout = timeout
         self._batches = BatchQueue(timeout, self._batch_key)
         self.idle: Leadership = Leadership(self._queue, self._batches)
+        self._source: Source | None = None
+
+    def draw_from(self, source: Source) -> None:
+        """Before the first request: have the leader fetch what waits there."""
+        self.idle.has_more = partial(source.announce, self)
+        self._source = source
 
     def queued(self) -> int:
         return 0 if self.is_closing else len(self._queue) + len(self._batches)
@@ -67,6 +73,8 @@ class BatchingLane(Lane):
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
         batches, queue = self._batches, self._queue
         while True:
+            if self._source is not None:
+                self._source.fetch(self)
             while queue:
                 try:
                     instance.taken = (queue.popleft(),)

@@ -45,6 +45,16 @@ class Led(Protocol):
         """Whether some request in flight could still reach this node."""
 
 
+class Source(Protocol):
+    """Where requests wait before they come to a pipe: the leaders of the lanes that they enter fetch them."""
+
+    def fetch(self, lane: Lane) -> None:
+        """Bring what is there, on the calling thread. The lane's leader comes again before it sleeps."""
+
+    def announce(self, lane: Lane) -> bool:
+        """The lane's leader is about to sleep: bring what comes, until it fetches; whether something is there now."""
+
+
 logger = logging.getLogger("torchpipe_py")
 
 
