@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -109,6 +110,17 @@ def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
     library.calls.clear()
     assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 0), (4, 5, 0)]
     assert library.calls == [("engines", [b"2x3", b"4x5"])]
+
+
+def test_the_librarys_images_live_until_the_next_call(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    image, given = library._image, []
+    library._image = lambda text, name: given.append(weakref.ref(made := image(text, name))) or made  # type: ignore[method-assign]
+    codec.decode([b"2x3", b"4x5"])
+    assert all(reference() is not None for reference in given)
+    first, _ = given
+    codec.decode([b"2x3"])
+    assert first() is None
 
 
 def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:

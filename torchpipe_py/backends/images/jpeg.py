@@ -25,8 +25,12 @@ class GpuJpeg(NamedTuple):
 
 def read_header(data: bytes, check: HeaderCheck = CHECK) -> GpuJpeg:
     """The header; ``DecodeError`` for what ``check`` refuses, is cut off, or is of a kind the GPU does not take."""
-    check(data)
-    jpeg = JpegHeader(data)
+    try:
+        jpeg = JpegHeader(data)
+    except DecodeError:
+        check(data)  # says what the bytes are, if they are no JPEG
+        raise
+    check(data, jpeg)
     if not jpeg.is_tight:
         raise DecodeError("JPEG: there are bytes between its segments, which is not supported on the GPU")
     if jpeg.components == 4:

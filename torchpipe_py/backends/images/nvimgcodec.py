@@ -41,6 +41,7 @@ class NvImageCodec:
         self._as_tensor: Any = torch.as_tensor
         self._stack: Any = torch.stack
         self._device, self._stream = device, stream.cuda_stream
+        self._last: list[Any] = []  # the library's images of the last call
         name = f"nvImageCodec {library.__version__}"
         try:
             kinds = library.BackendKind
@@ -73,6 +74,9 @@ class NvImageCodec:
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
         """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+        # NOTE: now, since the stream has been waited for: to release an image before that is to wait for it alone,
+        # which takes twice as long as to decode it (117 µs an image of 500×375, against 42, on an H200).
+        self._last.clear()
         images: list[Any] = [None] * len(encoded)
         for decoder in self._decoders:
             missing = [place for place, image in enumerate(images) if image is None]
@@ -105,6 +109,7 @@ class NvImageCodec:
     def _decoded(self, decoder: Any, encoded: Sequence[bytes]) -> list[Any]:
         """An image of the library for each, or ``None``."""
         images: list[Any] = decoder.decode(list(encoded), params=self._params, cuda_stream=self._stream)
+        self._last += images
         return images
 
 
