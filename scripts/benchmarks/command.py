@@ -14,6 +14,7 @@ from torchpipe_server.worker.worker import limit_threads
 
 from benchmarks.common import Report, machine, show, write_json
 from benchmarks.gpu import in_process as gpu
+from benchmarks.gpu.against_mosec import against_mosec
 from benchmarks.gpu.service import served
 from benchmarks.gpu.sharing import add_choice, choice_of
 from benchmarks.gpu.sharing import shared as shared_on_gpu
@@ -64,7 +65,8 @@ ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = 
     "g3g4": served,
 }
 NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "cv2")
-WITHOUT_BASELINE = ("limits", "g5", "g6", "shared")  # need no pycuda
+CHOSEN_ON_GPU = {"shared": shared_on_gpu, "mosec": against_mosec}
+WITHOUT_BASELINE = ("limits", "g5", "g6", *CHOSEN_ON_GPU)  # need no pycuda
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_gpu(argv: Sequence[str] | None = None) -> int:
     """0 when every target is met, 1 when one is missed, 2 where it cannot run."""
-    parser = _parser("Limit, baseline and the pipe on a GPU, in one run.", [*ON_GPU, "shared"])
+    parser = _parser("Limit, baseline and the pipe on a GPU, in one run.", [*ON_GPU, *CHOSEN_ON_GPU])
     parser.add_argument("--work", default="build/bench_gpu", help="folder for model and engines")
     parser.add_argument("--cores", type=int, help="use only so many cores")
     add_choice(parser)
@@ -101,7 +103,7 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     here, engines = machine(), gpu.Engines(args.work)
     what = f"{torch.cuda.get_device_name()}, {here['cores']} cores {here['cpu']}, Python {here['python']}"
     benchmarks: dict[str, Benchmark] = {name: partial(benchmark, engines) for name, benchmark in ON_GPU.items()}
-    benchmarks["shared"] = partial(shared_on_gpu, engines, choice_of(args))
+    benchmarks |= {name: partial(benchmark, engines, choice_of(args)) for name, benchmark in CHOSEN_ON_GPU.items()}
     return _run(benchmarks, args, f"{what}, PyTorch {torch.__version__}, TensorRT {tensorrt.__version__}")
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from torchpipe_py.loadtest.measure.cpu import cpu_model
@@ -66,6 +66,24 @@ class Report:
         met = (low is None or measured >= low) and (high is None or measured < high)
         bar = f">= {low:g}" if low is not None else f"< {high:g}"
         self.targets.append((name, measured, bar, met))
+
+
+class Attempts:
+    """Starts the parts of a benchmark until ``seconds`` are over; a part that fails is a remark of the report."""
+
+    def __init__(self, report: Report, seconds: float) -> None:
+        self._report, self._until = report, monotonic() + seconds
+
+    def __call__(self, what: str, action: Callable[[], object]) -> None:
+        problem = "no time is left"
+        if monotonic() < self._until:
+            try:
+                action()
+                return
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        self._report.remarks.append(f"{what}: not measured: {problem}")
+        print(self._report.remarks[-1], file=sys.stderr, flush=True)
 
 
 def run_threads(call: Call, clients: int, seconds: float) -> Load:

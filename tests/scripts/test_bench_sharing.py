@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
-from benchmarks.common import Load, Report
+from benchmarks.common import Attempts, Load, Report
+from benchmarks.gpu import against_mosec
+from benchmarks.gpu.against_mosec import Tried
+from benchmarks.gpu.in_process import Engines
+from benchmarks.gpu.mosec_split import Batching, Decoders, read_split, route
 from benchmarks.gpu.sharing import CPU, GPU, add_choice, choice_of, judge
 from benchmarks.service.observed import hand_over
+from benchmarks.service.peer import started
 from benchmarks.service.sharing import Answer, Service, difference, in_child, named, sharing
 
 
@@ -57,10 +64,14 @@ def test_the_hand_over_is_told_for_a_request_where_there_is_one() -> None:
     assert hand_over({}, {}) == hand_over(before, before) == []
 
 
+def parser() -> ArgumentParser:
+    made = ArgumentParser()
+    add_choice(made)
+    return made
+
+
 def test_options() -> None:
-    parser = ArgumentParser()
-    add_choice(parser)
-    choice = choice_of(parser.parse_args(["--quick", "--clients", "1,7,200"]))
+    choice = choice_of(parser().parse_args(["--quick", "--clients", "1,7,200"]))
     assert choice.is_quick
     assert choice.clients == (1, 7, 200)
 
@@ -71,3 +82,39 @@ def test_a_child_returns_raises_or_crashes() -> None:
         in_child(int, "x")
     with pytest.raises(RuntimeError, match="_exit: the process crashed"):
         in_child(os._exit, 3)
+
+
+def test_ours_is_held_against_mosec_at_its_best() -> None:
+    report = Report("")
+    tried = Tried(Decoders(12), Batching(8, 1), [Load(4000, 5, 9), Load(3000, 5, 9), Load(5000, 5, 9)])
+    against_mosec.judge(report, [_service(CPU, 8, True, 6000), Service("later", {}, 8, True)], {20: tried})
+    assert [(measured, met) for _, measured, _, met in report.targets] == [(1.5, True)]
+    assert str(tried) == "mosec, 12 decode to bytes, 1 with batches of 8 in 1 ms"
+
+
+def test_every_setting_of_mosec_has_a_route_and_none_is_beyond_the_engine(tmp_path: Path) -> None:
+    choice = choice_of(parser().parse_args(["--model-max", "16"]))
+    (tmp_path / "resnet50.onnx").touch()  # so that none is made
+    split = against_mosec.split_of(Engines(str(tmp_path)), choice)
+    assert read_split(json.dumps(split)) == split
+    assert max(batching.most for batching in split.batchings) == 16
+    routes = [route(decoders, batching) for decoders in split.decoders for batching in split.batchings]
+    assert len({*routes}) == len(routes) >= 8
+
+
+def test_what_fails_or_comes_too_late_is_a_remark() -> None:
+    report, ran = Report(""), []
+    attempt = Attempts(report, 60)
+    attempt("first", lambda: ran.append(1))
+    attempt("second", lambda: int("x"))
+    Attempts(report, 0)("third", lambda: ran.append(3))
+    assert ran == [1]
+    assert [remark.split(":")[0] for remark in report.remarks] == ["second", "third"]
+
+
+def test_a_peer_that_does_not_start_says_why() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)timeit did not start: .*NameError: name 'missing'"),
+        started(["timeit", "missing"], {}, 1, ["/"]),
+    ):
+        pass

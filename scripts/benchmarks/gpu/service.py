@@ -86,13 +86,16 @@ def _observed(
     return load
 
 
-def configs(engines: Engines, workers: int) -> dict[str, dict[str, Any]]:
-    """What each of so many workers runs: together decoding threads for three quarters of the cores, 8 in a process."""
+def configs(engines: Engines, workers: int, most: int = 8) -> dict[str, dict[str, Any]]:
+    """What each of so many workers runs: together decoding threads for three quarters of the cores, 8 in a process.
+
+    ``most``: images in a batch of the model.
+    """
     decoders = max(2, min(8, 3 * cores() // 4 // workers))
     instances = 2 if workers == 1 else 1
     return {
-        "CPU decode": cpu_pipe(engines, decoders=decoders, most=8, instances=instances),
-        "GPU decode": gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=instances),
+        "CPU decode": cpu_pipe(engines, decoders=decoders, most=most, instances=instances),
+        "GPU decode": gpu_pipe(engines, decoders=1, decode_most=8, most=most, instances=instances),
     }
 
 

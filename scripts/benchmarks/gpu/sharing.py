@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, interleave, run_threads, test_jpeg
+from benchmarks.common import REPOSITORY, Attempts, Load, Report, interleave, run_threads, test_jpeg
 from benchmarks.gpu.in_process import SIDE, BareEngine, Engines, cores, cpu_pipe, gpu_pipe
 from benchmarks.gpu.service import FEW, MANY, configs
 from benchmarks.service.servers import run_clients, started
@@ -19,7 +18,6 @@ from benchmarks.service.sharing import Service, add_rows, images, in_child, meas
 
 CPU, GPU = "CPU decode", "GPU decode"
 MOST = 8  # workers of the comparisons of memory and of answers
-MODEL_MOST = 8  # images in a batch of the model
 CONTEXTS = 4  # of the bare engine
 ALL = [(what, workers, False) for what in (CPU, GPU) for workers in (1, 2, 4, 8)]
 ALL += [(what, workers, True) for what in (CPU, GPU) for workers in (2, 4, 8, 12)]
@@ -33,7 +31,8 @@ QUICK = [
 class Choice:
     """What is measured: in a quick run what decides the targets, in this order until ``most_seconds`` are over.
 
-    ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have.
+    ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have, ``model_most`` the images in a batch
+    of the model, shared or not.
     """
 
     clients: tuple[int, ...]
@@ -42,13 +41,14 @@ class Choice:
     decoders: int
     decode_most: int
     instances: int
+    model_most: int
     images: int
     has_profile: bool = False
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """The options of ``shared``."""
-    group = parser.add_argument_group("shared")
+    """The options of ``shared`` and ``mosec``."""
+    group = parser.add_argument_group("shared, mosec")
     group.add_argument("--quick", action="store_true", help="only what decides the targets")
     group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
     group.add_argument(
@@ -57,6 +57,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decoders", type=int, default=2, help="instances of a shared node that decodes (default: 2)")
     group.add_argument("--decode-max", type=int, default=16, help="images that it decodes in a call (default: 16)")
     group.add_argument("--instances", type=int, default=2, help="instances of a shared model (default: 2)")
+    group.add_argument("--model-max", type=int, default=8, help="images in a batch of any model (default: 8)")
     group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
     group.add_argument("--profile", action="store_true", help="also tell what the threads of the engine process are at")
 
@@ -64,40 +65,25 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 def choice_of(args: argparse.Namespace) -> Choice:
     """What the options say."""
     clients = tuple(map(int, args.clients.split(",")))
-    decode = args.decoders, args.decode_max
-    return Choice(clients, args.quick, args.most_seconds, *decode, args.instances, args.images, args.profile)
+    nodes = args.decoders, args.decode_max, args.instances, args.model_max
+    return Choice(clients, args.quick, args.most_seconds, *nodes, args.images, args.profile)
 
 
 def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
     """One service after the other: idle ones would still hold memory and contexts."""
-    until = monotonic() + choice.most_seconds
     report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
-    services = [_service(engines, choice, *which) for which in (QUICK if choice.is_quick else ALL)]
-    limits: dict[str, Load] = {}
-
-    def attempt(what: str, action: Callable[[], object]) -> None:
-        problem = "no time is left"
-        if monotonic() < until:
-            try:
-                action()
-                return
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-        report.remarks.append(f"{what}: not measured: {problem}")
-        told(report.remarks[-1])
-
+    attempt = Attempts(report, choice.most_seconds)
+    services = [service_of(engines, choice, *which) for which in (QUICK if choice.is_quick else ALL)]
     with images() as folder:
-        attempt("the engine alone", lambda: limits.update(in_child(engine_alone, engines, seconds, rounds)))
-        attempt("OpenCV alone", lambda: limits.update(_opencv_alone(seconds, rounds)))
+        limits = limits_alone(engines, choice, attempt, seconds, rounds)
         if importlib.util.find_spec("pycuda") is None:
             report.remarks.append("the classic recipe: not measured: pycuda is not installed")
         else:
             attempt("the classic recipe", lambda: limits.update(_classic(engines, folder, choice, seconds, rounds)))
-        told("\n".join(f"{name}: {load}" for name, load in limits.items()))
         for service in services:
             what = CPU if service.name.startswith(CPU) else GPU
             has_check = service.is_shared and service.workers == MOST and choice.images
-            check = partial(require_same, report, what, configs(engines, 1)[what], choice.images)
+            check = partial(require_same, report, what, configs(engines, 1, choice.model_most)[what], choice.images)
             then = check if has_check else None
             attempt(
                 service.name,
@@ -109,26 +95,36 @@ def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Rep
     return report
 
 
-def _service(engines: Engines, choice: Choice, what: str, workers: int, is_shared: bool) -> Service:
-    config = configs(engines, workers)[what]
+def service_of(engines: Engines, choice: Choice, what: str, workers: int, is_shared: bool) -> Service:
+    """A service with so many workers, not started yet."""
+    most, instances = choice.model_most, choice.instances
+    config = configs(engines, workers, most)[what]
     if is_shared and what == CPU:
         decoders = config["decode"]["instance_num"]
-        config = cpu_pipe(engines, decoders=decoders, most=MODEL_MOST, instances=choice.instances)
-        config = sharing(config, ["model"])
+        config = sharing(cpu_pipe(engines, decoders=decoders, most=most, instances=instances), ["model"])
     elif is_shared:
-        most, instances = choice.decode_most, choice.instances
-        config = gpu_pipe(engines, decoders=choice.decoders, decode_most=most, most=MODEL_MOST, instances=instances)
-        config = sharing(config, ["decode", "model"])
+        decode = {"decoders": choice.decoders, "decode_most": choice.decode_most}
+        config = sharing(gpu_pipe(engines, **decode, most=most, instances=instances), ["decode", "model"])
     return Service(named(what, workers, is_shared), config, workers, is_shared)
 
 
 # -- limits -------------------------------------------------------------------------------------------------------
 
 
-def engine_alone(engines: Engines, seconds: float, rounds: int) -> dict[str, Load]:
+def limits_alone(engines: Engines, choice: Choice, attempt: Attempts, seconds: float, rounds: int) -> dict[str, Load]:
+    """The engine without anything before it, and OpenCV without anything behind it."""
+    loads: dict[str, Load] = {}
+    child = partial(in_child, engine_alone, engines, choice.model_most, seconds, rounds)
+    attempt("the engine alone", lambda: loads.update(child()))
+    attempt("OpenCV alone", lambda: loads.update(_opencv_alone(seconds, rounds)))
+    told("\n".join(f"{name}: {load}" for name, load in loads.items()))
+    return loads
+
+
+def engine_alone(engines: Engines, most: int, seconds: float, rounds: int) -> dict[str, Load]:
     """Builds the engine where it is not there yet; for a process of its own."""
-    bare = BareEngine(engines.engine(MODEL_MOST), MODEL_MOST, CONTEXTS, True)
-    name = f"limit: the engine alone, batches of {MODEL_MOST}, {CONTEXTS} contexts"
+    bare = BareEngine(engines.engine(most), most, CONTEXTS, True)
+    name = f"limit: the engine alone, batches of {most}, {CONTEXTS} contexts"
     return interleave({name: partial(bare.load, seconds)}, rounds)
 
 

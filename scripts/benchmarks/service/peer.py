@@ -7,7 +7,8 @@ import importlib.util
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -64,50 +65,58 @@ def is_installed(name: str, report: Report) -> bool:
 def mosec(work: Mapping[str, str], batch: int, workers: int = WORKERS) -> Iterator[Peer]:
     """mosec; ``work`` is what ``mosec_service.py`` is to do."""
     port = free_port()
-    options = ["--address", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    with _started("mosec_service", options, work, batch, workers, port, "/inference") as peer:
+    command = ["benchmarks.service.mosec_service", *mosec_options(port)]
+    with started(command, {**work, **_settings(batch, workers)}, port, ["/inference"]) as peer:
         yield peer
+
+
+def mosec_options(port: int) -> list[str]:
+    """Of its command line."""
+    return ["--address", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
 
 
 @contextmanager
 def litserve(work: Mapping[str, str], batch: int, workers: int = WORKERS) -> Iterator[Peer]:
     """LitServe; ``work`` is what ``litserve_service.py`` is to do."""
     port = free_port()
-    work = {**work, "BENCH_PORT": str(port)}
-    with _started("litserve_service", [], work, batch, workers, port, "/predict") as peer:
+    settings = {**work, **_settings(batch, workers), "BENCH_PORT": str(port)}
+    with started(["benchmarks.service.litserve_service"], settings, port, ["/predict"]) as peer:
         yield peer
 
 
+def _settings(batch: int, workers: int) -> dict[str, str]:
+    return {"BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": str(workers)}
+
+
 @contextmanager
-def _started(
-    module: str, options: list[str], work: Mapping[str, str], batch: int, workers: int, port: int, path: str
-) -> Iterator[Peer]:
-    settings = {"BENCH_BATCH": str(batch), "BENCH_WAIT_MS": str(SAME_TIMEOUT_MS), "BENCH_WORKERS": str(workers)}
-    command = ["-m", f"benchmarks.service.{module}", *options]
-    silent = subprocess.DEVNULL
-    process = python(*command, environment={**work, **settings}, stdout=silent, stderr=silent, start_new_session=True)
-    try:
-        _wait_for(module, port, path)
-        yield Peer(port, process.pid, path)
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=60)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # LitServe's children outlive it
+def started(command: Sequence[str], environment: Mapping[str, str], port: int, paths: Sequence[str]) -> Iterator[Peer]:
+    """A module of this interpreter with its options, once it answers at all the paths; asked at the first of them."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = python("-m", *command, environment=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            end = monotonic() + _START_SECONDS
+            if not all(_answers(process, port, path, end) for path in paths):
+                log.seek(0)
+                raise RuntimeError(f"{command[0]} did not start: {log.read().strip()[-1000:]}")
+            yield Peer(port, process.pid, paths[0])
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(timeout=60)
+                os.killpg(process.pid, signal.SIGKILL)  # LitServe's children outlive it
 
 
-def _wait_for(name: str, port: int, path: str) -> None:
-    """Until it answers an image."""
-    end = monotonic() + _START_SECONDS
-    while monotonic() < end:
+def _answers(process: subprocess.Popen[str], port: int, path: str, end: float) -> bool:
+    """Wait until it answers an image; not when it has ended, or at the ``end``."""
+    while process.poll() is None and monotonic() < end:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         try:
             connection.request("POST", path, test_jpeg())
             if connection.getresponse().status == 200:
-                return
+                return True
         except OSError:
             pass
         finally:
             connection.close()
         sleep(0.2)
-    raise RuntimeError(f"{name} did not start")
+    return False
