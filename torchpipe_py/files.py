@@ -73,8 +73,13 @@ def content_kind(file: BinaryIO, checkpoint: str) -> str:
     return ""
 
 
-def torch_kind(names: list[str]) -> Literal["checkpoint", "aotinductor", "torchscript", "export", ""]:
-    """Which of PyTorch's files an archive with these names is; a checkpoint is whatever else ``torch.save`` writes."""
+def archive_kind(file: str | BinaryIO) -> Literal["checkpoint", "aotinductor", "torchscript", "export", ""]:
+    """Which of PyTorch's files a zip archive is; a checkpoint is whatever else ``torch.save`` writes.
+
+    By the names in it: nothing is unpacked. Raises ``zipfile.BadZipFile``, and ``OSError``.
+    """
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
     ends = {name.rpartition("/")[2] for name in names if name.count("/") == 1}
     if "data.pkl" in ends and "constants.pkl" not in ends:
         return "checkpoint"
@@ -88,8 +93,7 @@ def torch_kind(names: list[str]) -> Literal["checkpoint", "aotinductor", "torchs
 
 def _archive_kind(file: BinaryIO, checkpoint: str) -> str:
     try:
-        with zipfile.ZipFile(file) as archive:
-            kind = torch_kind(archive.namelist())
+        kind = archive_kind(file)
     except zipfile.BadZipFile:
         return "it is a zip archive, as PyTorch checkpoints are, cut short or damaged"
     if kind == "checkpoint":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
+import torch
 from encrypted import KEY, NAME, classifier, with_weights_beside
 
 from torchpipe_py.cli import main
 from torchpipe_py.encryption import command
+from torchpipe_py.encryption.command import TAKEN
 from torchpipe_py.encryption.model_file import ModelFile
 
 Refused = Callable[..., str]
@@ -56,8 +59,8 @@ def test_a_key_alone(folder: Path) -> None:
     assert sorted(os.listdir()) == ["key", "m.onnx", "new.key"]
 
 
-def test_any_file_with_a_key_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "m.trt").write_bytes(bytes(range(256)) * 1000)
+def test_an_engine_with_a_key_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "m.trt").write_bytes(b"ftrt" + bytes(range(256)) * 1000)
     monkeypatch.setenv("MODEL_KEY", KEY.hex())
     assert main(["encrypt", "m.trt", "--key_env", "MODEL_KEY", "--out", "served.trt.enc"]) == 0
     assert ModelFile("served.trt.enc", "key").read() == (folder / "m.trt").read_bytes()
@@ -97,11 +100,56 @@ def test_what_a_user_can_mend(folder: Path, refused: Refused) -> None:
     assert refused("m.onnx", *key) == "m.onnx.enc: there already; --force replaces it, --out gives another name"
     assert refused("m.onnx.enc", *key) == "m.onnx.enc: it is empty"
     (folder / "text.onnx").write_text("text")
-    assert refused("text.onnx", *key).startswith("text.onnx: not an ONNX file: ")
+    assert refused("text.onnx", *key) == f"text.onnx: it is no model; {TAKEN}"
     assert main(["encrypt", "m.onnx", *key, "--force"]) == 0
     assert refused("m.onnx.enc", *key) == (
         "m.onnx.enc: it is encrypted already; to change its key, encrypt the plain model again"
     )
+
+
+def archive(path: Path, *names: str) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        for name in names:
+            file.writestr(name, "")
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        classifier,
+        lambda path: archive(path, "m/data.pkl", "m/constants.pkl"),  # TorchScript
+        lambda path: archive(path, "m/archive_format"),  # torch.export
+    ],
+)
+def test_a_model_is_taken_whatever_its_name_is(folder: Path, save: Callable[[Path], object]) -> None:
+    save(folder / "model")
+    assert main(["encrypt", "model", "--key_file", "key"]) == 0
+    assert ModelFile("model.enc", "key").read() == (folder / "model").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("save", "said"),
+    [
+        (lambda path: path.write_bytes(bytes(range(256))), "it is no model; "),
+        (lambda path: path.write_text("<html>"), "it is an HTML page, as a download leaves that was refused; "),
+        (lambda path: path.write_bytes(onnx.ModelProto(ir_version=8).SerializeToString()), "it begins as an ONNX file"),
+        (lambda path: torch.save({"weight": torch.zeros(2)}, path), "it is a PyTorch checkpoint: torchpipe export "),
+        (lambda path: archive(path, "a.txt"), "it is a zip archive; "),
+        (
+            lambda path: path.write_bytes(b"PK\x03\x04 and no more"),
+            "it is a zip archive, as PyTorch checkpoints are, cut",
+        ),
+        (lambda path: archive(path, "m/data/aotinductor/m.so"), "an AOTInductor package is unpacked to files when it"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.onnx", "model.trt", "model.pt2"])
+def test_what_cannot_be_served_is_refused_by_what_it_is(
+    folder: Path, refused: Refused, save: Callable[[Path], object], said: str, name: str
+) -> None:
+    save(folder / name)
+    line = refused(name, "--key_file", "key")
+    assert line.startswith(f"{name}: {said}")
+    assert line.endswith(f"; {TAKEN}")
 
 
 def test_an_export_takes_no_encrypted_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

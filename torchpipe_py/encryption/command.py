@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import shlex
+import zipfile
 from typing import Any, BinaryIO
 
 from torchpipe_py.encryption.cipher import Cipher
@@ -13,10 +14,12 @@ from torchpipe_py.encryption.external_data import outside_files
 from torchpipe_py.encryption.keys import new_key_file, read_key
 from torchpipe_py.encryption.model_file import ENDING
 from torchpipe_py.errors import ConfigError, first_line
-from torchpipe_py.files import ENCRYPTED, replacing
+from torchpipe_py.files import ENCRYPTED, ENGINE, ZIP, archive_kind, file_kind, replacing
 
 ONNX_LIMIT = 1 << 31
 """Bytes of an ONNX file in one piece: protobuf takes no more."""
+
+TAKEN = "torchpipe encrypt takes an ONNX file, TorchScript, a .pt2 of torch.export or a TensorRT engine"
 
 
 def run_encrypt(args: argparse.Namespace) -> int:
@@ -78,18 +81,23 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
         raise ConfigError(f"{path}: it is empty")
     if start == ENCRYPTED:
         raise ConfigError(f"{path}: it is encrypted already; to change its key, encrypt the plain model again")
-    if not path.lower().endswith(".onnx"):
+    if start.startswith(ENGINE):
+        return file, ""
+    if start.startswith(ZIP):
+        _check_archive(file, path)
         return file, ""
     import onnx
 
-    model = _parsed(onnx, file, path)
+    model = _parsed(onnx, file)
+    if model is None:
+        raise _no_model(path)
     outside = outside_files(model)
     if not outside:
         file.seek(0)
         return file, ""
     names = f"{outside[0]} and {len(outside) - 1} more" if len(outside) > 1 else outside[0]
     try:
-        model = onnx.load(path)
+        model = onnx.load(path, format="protobuf")
     except Exception as error:
         raise ConfigError(f"{path}: its weights in {names} cannot be read: {first_line(error)}") from error
     if left := outside_files(model):
@@ -102,8 +110,29 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
     return io.BytesIO(model.SerializeToString()), f" with {names} inside"
 
 
-def _parsed(onnx: Any, file: BinaryIO, path: str) -> Any:
+def _check_archive(file: BinaryIO, path: str) -> None:
+    """``ConfigError`` for a zip archive that is none of PyTorch's models, or one that is unpacked to files."""
     try:
-        return onnx.load(file, load_external_data=False)
-    except Exception as error:
-        raise ConfigError(f"{path}: not an ONNX file: {first_line(error)}") from error
+        kind = archive_kind(file)
+    except zipfile.BadZipFile:
+        raise _no_model(path) from None
+    file.seek(0)
+    if kind == "aotinductor":
+        raise ConfigError(
+            f"{path}: an AOTInductor package is unpacked to files when it is loaded, so it cannot be encrypted; {TAKEN}"
+        )
+    if kind not in ("torchscript", "export"):
+        raise _no_model(path)
+
+
+def _no_model(path: str) -> ConfigError:
+    return ConfigError(f"{path}: {file_kind(path) or 'it is no model'}; {TAKEN}")
+
+
+def _parsed(onnx: Any, file: BinaryIO) -> Any:
+    """An ONNX model without the weights that lie beside it; ``None`` for what is none."""
+    try:
+        model = onnx.load(file, format="protobuf", load_external_data=False)
+    except Exception:
+        return None
+    return model if model.graph.output else None

@@ -16,7 +16,7 @@ from torchpipe_py.backends.models.staging import row_tensor
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
-from torchpipe_py.files import torch_kind
+from torchpipe_py.files import archive_kind
 from torchpipe_py.values import to_bool, to_str
 
 # Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
@@ -199,8 +199,7 @@ def _exported(torch: Any, program: Any, names: Sequence[Any]) -> tuple[TensorSpe
 def _kind(file: ModelFile, source: str | BytesIO) -> Literal["torchscript", "export", "aotinductor"]:
     """By the names in the archive; nothing of it is unpacked."""
     try:
-        with zipfile.ZipFile(source) as archive:
-            kind = torch_kind(archive.namelist())
+        kind = archive_kind(source)
         if not isinstance(source, str):
             source.seek(0)  # PyTorch reads on from where this ended
     except (OSError, zipfile.BadZipFile) as error:
