@@ -22,6 +22,7 @@ from service import eventually
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.backends.shared import client, memory
+from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
 from torchpipe_py.plan.build import plan_pipeline
@@ -302,6 +303,25 @@ def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:
         assert str(error_of(late)) == "deadline passed while queued at node 'a'"
         assert isinstance(error_of(late), DeadlineExceeded)
     assert gate.batches == [["first"]]
+
+
+class Wide(Backend):
+    """With more inputs than a message of a socket can name."""
+
+    def signature(self) -> Signature:
+        return Signature(tuple(TensorSpec(f"input {number}", (None, 3), "float32") for number in range(30_000)))
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = item["data"]
+
+
+def test_a_worker_is_told_of_inputs_however_many_there_are(register: Register) -> None:
+    with workers_of(shared(register(Wide))) as (worker,):
+        assert worker.pipe.signature() == worker.server.pipe.signature()
+        assert len(worker.pipe.signature().inputs) == 30_000
+        worker.pipe(item := {"data": 1})
+        assert item["result"] == 1
 
 
 # -- ends -----------------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ class EngineServer:
         self.pipe = pipe(engine_part(pipeline))
         self._heads = heads
         told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(heads)}
-        self._hello = pickle.dumps(told)
-        self._memory = BellMemory()
+        self._memory = BellMemory(pickle.dumps(told))
         self._bell = self._memory.bell
         self._links: dict[int, _Link] = {}
         self._new: list[socket.socket] = []
@@ -138,7 +137,7 @@ class EngineServer:
                 self._links[link.fileno()] = link
         for fd in wait_for((self._bell,), self._poller, SLEEP_SECONDS):
             link = self._links[fd]
-            if not link.meet(self._hello, self._memory):
+            if not link.meet(self._memory):
                 self._poller.unregister(link)
                 with self._taking:
                     del self._links[fd]
@@ -214,7 +213,7 @@ class _Link:
         """Readable when the worker has said something, or is gone."""
         return self._sock.fileno()
 
-    def meet(self, hello: bytes, bell: BellMemory) -> bool:
+    def meet(self, bell: BellMemory) -> bool:
         """Take the worker's memory, and tell it where to ring; ``False`` where the worker is gone."""
         try:
             told, descriptors, _, _ = socket.recv_fds(self._sock, 64, 2)
@@ -226,7 +225,7 @@ class _Link:
             self.memory = LinkMemory(descriptors[0])
             self._bell = Bell(self.memory.worker_asleep, descriptors[1])
             self._words = self.memory.from_worker()
-            socket.send_fds(self._sock, [hello], [bell.memory_fd, bell.bell.fd])
+            socket.send_fds(self._sock, [b"bell"], [bell.memory_fd, bell.bell.fd])
         except (OSError, ValueError):
             return False
         self._has_met = True

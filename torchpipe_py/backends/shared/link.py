@@ -13,10 +13,8 @@ from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchpipe_py.backends.process.transport import Packed
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, Bell, LinkMemory, attach_bell, changed
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, Bell, LinkMemory, attach_bell, changed, told_with
 from torchpipe_py.backends.signature import Signature
-
-_HELLO_BYTES = 2**20
 
 Done = Callable[[Any, BaseException | None], object]
 """Gets the answer or an error, once."""
@@ -94,13 +92,13 @@ class Link(Slots[Call]):
         while not self._poller.poll(1000 * SLEEP_SECONDS):
             if not meets():
                 raise EOFError
-        told, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
+        _, descriptors, _, _ = socket.recv_fds(sock, 64, 2)
         self._fds += descriptors
         if len(descriptors) != 2:
             raise EOFError
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told)
+        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told_with(descriptors[0]))
         self.bell = attach_bell(*descriptors)
         self._poller.register(fd, select.POLLIN)
 

@@ -117,11 +117,12 @@ def wait_for(bells: Sequence[Bell], poller: select.poll, seconds: float) -> list
 
 
 class BellMemory:
-    """A bell with a word of its own."""
+    """A bell with a word of its own, and behind it what those who ring it are told: a socket takes only a little."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: bytes = b"") -> None:
         self.memory_fd = os.memfd_create("torchpipe-bell")
-        os.ftruncate(self.memory_fd, mmap.PAGESIZE)
+        os.ftruncate(self.memory_fd, mmap.PAGESIZE + len(told))
+        os.pwrite(self.memory_fd, told, mmap.PAGESIZE)
         self.bell = attach_bell(self.memory_fd, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def __del__(self) -> None:
@@ -132,6 +133,11 @@ class BellMemory:
 def attach_bell(memory_fd: int, fd: int) -> Bell:
     """The same bell in another process."""
     return Bell(memoryview(mmap.mmap(memory_fd, mmap.PAGESIZE))[:4].cast("I"), fd)
+
+
+def told_with(memory_fd: int) -> bytes:
+    """What a bell's memory has behind its word."""
+    return os.pread(memory_fd, os.fstat(memory_fd).st_size - mmap.PAGESIZE, mmap.PAGESIZE)
 
 
 def changed(before: bytes, after: bytes) -> list[int]:
