@@ -15,6 +15,7 @@ from torchpipe_server.worker.worker import limit_threads
 from benchmarks.common import Report, machine, show, write_json
 from benchmarks.gpu import in_process as gpu
 from benchmarks.gpu.against_mosec import against_mosec
+from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.service import served
 from benchmarks.gpu.sharing import add_choice, choice_of
 from benchmarks.gpu.sharing import shared as shared_on_gpu
@@ -57,7 +58,7 @@ ON_CPU: dict[str, Benchmark] = {
     "ray_serve": ray_serve,
     "ray_faults": ray_faults,
 }
-ON_GPU: dict[str, Callable[[gpu.Engines, float, int], Report | list[Report]]] = {
+ON_GPU: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
     "limits": gpu.limits,
     "g1g2": gpu.in_process,
     "g5": gpu.large_images,
@@ -100,7 +101,7 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     import tensorrt
 
     limit_threads()
-    here, engines = machine(), gpu.Engines(args.work)
+    here, engines = machine(), Engines(args.work)
     what = f"{torch.cuda.get_device_name()}, {here['cores']} cores {here['cpu']}, Python {here['python']}"
     benchmarks: dict[str, Benchmark] = {name: partial(benchmark, engines) for name, benchmark in ON_GPU.items()}
     benchmarks |= {name: partial(benchmark, engines, choice_of(args)) for name, benchmark in CHOSEN_ON_GPU.items()}

@@ -111,6 +111,12 @@ def run_threads(call: Call, clients: int, seconds: float) -> Load:
     return load_of([value for mine in latencies for value in mine], perf_counter() - start)
 
 
+def scaled(call: Call, clients: int, count: int, seconds: float) -> Load:
+    """``run_threads`` of a call that is ``count`` images: images per second, latencies of a call."""
+    load = run_threads(call, clients, seconds)
+    return Load(load.qps * count, load.p50, load.p99)
+
+
 def load_of(latencies: Sequence[float], wall: float) -> Load:
     """Figures of latencies in seconds, measured within ``wall`` seconds."""
     ordered = sorted(latencies)

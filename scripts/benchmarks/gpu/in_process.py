@@ -10,65 +10,17 @@ import json
 import os
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, load_of, python, run_threads, test_jpeg
+from benchmarks.common import REPOSITORY, Load, Report, Row, interleave, python, run_threads, scaled, test_jpeg
+from benchmarks.gpu.engines import SIDE, BareEngine, Engines
 
-MEAN, STD = "123.675, 116.28, 103.53", "58.395, 57.12, 57.375"
-SIDE = 224
 CORES_OF_G5 = 3
 WARM_UP = 0.5  # seconds of each subject before anything is measured
-
-
-# -- models and engines -------------------------------------------------------------------------------------------
-
-
-class Engines:
-    """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def onnx(self) -> str:
-        """Path of the ONNX model."""
-        path = self.folder / "resnet50.onnx"
-        if not path.exists():
-            import torch
-            import torchvision
-
-            from torchpipe_py.export.onnx_file import save_onnx
-
-            torch.manual_seed(0)
-            save_onnx(torchvision.models.resnet50(weights=None), path, SIDE)
-        return str(path)
-
-    def node(self, most: int, **more: Any) -> dict[str, Any]:
-        """The model's node for batches up to ``most``."""
-        return {
-            "backend": "SyncTensor[TensorrtTensor]",
-            "model": self.onnx(),
-            "model::cache": str(self.folder / f"resnet50_{most}.trt"),
-            "max": most,
-            "mean": MEAN,
-            "std": STD,
-            "precision": "fp16",
-            **more,
-        }
-
-    def engine(self, most: int) -> str:
-        """Path of an engine for batches up to ``most``."""
-        from torchpipe_py import pipe
-
-        node = self.node(most)
-        with pipe(node):
-            return str(node["model::cache"])
 
 
 def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> dict[str, Any]:
@@ -159,7 +111,7 @@ def limits(engines: Engines, seconds: float, rounds: int) -> Report:
                 decode_jpeg(images, mode=ImageReadMode.RGB, device="cuda")
                 torch.cuda.current_stream().synchronize()
 
-            subjects[f"nvJPEG {name}, calls of {count}"] = partial(_scaled, by_nvjpeg, 1, count, seconds)
+            subjects[f"nvJPEG {name}, calls of {count}"] = partial(scaled, by_nvjpeg, 1, count, seconds)
     runs = ((1, 4, False), (1, 4, True), (8, 1, True), (8, 2, False), (8, 2, True), (8, 4, True))
     for batch, threads, graphs in runs:
         loop = BareEngine(engines.engine(8), batch, threads, graphs)
@@ -173,88 +125,6 @@ def limits(engines: Engines, seconds: float, rounds: int) -> Report:
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def _scaled(call: Callable[[], object], threads: int, count: int, seconds: float) -> Load:
-    load = run_threads(call, threads, seconds)
-    return Load(load.qps * count, load.p50, load.p99)
-
-
-class BareEngine:
-    """The engine alone: a thread, a context and static buffers each, nothing copied in or out."""
-
-    def __init__(self, path: str, batch: int, threads: int, graphs: bool) -> None:
-        import tensorrt as trt
-
-        self._batch, self._threads, self._graphs = batch, threads, graphs
-        self._runtime = trt.Runtime(_trt_logger())
-        self._engine = self._runtime.deserialize_cuda_engine(Path(path).read_bytes())
-        self._input_mode = trt.TensorIOMode.INPUT
-        self._capturing = threading.Lock()
-
-    def load(self, seconds: float) -> Load:
-        """Images per second over all threads; latencies of a batch."""
-        latencies: list[float] = []
-        until = [0.0]
-        ready = threading.Barrier(self._threads + 1)
-        threads = [
-            threading.Thread(target=self._loop, args=(ready, until, latencies, seconds)) for _ in range(self._threads)
-        ]
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        start = until[0] = perf_counter()
-        ready.wait()
-        for thread in threads:
-            thread.join()
-        load = load_of(latencies, perf_counter() - start)
-        return Load(load.qps * self._batch, load.p50, load.p99)
-
-    def _loop(self, ready: threading.Barrier, until: list[float], latencies: list[float], seconds: float) -> None:
-        import torch
-
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            with self._capturing:
-                run, keep = self._prepare(stream)
-            ready.wait()
-            ready.wait()
-            while (start := perf_counter()) < until[0] + seconds:
-                run()
-                stream.synchronize()
-                latencies.append(perf_counter() - start)
-            del keep
-
-    def _prepare(self, stream: Any) -> tuple[Callable[[], object], Any]:
-        import torch
-
-        context, keep = self._engine.create_execution_context(), []
-        for index in range(self._engine.num_io_tensors):
-            name = self._engine.get_tensor_name(index)
-            shape = tuple(self._engine.get_tensor_shape(name))
-            if self._engine.get_tensor_mode(name) == self._input_mode:
-                context.set_input_shape(name, (self._batch, *shape[1:]))
-            keep.append(torch.rand((self._batch, *shape[1:]), device="cuda") * 255)
-            context.set_tensor_address(name, keep[-1].data_ptr())
-        run = partial(context.execute_async_v3, stream.cuda_stream)
-        for _ in range(3):
-            run()
-        stream.synchronize()
-        if not self._graphs:
-            return run, (context, keep)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        run()
-        graph.capture_end()
-        return graph.replay, (context, keep, graph)
-
-
-def _trt_logger() -> Any:
-    import tensorrt as trt
-
-    from torchpipe_py.backends.models.engine.api import messages
-
-    return messages(trt).logger  # TensorRT wants one logger in a process
 
 
 # -- G1, G2 -------------------------------------------------------------------------------------------------------
@@ -402,7 +272,7 @@ def engine_alone(engines: Engines, seconds: float, rounds: int) -> Report:
             for threads in (1, 2, 4)
         }
         for clients in (4, 8):
-            subjects[f"torchpipe_py, {clients} clients, 8 per call"] = partial(_scaled, eight, clients, 8, seconds)
+            subjects[f"torchpipe_py, {clients} clients, 8 per call"] = partial(scaled, eight, clients, 8, seconds)
         subjects["torchpipe_py, 64 clients, 1 per call"] = partial(run_threads, single, 64, seconds)
         loads = interleave(subjects, rounds)
     report.add(loads)

@@ -15,7 +15,8 @@ from time import monotonic
 from typing import Any
 
 from benchmarks.common import REPOSITORY, Load, Report, interleave, median_load, test_jpeg
-from benchmarks.gpu.in_process import SIDE, WARM_UP, Engines, cores, cpu_pipe, gpu_pipe
+from benchmarks.gpu.engines import SIDE, Engines
+from benchmarks.gpu.in_process import WARM_UP, cores, cpu_pipe, gpu_pipe
 from benchmarks.service.observed import observed
 from benchmarks.service.servers import free_port, run_clients, serving, started
 from torchpipe_py.export.toml import to_toml

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import REPOSITORY, Attempts, Load, Report, interleave, run_threads, test_jpeg
-from benchmarks.gpu.in_process import SIDE, BareEngine, Engines, cores, cpu_pipe, gpu_pipe
+from benchmarks.gpu.engines import SIDE, BareEngine, Engines
+from benchmarks.gpu.in_process import cores, cpu_pipe, gpu_pipe
 from benchmarks.gpu.service import FEW, MANY, configs
 from benchmarks.service.servers import run_clients, started
 from benchmarks.service.sharing import Service, add_rows, images, in_child, measure, named, require_same, sharing, told

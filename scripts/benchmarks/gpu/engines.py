@@ -1,0 +1,134 @@
+"""ResNet-50 by TensorRT as the benchmarks use it: its engines, and a loop that runs one without a pipe."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks.common import Load, load_of
+
+MEAN, STD = "123.675, 116.28, 103.53", "58.395, 57.12, 57.375"
+SIDE = 224
+
+
+class Engines:
+    """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def onnx(self) -> str:
+        """Path of the ONNX model."""
+        path = self.folder / "resnet50.onnx"
+        if not path.exists():
+            import torch
+            import torchvision
+
+            from torchpipe_py.export.onnx_file import save_onnx
+
+            torch.manual_seed(0)
+            save_onnx(torchvision.models.resnet50(weights=None), path, SIDE)
+        return str(path)
+
+    def node(self, most: int, **more: Any) -> dict[str, Any]:
+        """The model's node for batches up to ``most``."""
+        return {
+            "backend": "SyncTensor[TensorrtTensor]",
+            "model": self.onnx(),
+            "model::cache": str(self.folder / f"resnet50_{most}.trt"),
+            "max": most,
+            "mean": MEAN,
+            "std": STD,
+            "precision": "fp16",
+            **more,
+        }
+
+    def engine(self, most: int) -> str:
+        """Path of an engine for batches up to ``most``."""
+        from torchpipe_py import pipe
+
+        node = self.node(most)
+        with pipe(node):
+            return str(node["model::cache"])
+
+
+class BareEngine:
+    """The engine alone: a thread, a context and static buffers each, nothing copied in or out."""
+
+    def __init__(self, path: str, batch: int, threads: int, graphs: bool) -> None:
+        import tensorrt as trt
+
+        self._batch, self._threads, self._graphs = batch, threads, graphs
+        self._runtime = trt.Runtime(_trt_logger())
+        self._engine = self._runtime.deserialize_cuda_engine(Path(path).read_bytes())
+        self._input_mode = trt.TensorIOMode.INPUT
+        self._capturing = threading.Lock()
+
+    def load(self, seconds: float) -> Load:
+        """Images per second over all threads; latencies of a batch."""
+        latencies: list[float] = []
+        until = [0.0]
+        ready = threading.Barrier(self._threads + 1)
+        threads = [
+            threading.Thread(target=self._loop, args=(ready, until, latencies, seconds)) for _ in range(self._threads)
+        ]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        start = until[0] = perf_counter()
+        ready.wait()
+        for thread in threads:
+            thread.join()
+        load = load_of(latencies, perf_counter() - start)
+        return Load(load.qps * self._batch, load.p50, load.p99)
+
+    def _loop(self, ready: threading.Barrier, until: list[float], latencies: list[float], seconds: float) -> None:
+        import torch
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            with self._capturing:
+                run, keep = self._prepare(stream)
+            ready.wait()
+            ready.wait()
+            while (start := perf_counter()) < until[0] + seconds:
+                run()
+                stream.synchronize()
+                latencies.append(perf_counter() - start)
+            del keep
+
+    def _prepare(self, stream: Any) -> tuple[Callable[[], object], Any]:
+        import torch
+
+        context, keep = self._engine.create_execution_context(), []
+        for index in range(self._engine.num_io_tensors):
+            name = self._engine.get_tensor_name(index)
+            shape = tuple(self._engine.get_tensor_shape(name))
+            if self._engine.get_tensor_mode(name) == self._input_mode:
+                context.set_input_shape(name, (self._batch, *shape[1:]))
+            keep.append(torch.rand((self._batch, *shape[1:]), device="cuda") * 255)
+            context.set_tensor_address(name, keep[-1].data_ptr())
+        run = partial(context.execute_async_v3, stream.cuda_stream)
+        for _ in range(3):
+            run()
+        stream.synchronize()
+        if not self._graphs:
+            return run, (context, keep)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+        return graph.replay, (context, keep, graph)
+
+
+def _trt_logger() -> Any:
+    import tensorrt as trt
+
+    from torchpipe_py.backends.models.engine.api import messages
+
+    return messages(trt).logger  # TensorRT wants one logger in a process
