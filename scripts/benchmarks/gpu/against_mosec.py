@@ -15,7 +15,8 @@ from typing import Any
 from torchpipe_client import Client
 
 from benchmarks.common import Attempts, Load, Report, median_load, test_jpeg
-from benchmarks.gpu.in_process import SIDE, Engines, cores
+from benchmarks.gpu.engines import SIDE, Engines
+from benchmarks.gpu.in_process import cores
 from benchmarks.gpu.mosec_split import Batching, Decoders, Split, route
 from benchmarks.gpu.sharing import CPU, GPU, MOST, Choice, limits_alone, service_of
 from benchmarks.service.peer import Peer, is_installed, mosec_options, started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,8 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.common import Load, load_of
+from benchmarks.in_process.int8 import write_int8
+from torchpipe_py.backends.models.engine.precision import Layer, multiplying_layers
 
 MEAN, STD = "123.675, 116.28, 103.53", "58.395, 57.12, 57.375"
 SIDE = 224
@@ -48,13 +51,24 @@ class Engines:
             **more,
         }
 
+    def int8_node(self, most: int, **more: Any) -> dict[str, Any]:
+        """The same with the model in int8, which is made at its first use."""
+        path = self.folder / "resnet50.int8.onnx"
+        if not path.exists():
+            write_int8(Path(self.onnx()), path)
+        return self.node(most, **{"model": str(path), "model::cache": str(self.folder / f"int8_{most}.trt"), **more})
+
     def engine(self, most: int) -> str:
         """Path of an engine for batches up to ``most``."""
-        from torchpipe_py import pipe
+        return engine_of(self.node(most))
 
-        node = self.node(most)
-        with pipe(node):
-            return str(node["model::cache"])
+
+def engine_of(node: dict[str, Any]) -> str:
+    """Path of the engine of a model's node, built where it is not there."""
+    from torchpipe_py import pipe
+
+    with pipe(node):
+        return str(node["model::cache"])
 
 
 class BareEngine:
@@ -102,28 +116,67 @@ class BareEngine:
                 latencies.append(perf_counter() - start)
             del keep
 
+    def layers(self) -> list[Layer]:
+        """Those that multiply, with the precision of each."""
+        import tensorrt as trt
+
+        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        inputs = [name for name in names if self._engine.get_tensor_mode(name) == self._input_mode]
+        shapes = {name: (self._batch, *tuple(self._engine.get_tensor_shape(name))[1:]) for name in inputs}
+        return multiplying_layers(trt, self._engine, shapes)
+
+    def layer_times(self, batches: int) -> dict[str, float]:
+        """Milliseconds of each layer, the median of so many batches; they add up to more than an unwatched batch."""
+        import tensorrt as trt
+        import torch
+
+        times: dict[str, list[float]] = {}
+
+        class Profiler(trt.IProfiler):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.IProfiler.__init__(self)
+
+            def report_layer_time(self, layer_name: str, ms: float) -> None:
+                times.setdefault(layer_name, []).append(ms)
+
+        stream, profiler = torch.cuda.Stream(), Profiler()
+        with torch.cuda.stream(stream):
+            context, _buffers = self._context(stream)
+            context.profiler = profiler  # from here on execute_async_v3 waits for the batch and tells of it
+            for _ in range(batches):
+                context.execute_async_v3(stream.cuda_stream)
+            stream.synchronize()
+        return {name: statistics.median(taken) for name, taken in times.items()}
+
     def _prepare(self, stream: Any) -> tuple[Callable[[], object], Any]:
         import torch
 
-        context, keep = self._engine.create_execution_context(), []
+        context, buffers = self._context(stream)
+        run = partial(context.execute_async_v3, stream.cuda_stream)
+        if not self._graphs:
+            return run, (context, buffers)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+        return graph.replay, (context, buffers, graph)
+
+    def _context(self, stream: Any) -> tuple[Any, list[Any]]:
+        """An execution context that has run, and the buffers that it works on."""
+        import torch
+
+        context, buffers = self._engine.create_execution_context(), []
         for index in range(self._engine.num_io_tensors):
             name = self._engine.get_tensor_name(index)
             shape = tuple(self._engine.get_tensor_shape(name))
             if self._engine.get_tensor_mode(name) == self._input_mode:
                 context.set_input_shape(name, (self._batch, *shape[1:]))
-            keep.append(torch.rand((self._batch, *shape[1:]), device="cuda") * 255)
-            context.set_tensor_address(name, keep[-1].data_ptr())
-        run = partial(context.execute_async_v3, stream.cuda_stream)
+            buffers.append(torch.rand((self._batch, *shape[1:]), device="cuda") * 255)
+            context.set_tensor_address(name, buffers[-1].data_ptr())
         for _ in range(3):
-            run()
+            context.execute_async_v3(stream.cuda_stream)
         stream.synchronize()
-        if not self._graphs:
-            return run, (context, keep)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        run()
-        graph.capture_end()
-        return graph.replay, (context, keep, graph)
+        return context, buffers
 
 
 def _trt_logger() -> Any:

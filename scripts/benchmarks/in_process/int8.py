@@ -29,7 +29,6 @@ next = "model"
 backend = "OnnxTensor"
 model = "{model}"
 max = 8
-threads = 1
 mean = "123.675, 116.28, 103.53"
 std = "58.395, 57.12, 57.375"
 """
@@ -47,17 +46,23 @@ def int8(seconds: float, rounds: int) -> Report:
         folder = Path(name)
         torch.manual_seed(0)
         save_onnx(torchvision_models().get_model("resnet18", weights=None, num_classes=8), folder / "fp32.onnx", SIDE)
+        made = folder / "int8.onnx"
+        write_int8(folder / "fp32.onnx", made)
+        _for_cpus(folder / "fp32.onnx", folder / "uint8.onnx")
+        return _measure(folder, made, seconds, rounds)
+
+
+def write_int8(model: Path, made: Path) -> None:
+    """What ``torchpipe quantize`` makes of a classifier of 224×224 pixels whose weights are random."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for number in range(IMAGES):
             (folder / f"{number:02d}.jpg").write_bytes(encode(draw(0, "val", number % 8, number)))
         config = folder / "pipe.toml"
-        config.write_text(CONFIG.format(model=folder / "fp32.onnx"), encoding="utf-8")
-        made = folder / "int8.onnx"
+        config.write_text(CONFIG.format(model=model.absolute()), encoding="utf-8")
         # 100: classes of random weights mean nothing.
-        arguments = ["--img_dir", name, "--out", str(made), "--max-drop", "100"]
-        if torchpipe(["quantize", str(config), *arguments]):
+        if torchpipe(["quantize", str(config), "--img_dir", name, "--out", str(made), "--max-drop", "100"]):
             raise RuntimeError("torchpipe quantize failed")
-        _for_cpus(folder / "fp32.onnx", folder / "uint8.onnx")
-        return _measure(folder, made, seconds, rounds)
 
 
 def _measure(folder: Path, made: Path, seconds: float, rounds: int) -> Report:
