@@ -73,6 +73,12 @@ def parse_arguments(arguments: Sequence[str], program: str) -> argparse.Namespac
     option("--path", metavar="PATH", help="where images are POSTed over HTTP; default /infer")
     option("--timeout", type=above_zero("seconds"), default=10.0, help="seconds for a call, and for a connection")
     option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
+    option(
+        "--http-port",
+        type=at_least(1, 65535),
+        metavar="PORT",
+        help="the service's own --http-port: its nodes, and the hand-over to its engine processes, are reported",
+    )
     option("--csv", type=Path, metavar="FILE", help="write a line for each run to FILE")
     option("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing but itself, to FILE")
     option = parser.add_argument_group("when calls are sent").add_argument

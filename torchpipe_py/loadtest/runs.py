@@ -14,6 +14,7 @@ from torchpipe_py.loadtest.client.processes import ClientProcesses
 from torchpipe_py.loadtest.client.wire import ThriftWire, Wire
 from torchpipe_py.loadtest.measure.cpu import CpuMeter, cpu_fields, find_server, is_local, tester_cost
 from torchpipe_py.loadtest.measure.gpu import GpuMeter
+from torchpipe_py.loadtest.measure.service import ServiceMeter
 from torchpipe_py.loadtest.measure.verdict import judge, judge_lateness
 from torchpipe_py.loadtest.plans import load_images
 from torchpipe_py.loadtest.progress import progress_bar
@@ -36,6 +37,8 @@ class LoadRunner:
         self._payload = replace(images, bodies=[self._wire.body(body) for body in images.bodies])
         probe(self._wire, self._endpoint)
         self._is_local = is_local(options.host)
+        self._service = ServiceMeter(options.host, options.http_port, self._is_local)
+        self._service.start()  # who does not answer is told before anything is sent
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
         """One run and its report; `CannotRunError` when that is not possible."""
@@ -49,10 +52,11 @@ class LoadRunner:
         try:
             clients.wait_ready()
             gpu.start()
+            self._service.start()
             with progress_bar(load.total, options.progress) as show:
                 cpu.start()
                 outcome = clients.run(show)
-                use, gpus = cpu.stop(), gpu.stop()
+                use, gpus, figures = cpu.stop(), gpu.stop(), self._service.stop()
         finally:
             gpu.stop()
             clients.stop()
@@ -65,4 +69,4 @@ class LoadRunner:
         if lateness is not None:
             report |= open_loop_fields(records, report, lateness, load)
         report |= plot_fields(records, load)
-        return judge(report, options.slo_p99) | {"gpus": gpus}
+        return judge(report, options.slo_p99) | {"gpus": gpus, "service": figures}

@@ -16,9 +16,9 @@ import psutil
 from benchmarks.common import Load
 from benchmarks.service.servers import client_report, load_in
 from torchpipe_py.loadtest.measure.nodes import node_figures
+from torchpipe_py.loadtest.measure.service import HAND_OVER_TIMES, hand_over_figures
 
 MIB = 2**20
-_TIMES = ("slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
 
 def observed(http: int, port: int, images: Path, clients: int, seconds: float) -> tuple[Load, str]:
@@ -45,12 +45,10 @@ def stats(http: int) -> dict[str, Any]:
 
 def hand_over(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Milliseconds of a request on its way to an engine process and back, where there is one that tells."""
-    first, last = before.get("hand_over") or {}, after.get("hand_over") or {}
-    requests = last.get("requests", 0) - first.get("requests", 0)
-    if not requests:
+    figures = hand_over_figures(before["hand_over"], after["hand_over"])
+    if figures is None:
         return []
-    times = [(last.get(key, 0) - first.get(key, 0)) / requests for key in _TIMES]
-    return ["slot+there+engine+back " + "+".join(f"{time:.2f}" for time in times) + " ms"]
+    return ["slot+there+engine+back " + "+".join(f"{figures[key]:.2f}" for key in HAND_OVER_TIMES) + " ms"]
 
 
 def pss_mib(pid: int) -> float:

@@ -91,12 +91,21 @@ class CpuMeter:
                 continue
             for process in family:
                 if process.pid not in self._not_server:
-                    try:
-                        times = process.cpu_times()
-                    except psutil.Error:
-                        continue
-                    clocks[process.pid] = times.user + times.system
+                    seconds = cpu_seconds(process.pid)
+                    if seconds is not None:
+                        clocks[process.pid] = seconds
         return clocks
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """CPU seconds of one process, without its descendants; None where they are not known."""
+    if psutil is None:
+        return None
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    return float(times.user + times.system)
 
 
 def _machine_clock() -> float | None:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from torchpipe_py.html import document, table
+from torchpipe_py.loadtest.measure.service import service_rows
 from torchpipe_py.loadtest.measure.verdict import verdict
 from torchpipe_py.loadtest.report.plots import run_plots, runs_plots
 from torchpipe_py.loadtest.report.tables import HEADS, describe_arrivals, run_cells, search_line
@@ -90,7 +91,8 @@ def _run(report: dict[str, Any]) -> list[str]:
     if notes:
         parts.append('<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>")
     parts += [_plots(run_plots(report)), '<div class="pair">', _latency_table(report), _error_table(report), "</div>"]
-    return parts
+    service = service_rows(report["service"])
+    return [*parts, f"<h2>Service</h2>{table(('', ''), service)}"] if service else parts
 
 
 def _badge(text: str, state: str) -> str:

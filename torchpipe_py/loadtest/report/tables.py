@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torchpipe_py.loadtest.measure.service import service_rows
 from torchpipe_py.loadtest.measure.verdict import verdict
 
 Rows = list[tuple[str, str]]
@@ -42,6 +43,7 @@ def run_table(report: dict[str, Any]) -> str:
         share = f"{report['tester_share_of_cpu']:.0%} of the CPU time spent on this machine"
         rows.append(("tester share", f"{share}, whose cores server and tester share"))
     rows += [(f"GPU {gpu['index']}", _gpu_line(gpu)) for gpu in report["gpus"] or ()]
+    rows += service_rows(report["service"])
     server = f"{settings['host']}:{settings['port']} ({settings['transport']})"
     return format_table(report, [("server", server)], rows, describe_arrivals(settings))
 

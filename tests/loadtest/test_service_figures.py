@@ -1,0 +1,129 @@
+"""What the load tester tells of a service's nodes and engine processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_servers import Serve, load, refused, toy_servers
+
+from torchpipe_py.loadtest.measure.service import hand_over_figures, service_figures, service_rows
+
+Images = Callable[..., Path]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    with toy_servers() as start:
+        yield start
+
+
+def told(number: int) -> dict[str, Any]:
+    """The answer of ``/stats`` when it is asked for the ``number``th time."""
+    node = dict.fromkeys(("requests", "queue_ms", "batch_wait_ms"), 100 * number)
+    node |= {"instances": 2, "min": 1, "max": 8, "batches": 25 * number, "failed": 0, "expired": 0}
+    node |= {"compute_ms": 1500 * number, "batch_sizes": {"4": 25 * number}}
+    times = {"slot_wait_ms": 10, "there_ms": 50, "in_engine_ms": 500, "back_ms": 20}
+    return {
+        "time": float(number),
+        "nodes": {"model": node},
+        "engines": [{"index": 0, "pid": os.getpid(), "cpu_s": 0.5 * number}],
+        "hand_over": {key: value * number for key, value in {"requests": 100, **times}.items()},
+    }
+
+
+@contextmanager
+def stats_server(answer: Callable[[int], Any] = told) -> Iterator[int]:
+    """A port where ``/stats`` is answered."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = json.dumps(answer(len(asked))).encode()
+            self.send_response(200 if self.path == "/stats" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_figures_are_of_one_request_and_of_the_run_alone() -> None:
+    figures = service_figures(told(1), told(3))
+    assert figures["nodes"]["model"]["mean_batch"] == 4
+    assert figures["nodes"]["model"]["busy"] == 0.75
+    hand_over = {"slot_wait_ms": 0.1, "there_ms": 0.5, "in_engine_ms": 5.0, "back_ms": 0.2}
+    assert figures["hand_over"] == {"requests": 200, **hand_over}
+    assert figures["engines"] == [{"index": 0, "cpu_percent": 50.0}]
+    assert service_rows(figures)[1:] == [
+        ("hand-over", "200 requests; slot wait 0.10  there 0.50  in engine 5.00  back 0.20  ms each"),
+        ("engine process 0", "50 % of a core"),
+    ]
+
+
+def test_what_is_new_or_not_known_is_left_out() -> None:
+    before, after = told(1), told(2)
+    before["nodes"] = {}
+    before["engines"][0]["pid"] += 1
+    assert service_figures(before, after)["nodes"] == {}
+    assert service_figures(before, after)["engines"] == []
+    after["engines"][0]["cpu_s"] = None
+    assert service_rows(service_figures(told(1), after))[-1] == ("engine process 0", "n/a")
+
+
+def test_without_engine_processes_there_is_no_hand_over() -> None:
+    nothing = dict.fromkeys(told(1)["hand_over"], 0)
+    assert hand_over_figures(nothing, nothing) is None
+    assert service_rows(None) == []
+
+
+def test_the_report_the_page_and_the_table_have_them(serve: Serve, images: Images, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    with stats_server() as port:
+        done, report = load(images(a="ok:a"), serve().port, "--total_number", 4, "--http-port", port, "--html", path)
+    assert report["service"]["hand_over"]["in_engine_ms"] == 5.0
+    assert report["service"]["engines"][0]["cpu_percent"] >= 0
+    for text in (done.stdout, path.read_text(encoding="utf-8")):
+        for part in ("node model", "engine process 0", "in engine 5.00"):
+            assert part in text
+
+
+def test_without_the_port_nothing_is_told(serve: Serve, images: Images) -> None:
+    done, report = load(images(a="ok:a"), serve().port, "--total_number", 4)
+    assert report["service"] is None
+    assert "hand-over" not in done.stdout
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"nodes": {}}])
+def test_another_server_is_refused(
+    answer: Any, serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stats_server(lambda _: answer) as port:
+        options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
+        why = refused(capsys, *options)
+    assert f"--http-port: http://127.0.0.1:{port}/stats does not tell what the service does" in why
+    assert "it is no torchpipe-serve of this version" in why
+
+
+def test_a_port_where_nobody_listens_is_refused(
+    serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stats_server() as port:
+        pass
+    options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
+    assert "Connection refused" in refused(capsys, *options)
