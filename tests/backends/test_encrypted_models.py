@@ -65,6 +65,10 @@ def test_its_signature_is_that_of_the_model(plain: str, keys: dict[str, str]) ->
     assert told[0] == told[1]
 
 
+def test_numbers_for_other_channels_are_refused_when_it_is_opened(keys: dict[str, str]) -> None:
+    assert "OnnxTensor: mean has 2 numbers, the model's input has 3 channels" in message({**keys, "mean": "1, 2"})
+
+
 def test_a_quantised_model_is_known_as_such(plain: str, keys: dict[str, str]) -> None:
     encrypted = ModelFile(keys["model"], keys["key_file"])
     for file in (ModelFile(plain), encrypted):

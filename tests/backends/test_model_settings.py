@@ -35,6 +35,8 @@ def labels(tmp_path: Path) -> str:
     [
         ({"std": "1, 0, 3"}, "key 'std': expected numbers above 0, since channels are divided by them, got 0"),
         ({"std": [1, -2.5, 3]}, "key 'std': expected numbers above 0, since channels are divided by them, got -2.5"),
+        ({"mean": "1, 2"}, "key 'mean': 2 numbers, and the input of .* has 3 channels; give one for each channel, or"),
+        ({"mean": 9, "std": "1, 2, 3, 4"}, "key 'std': 4 numbers, and the input of .* has 3 channels; give one for"),
         ({"min": 8, "max": 4}, "key 'min': min = 8 is larger than max = 4"),
         ({"min": 4}, "key 'min': min = 4 is larger than max = 1, its default"),
         ({"min": "1x3x64x64", "max": "4x3x32x64"}, "key 'min': min = 1x3x64x64 is larger than max = 4x3x32x64"),
@@ -62,6 +64,17 @@ def test_labels_that_nothing_uses(config: dict[str, Any], labels: str, postproce
         plan_pipeline({**config, "labels": labels, **given})
     # A default of the whole file is for those nodes that use it.
     plan_pipeline({"global": {"labels": labels}, "node": {**config, **given}})
+
+
+def test_numbers_for_each_channel_of_a_model_that_does_not_say_how_many(tmp_path: Path) -> None:
+    (tmp_path / "m.pt2").write_bytes(b"one that says nothing")
+    config = {"backend": "TorchTensor", "model": str(tmp_path / "m.pt2"), "std": "50, 60, 70"}
+    plan_pipeline({**config, "mean": 100})
+    plan_pipeline({**config, "mean": "100, 110, 120"})
+    with pytest.raises(
+        ConfigError, match="key 'mean': 2 numbers, and std has 3; give one for each channel, or one for"
+    ):
+        plan_pipeline({**config, "mean": "100, 110"})
 
 
 @pytest.mark.usefixtures("restored")
@@ -107,6 +120,10 @@ def test_check_tells_it_too(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "key 'mean': 0.5 looks like the mean of pixels 0..1" in caplog.text
     assert "key 'precision': ignored: ONNX Runtime keeps no engine" in caplog.text
+    path.write_text(f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\nmean = "123.675, 116.28"\n')
+    assert main(["check", str(path)]) == 1
+    said = f"2 numbers, and the input of {classifier} has 3 channels; give one for each channel, or one for all"
+    assert capsys.readouterr().err == f"torchpipe: {path}: node 'a': key 'mean': {said}\n"
     path.write_text(f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\nstd = 0\n')
     assert main(["check", str(path)]) == 1
     assert "key 'std': expected numbers above 0" in capsys.readouterr().err

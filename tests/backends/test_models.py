@@ -197,19 +197,11 @@ def test_different_sizes_in_one_batch_are_never_stretched(register: Register, mo
 # -- refusals at setup --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ({"mean": "1,2"}, "mean has 2 numbers, the model's input has 3 channels"),
-        ({"std": "1,2,3,4"}, "std has 4 numbers, the model's input has 3 channels"),
-        ({"providers": "CPUExecutionProvder"}, "not installed; did you mean 'CPUExecutionProvider'?"),
-    ],
-)
-def test_refused_by_the_model(classifier: str, config: dict[str, Any], problem: str) -> None:
+def test_a_provider_that_is_not_there(classifier: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        pipe({"a": {"backend": "OnnxTensor", "model": classifier, **config}})
+        pipe({"a": {"backend": "OnnxTensor", "model": classifier, "providers": "CPUExecutionProvder"}})
     assert str(caught.value).startswith("config: node 'a': OnnxTensor: ")
-    assert problem in str(caught.value)
+    assert "not installed; did you mean 'CPUExecutionProvider'?" in str(caught.value)
 
 
 def test_normalisation_needs_one_floating_image_input(sum_and_difference: str, models: Path) -> None:

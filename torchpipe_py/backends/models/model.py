@@ -11,6 +11,7 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, Remark
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
+from torchpipe_py.backends.models.onnx_header import input_channels
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
     Labelling,
@@ -68,6 +69,7 @@ class ModelBackend(Backend):
         yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
+        yield from _channel_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
@@ -196,6 +198,21 @@ def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Rem
     elif least.exceeds(most):
         default = "" if says_max else ", its default"
         yield Remark("min", f"min = {least} is larger than max = {most}{default}")
+
+
+def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """``mean`` and ``std`` have one number for all channels, or one for each."""
+    counts = {key: len(params[key]) for key in ("mean", "std") if len(params[key]) > 1}
+    channels = input_channels(params["model"]) if counts else None
+    expected = "; give one for each channel, or one for all"
+    if channels is not None:
+        for key, count in counts.items():
+            if count != channels:
+                yield Remark(
+                    key, f"{count} numbers, and the input of {params['model']} has {channels} channels{expected}"
+                )
+    elif len(set(counts.values())) > 1:
+        yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}{expected}")
 
 
 def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
