@@ -2,9 +2,10 @@
 
 ``limits``: no pipeline; ``g1g2``: one client and many, 500×375 JPEGs; ``g5``: 1080×1080 JPEGs on three cores;
 ``g6``: the engine alone; ``int8``: that in int8 against fp16; ``g3g4``: the service over Thrift, with 1 to 8 workers;
-``shared``: with one engine process for all of them; ``mosec``: that against mosec. Needs a CUDA device, TensorRT,
-torchvision, pycuda for the baseline, and ONNX Runtime for ``int8``. Engines are built at the first run (minutes) and
-kept in ``--work``. Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
+``shared``: with one engine process for all of them; ``mosec``: that against mosec; ``sizes``: with other images.
+Needs a CUDA device, TensorRT, torchvision, pycuda for the baseline, and ONNX Runtime for ``int8``. Engines are built at
+the first run (minutes) and kept in ``--work``. Exit status 0 when every target is met, 1 when one is missed, 2 where it
+cannot run.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from benchmarks.gpu.int8 import int8 as int8_on_gpu
 from benchmarks.gpu.service import served
 from benchmarks.gpu.sharing import add_choice, choice_of
 from benchmarks.gpu.sharing import shared as shared_on_gpu
+from benchmarks.gpu.sizes import sizes
 from benchmarks.in_process import nodes
 from benchmarks.in_process.detector import detector
 from benchmarks.in_process.int8 import int8
@@ -68,7 +69,7 @@ ON_GPU: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
     "g3g4": served,
 }
 NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "cv2")
-CHOSEN_ON_GPU = {"shared": shared_on_gpu, "mosec": against_mosec}
+CHOSEN_ON_GPU = {"shared": shared_on_gpu, "mosec": against_mosec, "sizes": sizes}
 WITHOUT_BASELINE = ("limits", "g5", "g6", "int8", *CHOSEN_ON_GPU)  # need no pycuda
 
 

@@ -150,14 +150,20 @@ def median_load(loads: Sequence[Load]) -> Load:
 
 def test_jpeg() -> bytes:
     """The image of the figures in the documentation: 500×375, quality 90, about 60 KB; deterministic."""
+    return picture(500, 375)
+
+
+def picture(width: int, height: int, suffix: str = ".jpg", quality: int = 90) -> bytes:
+    """A file of another size or kind with the same content."""
     import cv2
     import numpy as np
 
     rng = np.random.default_rng(7)
     small = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
-    image = cv2.resize(small, (500, 375), interpolation=cv2.INTER_CUBIC).astype(np.int16)
+    image = cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC).astype(np.int16)
     image += rng.normal(0, 7.5, image.shape).astype(np.int16)
-    encoded: Any = cv2.imencode(".jpg", np.clip(image, 0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality] if suffix == ".jpg" else []
+    encoded: Any = cv2.imencode(suffix, np.clip(image, 0, 255).astype(np.uint8), options)[1]
     return bytes(encoded)
 
 

@@ -32,6 +32,7 @@ QUICK = [
 class Choice:
     """What is measured: in a quick run what decides the targets, in this order until ``most_seconds`` are over.
 
+    ``decode``, ``separate`` and ``shared`` are of ``sizes``: where images are decoded, and the workers of each service.
     ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have, ``model_most`` the images in a batch
     of the model, shared or not.
     """
@@ -45,6 +46,9 @@ class Choice:
     model_most: int
     images: int
     has_profile: bool = False
+    decode: str = "CPU"
+    separate: int = 4
+    shared: int = MOST
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -61,13 +65,18 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model-max", type=int, default=8, help="images in a batch of any model (default: 8)")
     group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
     group.add_argument("--profile", action="store_true", help="also tell what the threads of the engine process are at")
+    group = parser.add_argument_group("sizes")
+    group.add_argument("--decode", choices=("cpu", "gpu"), default="cpu", help="where (default: %(default)s)")
+    group.add_argument("--separate", type=int, default=4, metavar="N", help="workers without sharing (default: 4)")
+    group.add_argument("--shared", type=int, default=MOST, metavar="N", help="workers with it (default: %(default)s)")
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
     """What the options say."""
     clients = tuple(map(int, args.clients.split(",")))
     nodes = args.decoders, args.decode_max, args.instances, args.model_max
-    return Choice(clients, args.quick, args.most_seconds, *nodes, args.images, args.profile)
+    of_sizes = args.decode.upper(), args.separate, args.shared
+    return Choice(clients, args.quick, args.most_seconds, *nodes, args.images, args.profile, *of_sizes)
 
 
 def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
