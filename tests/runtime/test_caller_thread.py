@@ -200,7 +200,7 @@ def test_close_waits_for_a_caller_that_stands_in(register: Register) -> None:
         queued = p.submit({"data": 2})
         assert p.close(timeout=0.01) is False
         assert isinstance(error_of(queued), PipeClosed)
-        assert len(p._runtime._inflight) == 0
+        assert len(p._runtime.inflight) == 0
     caller.join(WAIT)
     assert len(errors) == 1
     assert p.close()

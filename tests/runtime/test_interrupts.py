@@ -45,7 +45,7 @@ def assert_healthy(p: pipe, data: Any) -> None:
         assert len(set(resting(node.lane.idle))) == len(node.instances)
         assert not node.lane._waiting
         assert not node.lane._reached
-    assert not p._runtime._lock.locked()
+    assert not p._runtime.inflight._lock.locked()
     several = [{"data": data} for _ in range(4)]
     p(several, timeout=WAIT)
     assert all("result" in item or "error" in item for item in several)

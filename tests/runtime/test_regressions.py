@@ -164,7 +164,7 @@ def test_a_jump_that_starts_while_its_request_is_given_up_leaves_nothing_running
 
     each = {"backend": register(gate.backend)}
     with pipe({"root": {"backend": register(Late), "jump": "each"}, "each": each}) as p, gate:
-        inflight = p._runtime._inflight = GivesUpBetween()
+        inflight = p._runtime.inflight._requests = GivesUpBetween()
         outcome: Future[Any] = Future()
         ticket = p.dispatch({"data": [1, 2, 3], "node_name": "root"}, lambda data, error: outcome.set_result(error))
         assert entered.wait(WAIT)
@@ -176,5 +176,5 @@ def test_a_jump_that_starts_while_its_request_is_given_up_leaves_nothing_running
         inflight.before = start_children
         assert ticket.cancel()
         assert isinstance(outcome.result(WAIT), CancelledError)
-        assert not p._runtime._inner
+        assert not p._runtime.inflight._inner
         gate.open()

@@ -83,18 +83,18 @@ class pipe:
         stands_in = timeout is None and len(requests) == 1 and not is_main_thread()
         caller = requests[0].caller = CallerThread() if stands_in else None
         try:
-            self._runtime.submit(requests)
+            self._runtime.inflight.submit(requests)
             if caller is not None:
                 caller.run()
             if timeout is None:
                 lock.acquire()
             elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
                 for request in requests:
-                    self._runtime.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
+                    self._runtime.inflight.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
                 lock.acquire()
         except BaseException as interrupt:
             for request in requests:
-                self._runtime.complete(request, interrupt)
+                self._runtime.inflight.complete(request, interrupt)
             raise
         for request in requests:
             if request.error is not None:
@@ -118,10 +118,10 @@ class pipe:
         def drop_if_cancelled(done: Future[Any]) -> None:
             if done.cancelled():
                 for request in requests:
-                    runtime.complete(request, CancelledError())
+                    runtime.inflight.complete(request, CancelledError())
 
         requests = self._requests(data, settle, timeout)
-        runtime.submit(requests)
+        runtime.inflight.submit(requests)
         if not requests:
             settle()
         future.add_done_callback(drop_if_cancelled)
@@ -143,7 +143,7 @@ class pipe:
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         request = self._request(data, on_done, deadline_after(timeout))
-        self._runtime.submit((request,))
+        self._runtime.inflight.submit((request,))
         return Ticket(self._runtime, request)
 
     def draw_from(self, source: Source) -> bool:
@@ -179,10 +179,10 @@ class pipe:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
         runtime = self._runtime
         return {
-            "inflight": runtime.inflight,
-            "max_inflight": runtime.max_inflight,
-            "admitted": runtime.admitted,
-            "rejected": runtime.rejected,
+            "inflight": len(runtime.inflight),
+            "max_inflight": runtime.inflight.most,
+            "admitted": runtime.inflight.admitted,
+            "rejected": runtime.inflight.rejected,
             "nodes": {name: node.stats() for name, node in runtime.nodes.items()},
         }
 
@@ -307,7 +307,7 @@ class Ticket:
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
-        return self._runtime.complete(self._request, error or CancelledError())
+        return self._runtime.inflight.complete(self._request, error or CancelledError())
 
 
 def _beside_traces(record: Record) -> tuple[Recorder, ...]:

@@ -16,37 +16,17 @@ from time import perf_counter
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import (
-    BackendError,
-    BackendUnavailable,
-    ConfigError,
-    NoResult,
-    Overloaded,
-    PipeClosed,
-    SetupError,
-    TorchpipeError,
-    describe,
-    log_failure,
-    message_of,
-)
+from torchpipe_py.errors import BackendUnavailable, ConfigError, SetupError, TorchpipeError, describe, message_of
 from torchpipe_py.filters import Filter
-from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.runtime.inflight import InFlight
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.deferred import DeferredLane
 from torchpipe_py.runtime.lanes.lane import Around, Led, Source
 from torchpipe_py.runtime.node import Node, creators
-from torchpipe_py.runtime.request import (
-    Branches,
-    Countdown,
-    Links,
-    Request,
-    deadline_after,
-    is_own,
-    nobody_waits,
-)
-from torchpipe_py.runtime.routes import Enter, Routes
-from torchpipe_py.runtime.signals import is_interrupt, is_main_thread
+from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
+from torchpipe_py.runtime.routes import Routes
+from torchpipe_py.runtime.signals import is_main_thread
 from torchpipe_py.runtime.tracing import Recorder
 
 logger = logging.getLogger("torchpipe_py")
@@ -60,25 +40,14 @@ SETUP_MESSAGE_LIMIT = 100_000  # characters: what a compiler says may be long, a
 
 
 class Runtime:
-    """Nodes and their threads. A request is in flight from ``submit`` to ``complete``, which happens exactly once.
-
-    The set of requests in flight is the one source of truth: whoever removes a request from it, completes it.
-    ``entries[name](request)`` brings a request to a node.
-    """
-
-    entries: Mapping[str, Enter]
+    """Nodes and their threads, and the requests ``inflight``."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.name = pipeline.spec.place.source
         self.graph = pipeline.graph
         self.plans = plans = pipeline.plans
-        self.max_inflight = pipeline.spec.max_inflight
-        self.admitted = self.rejected = 0
+        self.inflight = InFlight(self.name, pipeline.spec.max_inflight, self.retry_after_ms)
         self._logical = pipeline.spec.logical()
-        self._inflight: set[Request] = set()
-        self._inner: set[Request] = set()
-        self._lock = threading.Lock()
-        self._closed = ""
         self._is_forked = False
         self.is_left = False  # nobody waits any more for a backend that does not return
         waiting: set[Led] = set()
@@ -87,7 +56,7 @@ class Runtime:
                 name,
                 creators(plans[name], self),
                 timeout=plans[name].spec.batching_timeout / 1000,
-                fail=self.complete,
+                fail=self.inflight.complete,
                 waiting=waiting,
             )
             for name in self.graph.order
@@ -126,7 +95,8 @@ class Runtime:
     def _connect(self, filters: Mapping[str, Filter]) -> None:
         """Settle where requests go from each lane, and from which lanes they come."""
         lanes = {name: node.lane for name, node in self.nodes.items()}
-        self.entries = Routes(self.graph, self.plans, filters, self._logical, lanes, self.complete).entries
+        routes = Routes(self.graph, self.plans, filters, self._logical, lanes, self.inflight.complete)
+        self.inflight.entries = routes.entries
         for owner, lane in lanes.items():
             above = {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
             lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
@@ -193,8 +163,7 @@ class Runtime:
         """Take no further request; let every instance finish its batch, and fail what is queued."""
         if self._is_forked:
             return
-        with self._lock:
-            self._closed = self._closed or "the pipe is closed"
+        self.inflight.refuse()
         for node in self.nodes.values():
             node.close()
 
@@ -202,8 +171,7 @@ class Runtime:
         """``close`` on a thread that nothing interrupts; ``until`` is in seconds of ``time.perf_counter``."""
         self.refuse()
         left = self._wait_for_threads(until)
-        for request in [*self._inner, *self._inflight]:
-            self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
+        self.inflight.end()
         for instance in left:
             logger.warning(
                 "%s: node %r: instance %d of %s has not returned for %.1f s; it is left behind",
@@ -221,7 +189,7 @@ class Runtime:
             left = [instance for node in self.nodes.values() for instance in node.instances if instance.is_alive]
             if not left or (until is not None and now >= until):
                 return left
-            if any(request.deadline is None or request.deadline > now for request in list(self._inflight)):
+            if self.inflight.is_awaited(now):
                 leave_at = math.inf
             elif leave_at == math.inf:
                 leave_at = now + LEAVE_SECONDS
@@ -231,117 +199,14 @@ class Runtime:
 
     def after_fork(self) -> None:
         """In a forked child the threads are gone: refuse instead of waiting for them."""
-        self._lock = threading.Lock()
         self._is_forked = True
-        self._closed = "the pipe was built in the parent process; threads do not survive a fork"
-        self._inflight.clear()
-        self._inner.clear()
+        self.inflight.after_fork()
 
     # -- requests -----------------------------------------------------------------------------------------------
-
-    @property
-    def inflight(self) -> int:
-        """Requests admitted and not completed."""
-        return len(self._inflight)
 
     def is_taken(self, request: Request) -> bool:
         """Whether an instance has the request in its batch."""
         return any(request in instance.taken for node in self.nodes.values() for instance in node.instances)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Count the requests in, all or none, and bring each to its root.
-
-        ``Overloaded`` beyond the bound, ``PipeClosed`` after ``close``.
-        """
-        try:
-            self._admit(requests)
-            for request in requests:
-                try:
-                    self.entries[request.node](request)
-                except Exception as error:
-                    self.complete(request, error)
-        except BaseException as error:  # the handler of a signal may raise anywhere
-            for request in requests:
-                request.on_done = nobody_waits
-                if not self.complete(request, error):
-                    request.error = error
-                    self._let_go(request, None)
-            raise
-
-    def _admit(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            if self._closed:
-                raise PipeClosed(self._closed)
-            is_admitted = len(self._inflight) + len(requests) <= self.max_inflight
-            if is_admitted:
-                self._inflight.update(requests)
-                self.admitted += len(requests)
-            else:
-                self.rejected += len(requests)
-        if not is_admitted:
-            raise Overloaded(
-                f"{self.inflight} requests in flight, {len(requests)} more would pass "
-                f"max_inflight = {self.max_inflight}",
-                retry_after_ms=self.retry_after_ms() if len(requests) <= self.max_inflight else None,
-            )
-
-    def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
-        """Make the outcome final and tell whoever waits; ``False`` if it was final already.
-
-        ``request`` may be a branch of the one that ends. ``last`` is the outcome where others are still under way.
-        """
-        links = request.links
-        branches = None if links is None else links.branches
-        if branches is not None:
-            request = branches.request
-        try:
-            (self._inner if links is not None and links.is_inner else self._inflight).remove(request)
-        except KeyError:
-            return False
-        request.error = error
-        request.done = True
-        data = request.data
-        try:
-            if branches is not None:
-                branches.settle(last, error is not None)
-                data = request.data
-            if error is None and TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
-                data[TASK_ERROR_KEY] = NoResult("a filter ended the request before any backend gave a result")
-            if request.caller_data is not None:
-                if error is None:
-                    for key in request.caller_data.keys() - data.keys():
-                        del request.caller_data[key]
-                    request.caller_data.update(data)
-                data = request.caller_data
-        except BaseException as failure:  # the dict may be of a class of the caller's own
-            if is_interrupt(failure):
-                raise
-            error = request.error = error or BackendError(f"the request's dict: {describe(failure)}")
-        # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
-        on_done, request.on_done = request.on_done, nobody_waits
-        try:
-            on_done(data, error)
-        except BaseException as failure:
-            if is_interrupt(failure) or (is_main_thread() and is_own(on_done)):
-                raise
-            log_failure(f"{self.name}: the callback of a finished request failed", failure)
-        finally:
-            self._let_go(request, branches)
-        return True
-
-    def _let_go(self, request: Request, branches: Branches | None) -> None:
-        """Nobody waits any more for what the request's jumps have started."""
-        links = request.links  # NOTE: anew, since a jump may have made them until the request was done.
-        if links is not None:
-            for give_up in links.give_up:
-                give_up()
-            links.give_up.clear()
-            if links.timeline is not None:
-                links.timeline.end(request.error, request.data)
-        if branches is not None:
-            # Branches that are still under way know the request; without this it would be a cycle that holds all dicts.
-            request.links = None
-            branches.requests.clear()
 
     # -- graphs that are run by a node of another -----------------------------------------------------------------
 
@@ -367,14 +232,14 @@ class Runtime:
                 if timeline is not None:
                     request.links.timeline = timeline.element(root, parent.node, index)
                 request.deadline = parent.deadline
-                parent.linked().give_up.append(partial(self.complete, request, CancelledError()))
+                parent.linked().give_up.append(partial(self.inflight.complete, request, CancelledError()))
             requests.append(request)
-        self._inner.update(requests)
+        self.inflight.add_inner(requests)
         for request in requests:
             if parent is not None and parent.done:
-                self.complete(request, CancelledError())
+                self.inflight.complete(request, CancelledError())
             else:
-                self.entries[root](request)
+                self.inflight.entries[root](request)
 
     def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
         """Run each item through the graph and wait for all; their errors, in order. For an instance's own thread."""
@@ -422,7 +287,7 @@ class Runtime:
 
     def describe(self) -> str:
         """The graph, a line for each node."""
-        state = "closed" if self._closed else f"{self.inflight} in flight"
+        state = "closed" if self.inflight.refusal else f"{len(self.inflight)} in flight"
         lines = [f"pipe({self.name}, {state})"]
         for name in self.graph.order:
             plan = self.plans[name]
