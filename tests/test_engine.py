@@ -296,7 +296,7 @@ def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:
         held = gate.hold(worker.pipe, {"data": "first"})
         late = worker.pipe.submit({"data": "late"}, timeout=0.3)
         eventually(lambda: queued(worker.server) == 1)
-        (request,) = [each for each in worker.server.pipe._runtime._inflight if each.data["data"] == "late"]
+        (request,) = [each for each in worker.server.pipe._runtime.inflight._requests if each.data["data"] == "late"]
         request.deadline = 0.0
         gate.open()
         outcome(held)
