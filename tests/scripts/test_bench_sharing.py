@@ -71,7 +71,9 @@ def parser() -> ArgumentParser:
 
 
 def test_options() -> None:
-    choice = choice_of(parser().parse_args(["--quick", "--clients", "1,7,200"]))
+    choice = choice_of(parser().parse_args(["--quick", "--clients", "1,7,200", "--only", "8 workers, shared"]))
+    assert choice.only in named(GPU, 8, True)
+    assert choice.only not in named(GPU, 8, False)
     assert choice.is_quick
     assert choice.clients == (1, 7, 200)
 

@@ -52,9 +52,12 @@ class Classify(Worker):
 
     def __init__(self) -> None:
         super().__init__()
+        from torchpipe_server.worker.worker import limit_threads
+
         from torchpipe_py.plan.build import plan_pipeline
         from torchpipe_py.runtime.node import creators
 
+        limit_threads()
         split = read_split(os.environ["BENCH_SPLIT"])
         (plan,) = plan_pipeline(split.node).plans.values()
         self.shape = split.side, split.side, 3

@@ -34,7 +34,7 @@ class Choice:
 
     ``decode``, ``separate`` and ``shared`` are of ``sizes``: where images are decoded, and the workers of each service.
     ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have, ``model_most`` the images in a batch
-    of the model, shared or not.
+    of the model, shared or not. ``only`` is part of the names of the services that are measured.
     """
 
     clients: tuple[int, ...]
@@ -49,12 +49,14 @@ class Choice:
     decode: str = "CPU"
     separate: int = 4
     shared: int = MOST
+    only: str = ""
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """The options of ``shared`` and ``mosec``."""
     group = parser.add_argument_group("shared, mosec")
     group.add_argument("--quick", action="store_true", help="only what decides the targets")
+    group.add_argument("--only", default="", metavar="TEXT", help="of shared: services whose name has it")
     group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
     group.add_argument(
         "--clients", default=f"{FEW},{MANY}", metavar="N,N", help="client processes (default: %(default)s)"
@@ -76,14 +78,15 @@ def choice_of(args: argparse.Namespace) -> Choice:
     clients = tuple(map(int, args.clients.split(",")))
     nodes = args.decoders, args.decode_max, args.instances, args.model_max
     of_sizes = args.decode.upper(), args.separate, args.shared
-    return Choice(clients, args.quick, args.most_seconds, *nodes, args.images, args.profile, *of_sizes)
+    return Choice(clients, args.quick, args.most_seconds, *nodes, args.images, args.profile, *of_sizes, args.only)
 
 
 def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
     """One service after the other: idle ones would still hold memory and contexts."""
     report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
     attempt = Attempts(report, choice.most_seconds)
-    services = [service_of(engines, choice, *which) for which in (QUICK if choice.is_quick else ALL)]
+    chosen = [which for which in (QUICK if choice.is_quick else ALL) if choice.only in named(*which)]
+    services = [service_of(engines, choice, *which) for which in chosen]
     with images() as folder:
         limits = limits_alone(engines, choice, attempt, seconds, rounds)
         if importlib.util.find_spec("pycuda") is None:
