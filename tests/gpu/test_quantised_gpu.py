@@ -28,7 +28,7 @@ NODE = {
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo's model in int8; checked as it is made, by TensorRT."""
+    """The demo's model in int8; checked as it is made, by TensorRT: of 24 images one may be lost."""
     folder = tmp_path_factory.mktemp("quantised")
     node = "\n".join(f'{key} = "{value}"' for key, value in NODE.items())
     config = folder / "demo.toml"
@@ -46,7 +46,8 @@ model = "{DEMO / "model.onnx"}"
 """
     )
     made = folder / "model.int8.onnx"
-    assert main(["quantize", str(config), "--img_dir", str(DEMO / "images"), "--out", str(made)]) == 0
+    arguments = ["--img_dir", str(DEMO / "images"), "--out", str(made), "--max-drop", "5"]
+    assert main(["quantize", str(config), *arguments]) == 0
     return str(made)
 
 
