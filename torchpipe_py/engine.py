@@ -8,7 +8,9 @@ import select
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -71,6 +73,7 @@ class EngineServer:
         self._links: dict[int, _Link] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
+        self._answered = _Answered()
         self._taking = threading.Lock()  # of requests, and of who may be asleep
         self._sleepers: set[object] = {None}  # lanes whose leader sleeps, or is about to, and None where some have none
         if self.pipe.draw_from(self):
@@ -122,6 +125,15 @@ class EngineServer:
             barrier()
             return self._has_work()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A worker is rung once for the answers that the calling thread writes to it in a row."""
+        self._answered.begin()
+        try:
+            yield
+        finally:
+            self._answered.end()
+
     def _run(self) -> None:
         while not self._is_closed:
             try:
@@ -131,7 +143,7 @@ class EngineServer:
 
     def _round(self) -> None:
         while self._new:
-            link = _Link(self._new.pop())
+            link = _Link(self._new.pop(), self._answered)
             self._poller.register(link, select.POLLIN)
             with self._taking:
                 self._links[link.fileno()] = link
@@ -151,13 +163,14 @@ class EngineServer:
     def _take(self) -> None:
         if self._is_closed:
             return
-        for link in self._links.values():
-            try:
-                if link.has_work():
-                    self._take_from(link)
-                link.answer_given_up()
-            except Exception as error:
-                log_failure("what comes from a worker cannot be taken", error)
+        with self.together():
+            for link in self._links.values():
+                try:
+                    if link.has_work():
+                        self._take_from(link)
+                    link.answer_given_up()
+                except Exception as error:
+                    log_failure("what comes from a worker cannot be taken", error)
 
     def _take_from(self, link: _Link) -> None:
         asked, given_up = link.take()
@@ -190,6 +203,30 @@ class EngineServer:
         link.answer(slot, number, message, isinstance(message, Failure), taken)
 
 
+class _Answered(threading.local):
+    """The worker that a thread has answered and not rung yet. To wake another process may take as long as an answer."""
+
+    _waits = False
+    _last: _Link | None = None
+
+    def begin(self) -> None:
+        self._waits = True
+
+    def end(self) -> None:
+        self._waits = False
+        self.ring(None)
+
+    def ring(self, link: _Link | None) -> None:
+        """That one has an answer: ring the one before, and it too unless more may come."""
+        # NOTE: a batch holds the requests of a worker in a row, as they are taken from it at once.
+        last, self._last = self._last, link
+        if last is not None and last is not link:
+            last.ring()
+        if link is not None and not self._waits:
+            self._last = None
+            link.ring()
+
+
 class _GivenUpError(CancelledError):
     """Ends a request that the worker has given up."""
 
@@ -200,8 +237,8 @@ class _Link:
     memory: LinkMemory
     _bell: Bell
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, answered: _Answered) -> None:
+        self._sock, self._answered = sock, answered
         self._descriptors: list[int] = []
         sock.setblocking(False)
         self._has_met = self._is_over = False
@@ -290,6 +327,10 @@ class _Link:
             # NOTE: for this one there is always room: nothing of what led to it is in it.
             small = replace(message, trace="", pickled=b"") if is_failure else Failure.of(TooLargeError(str(error)))
             self.memory.answer(slot, number, Packed.of(small), True, taken, perf_counter())
+        self._answered.ring(self)
+
+    def ring(self) -> None:
+        """Tell the worker that there are answers."""
         self._bell.ring()
 
     def end(self) -> None:

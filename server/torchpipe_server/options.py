@@ -30,6 +30,7 @@ class Options:
     http_host: str = _option("127.0.0.1", "address that --http-port is opened on")
     workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
+    engines: int = _option(1, "engine processes for each device, where nodes are shared", 1, 64)
     handler: str = _option("", "package.module:Class with an IDL and methods of your own, in place of InferenceService")
     import_code: str = _option(
         "", "modules or .py files with backends of your own, separated by commas", flag="--import"

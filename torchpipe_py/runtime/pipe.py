@@ -149,7 +149,8 @@ class pipe:
     def draw_from(self, source: Source) -> bool:
         """Before the first request: have the nodes that requests enter fetch them there when they form a batch.
 
-        ``False`` where some do not, as they form none: ``source`` brings to these what it has, as it comes.
+        ``False`` where some do not, as they form none: ``source`` brings to these what it has, as it comes. Each batch
+        is delivered inside ``source.together()``.
         """
         return self._runtime.draw_from(source)
 

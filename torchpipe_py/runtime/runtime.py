@@ -263,6 +263,8 @@ class Runtime:
 
     def draw_from(self, source: Source) -> bool:
         """Have what enters the pipe fetched from there, before the first request; see ``pipe.draw_from``."""
+        for node in self.nodes.values():
+            node.lane.together = source.together
         entered = {self.plans[root].spec.owner for root in self.graph.roots}
         fetching = [self.nodes[owner].draw_from(source) for owner in entered]
         return all(fetching)

@@ -43,7 +43,7 @@ class WorkerSlot:
 
 
 class Generation:
-    """``workers``, and where nodes are shared by several of them, ``engines``: one for each device.
+    """``workers``, and where nodes are shared by several of them, ``engines``: as many for each device.
 
     Engine processes of the generation ``before`` go on where the shared nodes are the same: then their models are not
     loaded again. Where code of the user's own is imported it may have changed, and they do not.
@@ -60,7 +60,7 @@ class Generation:
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
             else:
-                count = min(max(1, len(options.device_numbers)), options.workers)
+                count = min(options.engines * max(1, len(options.device_numbers)), options.workers)
                 self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
 
     def _shares_with(self, before: Generation) -> bool:
@@ -74,5 +74,5 @@ class Generation:
         return [*self.engines, *self.workers]
 
     def engine_of(self, worker: WorkerSlot) -> WorkerSlot | None:
-        """The one on the worker's device."""
+        """One on the worker's device."""
         return self.engines[worker.index % len(self.engines)] if self.engines else None

@@ -126,11 +126,12 @@ class BatchingLane(Lane):
         now = perf_counter()
         instance.last_compute = now - start
         instance.record.batch(requests, collected, start, now)
-        for request in requests:
-            if errors and request in errors:
-                self._fail_defect(instance, request, errors[request])
-            else:
-                self._go_on(instance, request)
+        with self.together():
+            for request in requests:
+                if errors and request in errors:
+                    self._fail_defect(instance, request, errors[request])
+                else:
+                    self._go_on(instance, request)
 
     def _forward(self, instance: Instance, requests: list[Request]) -> Mapping[Request, BaseException]:
         """Run the backend; the errors of the requests that it failed for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter, sleep
 from typing import Protocol, TypeVar
 
@@ -54,6 +54,9 @@ class Source(Protocol):
     def announce(self, lane: Lane) -> bool:
         """The lane's leader is about to sleep: bring what comes, until it fetches; whether something is there now."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """What the calling thread completes meanwhile is told at once at the end."""
+
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -66,6 +69,7 @@ class Lane:
     still reach this one, perhaps itself; it and ``deliver`` are set before the first request. ``waiting``, shared by
     the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
     leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
+    ``together`` is where a batch is delivered.
     """
 
     idle: IdleStack[Instance] | Leadership
@@ -79,6 +83,7 @@ class Lane:
         self.fail = fail
         self.is_closing = False
         self.around: Around | None = None
+        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
         self._waiting = waiting
         self._queue: deque[Request] = deque()
         self._reached: set[Request] = set()  # requests that callers are about to run here
