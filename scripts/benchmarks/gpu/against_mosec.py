@@ -25,7 +25,7 @@ from benchmarks.service.sharing import Service, add_rows, images, measure, told
 
 BAR = 1.5
 TRY_SECONDS = 1.0  # of a setting of mosec, before the best is measured
-BATCHINGS = [(8, 1, 1), (16, 2, 1), (32, 2, 1), (8, 1, 2), (32, 5, 1), (16, 1, 2)]
+BATCHINGS = [(8, 1, 1), (16, 1, 1), (32, 2, 1), (16, 1, 2), (32, 5, 1)]
 """Images of a batch at most, the milliseconds it waits for them, processes with the engine; the likeliest first."""
 
 

@@ -22,7 +22,7 @@ CLIENTS = 10
 SAME_BATCH = 8  # of configs/demo.toml, with its timeout
 SAME_TIMEOUT_MS = 2
 WORKERS = 2
-_START_SECONDS = 90
+_START_SECONDS = 150  # processes with an engine import PyTorch and capture CUDA graphs
 
 
 class Peer(NamedTuple):
