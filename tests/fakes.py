@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -84,6 +85,14 @@ def outcome(future: Future[Any]) -> Any:
 
 def error_of(future: Future[Any]) -> BaseException | None:
     return future.exception(WAIT)
+
+
+def eventually(is_true: Callable[[], object], what: str = "it does not come true", seconds: float = WAIT) -> None:
+    """Wait until `is_true()`, for a bounded time."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:

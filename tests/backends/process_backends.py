@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, Signature, TensorSpec, registry
 from torchpipe_py.values import to_str
 
@@ -62,6 +64,9 @@ class Obedient(Backend):
     def allocate(self, item: Data) -> int:
         return len(bytearray(item["mebibytes"] * 2**20))
 
+    def zeros(self, item: Data) -> Any:
+        return np.zeros(item["size"], np.uint8)
+
     def raise_value_error(self, item: Data) -> None:
         raise ValueError("no such value")
 
@@ -83,6 +88,21 @@ class Obedient(Backend):
         item["array"][0] = 7
         item["added"] = item["same"]
         item.pop("data")
+
+
+class Single(Obedient):
+    """Takes one item at a time."""
+
+    def max(self) -> int:
+        return 1
+
+    def is_large(self, item: Data) -> bool:
+        return "large" in item
+
+    def hold(self, item: Data) -> None:
+        """Say who does it, then wait until the gate, a FIFO, has been written and closed."""
+        Path(item["file"]).write_text(str(os.getpid()), encoding="utf-8")
+        Path(item["gate"]).read_bytes()
 
 
 class StubbornError(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import io
 import os
@@ -104,7 +103,6 @@ def work_dir() -> Path:
     return path
 
 
-@functools.cache
 def resnet(arch: str) -> tuple[torch.nn.Module, str]:
     """A torchvision ResNet with random weights and settled batch statistics, and the ONNX file of it."""
     import torchvision

@@ -10,14 +10,14 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 from fakes import WAIT
+from fakes import eventually as eventually
 from thrift.protocol.TBinaryProtocol import TBinaryProtocol
 from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TApplicationException, TMessageType, TType
@@ -44,14 +44,6 @@ IDL = load_idl()
 FRAMINGS = [(framed, compact) for framed in (False, True) for compact in (False, True)]
 BINARY_CALL = 0x80010001
 BINARY = 18  # how thriftpy2's specs tell `binary` from `string`
-
-
-def eventually(is_true: Callable[[], object], what: str = "it does not come true", seconds: float = WAIT) -> None:
-    """Wait until `is_true()`, for a bounded time."""
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 # -- servers --------------------------------------------------------------------------------------------------------

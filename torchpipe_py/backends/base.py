@@ -255,6 +255,10 @@ class Backend:
         """
         return False
 
+    def running_since(self) -> float:
+        """When the ``forward`` began that is at work in another process, ``perf_counter``; 0.0 where none is."""
+        return 0.0
+
     def prefer_color(self, color: str | None) -> str | None:
         """Told which ``color`` the next backend in a ``Sequential`` prefers for its Mats, say which this one prefers.
 
@@ -372,16 +376,32 @@ class DeferredBackend(Backend):
         raise NotImplementedError(type(self).__name__)
 
 
+Ran = tuple[int, float, float]
+"""Which instance ran an item elsewhere, and from when to when, ``perf_counter`` seconds."""
+
+
+HandedOver = Callable[..., None]
+"""``done(error, ran)`` of an item that was handed over: its error or ``None``, and a ``Ran`` where that is known."""
+
+
 class HandOverBackend(DeferredBackend):
     """A deferred backend whose ``start`` takes microseconds and may run on any thread, several at once.
 
-    What ``done`` gets as an error is the request's as it is.
+    The first instance's ``start`` is called for all of them.
     """
 
-    def pending(self) -> int:
-        """How many items were started and are not done; a moment's estimate."""
+    runs_nodes = False
+    """What is at the other end runs nodes: an error that ``done`` gets is the request's as it is."""
+
+    def start(self, item: Data, done: HandedOver, request: Any) -> None:
         raise NotImplementedError(type(self).__name__)
 
+    def keep(self) -> None:
+        """Called on the instance's thread when items may come; may return after ``stop`` only."""
+
+    def stop(self) -> None:
+        """End what has not begun with ``PipeClosed``, as what comes from now on; ``close`` waits for the rest."""
+
     def expected_wait(self) -> float:
-        """How long an item that is started now will take, by how long the last ones took, seconds."""
-        raise NotImplementedError(type(self).__name__)
+        """How long an item that is started now will take, by how long the last ones took, seconds; 0 is unknown."""
+        return 0.0

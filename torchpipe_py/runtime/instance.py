@@ -76,8 +76,8 @@ class Instance(Sleeper):
         return self._thread is not None and self._thread.is_alive()
 
     def running_s(self, now: float) -> float:
-        """Seconds since the ``forward`` began that runs now, on either thread; 0.0 where none runs."""
-        started = self.started
+        """Seconds since the ``forward`` began that runs now, on either thread or elsewhere; 0.0 where none runs."""
+        started = self.started or self.backend.running_since()
         return max(0.0, now - started) if started else 0.0
 
     @contextmanager

@@ -117,7 +117,7 @@ class Node:
             "min": self.min,
             "max": self.max,
             "queued": self.lane.queued(),
-            "busy": sum(1 for instance in self.instances if instance.busy),
+            "busy": self.lane.busy(),
             "oldest_batch_s": max(instance.running_s(now) for instance in self.instances),
             **summed([instance.record for instance in self.instances]),
         }

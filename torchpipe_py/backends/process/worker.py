@@ -5,36 +5,45 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, BatchRange, Data
+from torchpipe_py.backends.process.child import DONE, FAILED, NOT_RUN, WorkerMemory
 from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
 from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
 from torchpipe_py.backends.process.setup import Setup, load_main
-from torchpipe_py.backends.process.transport import Block, SharedMemoryChannel
+from torchpipe_py.backends.process.transport import Packed, unpack
+from torchpipe_py.backends.shared import codec
+from torchpipe_py.backends.shared.memory import SLOTS, Bell, TooLargeError, barrier, changed
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, Failure
 
 
-def main(connection: int, outgoing: int, incoming: int, parent: int) -> None:
-    """Serve until the parent says ``close``; the first three are file descriptors, ``parent`` is its process id."""
+def main(connection: int, memory: int, rings: int, sleeps: int, parent: int) -> None:
+    """Serve until the parent says ``close``; all but ``parent``, which is its process id, are file descriptors.
+
+    ``rings`` is the bell of the parent, ``sleeps`` that of this process.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         # The parent says when to end: Ctrl-C, or a service manager, signals the whole group while it still has work.
         # NOTE: a handler, since what is ignored would stay ignored in the programs that a backend starts.
         signal.signal(number, lambda *_: None)
-    for fd in (connection, outgoing, incoming):
+    for fd in (connection, memory, rings, sleeps):
         os.set_inheritable(fd, False)
     end_with_parent(parent)
     _end_with(parent, connection)
-    _BackendServer(SharedMemoryChannel(Connection(connection), Block(outgoing), Block(incoming))).run()
+    _BackendServer(Connection(connection), WorkerMemory(memory), rings, sleeps).run()
 
 
 def _end_with(parent: int, connection: int) -> None:
@@ -55,50 +64,100 @@ def _end_with(parent: int, connection: int) -> None:
 
 
 class _BackendServer:
-    """Answers each message with ("done", value) or ("failed", a ``Failure``)."""
+    """Takes setup and close over a connection, and answers them there; calls come in slots, one after the other."""
 
-    def __init__(self, channel: SharedMemoryChannel) -> None:
-        self._channel = channel
-        self._backend: Backend | None = None
-        self._calls: dict[str, Callable[[Any], Any]] = {"setup": self._set_up, "forward": self._forward}
-        self._calls["close"] = self._close
+    def __init__(self, connection: Connection, memory: WorkerMemory, rings: int, sleeps: int) -> None:
+        self._connection, self._memory = connection, memory
+        self._parents_bell = Bell(memory.worker_asleep, rings)
+        self._bell = Bell(memory.engine_asleep, sleeps)
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
+        self._poller.register(sleeps, select.POLLIN)
+        self._words = memory.from_worker()
+        self._backend = Backend  # set by `_set_up`
+
+    _backend: Any
 
     def run(self) -> None:
-        is_open = True
-        while is_open:
-            try:
-                packed = self._channel.receive()
-            except (EOFError, OSError):
+        while True:
+            if self._has_calls():
+                self._take()
+            elif self._bell.sleep(self._poller, self._has_calls) and not self._obey():
                 return
-            kind = ""
-            try:
-                kind, value = self._channel.unpack(packed)
-                answer: tuple[str, Any] = ("done", self._calls[kind](value))
-            except BaseException as error:
-                answer = ("failed", Failure.of(error))
-            is_open = kind != "close"
-            try:
-                self._answer(answer)
-            except OSError:
-                return
-            value = answer = ()  # type: ignore[assignment]  # an idle worker keeps nothing of its last batch
 
-    def _answer(self, answer: tuple[str, Any]) -> None:
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _has_calls(self) -> bool:
+        return self._memory.from_worker() != self._words
+
+    def _take(self) -> None:
+        """Run what is new, what was sent first."""
+        before, self._words = self._words, self._memory.from_worker()
+        numbers = np.frombuffer(self._words, np.uint32).tolist()
+        slots = [index for index in changed(before, self._words) if index < SLOTS]
+        if len(slots) > 1:
+            slots.sort(key=lambda slot: self._memory.request(slot).first)
+        for slot in slots:
+            self._run(slot, numbers[slot])
+
+    def _run(self, slot: int, number: int) -> None:
+        self._memory.begin(slot, number)
+        # Either it is seen there that it has begun, or it is seen here that it was given up.
+        barrier()
+        row, begun = self._memory.request(slot), perf_counter()
+        if self._memory.is_given_up(slot, number) or begun >= row.second:
+            kind, packed = NOT_RUN, Packed.of(None)
+        else:
+            kind, packed = self._forward(slot)
         try:
-            packed = self._channel.pack(answer)
+            self._memory.answer(slot, number, packed, kind, begun, perf_counter())
+        except TooLargeError as error:
+            # NOTE: for this one there is always room: nothing of what led to it is in it.
+            small = Packed.of(Failure.of(TooLargeError(str(error))))
+            self._memory.answer(slot, number, small, FAILED, begun, perf_counter())
+        self._parents_bell.ring()
+
+    def _forward(self, slot: int) -> tuple[int, Packed]:
+        """The kind of an answer, and its message."""
+        try:
+            row = self._memory.request(slot)
+            message = self._memory.read(slot, row, copies=True)
+            items: list[Data] = [message[0]] if row.kind == 1 else message
+            before = [dict(item) for item in items]
+            self._backend.forward(items)
+            outcomes = list(map(ItemOutcome.of, before, items))
+        except BaseException as error:
+            return FAILED, Packed.of(Failure.of(error))
+        try:
+            if len(outcomes) == 1:
+                return DONE, codec.pack(outcomes[0].changed, outcomes[0].kept)
+            return DONE, Packed.of([(outcome.changed, outcome.kept) for outcome in outcomes])
         except Exception as error:
-            packed = self._channel.pack(
-                ("failed", Failure.of(stuck(answer[1] if isinstance(answer[1], list) else [], error)))
-            )
-        self._channel.post(packed)
+            return FAILED, Packed.of(Failure.of(stuck(outcomes, error)))
+
+    # -- setup and close ----------------------------------------------------------------------------------------
+
+    def _obey(self) -> bool:
+        """Take a message of the connection; ``False`` once it is closed."""
+        try:
+            kind, value = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return False
+        try:
+            answer: tuple[int, Any] = DONE, self._set_up(value) if kind == "setup" else self._backend.close()
+        except BaseException as error:
+            answer = FAILED, Failure.of(error)
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(answer))
+        return bool(kind == "setup")
 
     def _set_up(self, setup: Setup) -> tuple[BatchRange, Signature]:
         sys.argv[:] = setup.argv
         logging.getLogger("torchpipe_py").setLevel(setup.log_level)
         if setup.main is not None:
-            self._channel.before_main = partial(load_main, setup.main)
+            self._memory.before_main = partial(load_main, setup.main)
         try:
-            plan, postprocessors = self._channel.loads(setup.pickled)
+            plan, postprocessors = unpack(setup.pickled, [], 0, self._memory.before_main)
         except Exception as error:
             raise ConfigError(
                 f"a worker process cannot import what it needs: {type(error).__name__}: {error}; "
@@ -120,13 +179,3 @@ class _BackendServer:
             raise
         self._backend = backend
         return told
-
-    def _forward(self, items: list[Data]) -> list[ItemOutcome]:
-        assert self._backend is not None
-        before = [dict(item) for item in items]
-        self._backend.forward(items)
-        return list(map(ItemOutcome.of, before, items))
-
-    def _close(self, _: object) -> None:
-        if self._backend is not None:
-            self._backend.close()

@@ -131,8 +131,7 @@ class Engine:
     def _free(self, link: Link, call: Call) -> None:
         """Its slot is free for the next call that waits."""
         with self._lock:
-            link.calls[call.slot] = None
-            link.free.append(call.slot)
+            link.free_slot(call.slot)
         self._send_waiting(link)
 
     def _send_waiting(self, link: Link) -> None:

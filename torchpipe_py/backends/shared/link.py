@@ -61,6 +61,11 @@ class Slots(Generic[C]):
         call.number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
         self.calls[slot] = call
 
+    def free_slot(self, slot: int) -> None:
+        """Nothing is in the slot any more."""
+        self.calls[slot] = None
+        self.free.append(slot)
+
     def has_answers(self) -> bool:
         """Whether an answer is there that was not taken."""
         return self.memory.from_engine() != self._seen

@@ -182,6 +182,13 @@ class LinkMemory:
             os.close(fd)
             raise
 
+    def close(self) -> None:
+        """Unmap, where nobody can be about to read or write; otherwise it goes with the last who has it."""
+        del self._bytes, self._asked, self._given_up, self._answered, self._begun
+        del self.worker_asleep, self.engine_asleep
+        with suppress(BufferError):  # a bell has a word of it
+            self._map.close()
+
     @classmethod
     def _size(cls) -> int:
         return _CONTENT + cls.slots * cls.slot_bytes
@@ -215,11 +222,11 @@ class LinkMemory:
         """Whether that was told."""
         return self._begun[slot] == number
 
-    def answer(self, slot: int, number: int, packed: Packed, is_failure: bool, taken: float, now: float) -> None:
+    def answer(self, slot: int, number: int, packed: Packed, kind: int, taken: float, now: float) -> None:
         """Write an answer behind its request; ``TooLargeError`` where there is no room for it."""
         request = self.request(slot)
         start = request.start + self._sizes(slot, request)[1]
-        self._write(_ANSWERS, slot, packed, is_failure, start, taken, now)
+        self._write(_ANSWERS, slot, packed, kind, start, taken, now)
         self._answered[slot] = number
 
     def request(self, slot: int) -> Row:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torchpipe_py.backends.base import Data, HandOverBackend
+from torchpipe_py.backends.base import Data, HandedOver, HandOverBackend
 from torchpipe_py.backends.process.outcome import ItemOutcome, visible
 from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.codec import pack
@@ -21,12 +21,13 @@ class Remote(HandOverBackend):
     """
 
     any_params = True
+    runs_nodes = True
 
     def setup(self) -> None:
         self._engine: Engine = self.params["engine"]
         self._section, self._signature = self._engine.section(self.params["section"])
 
-    def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+    def start(self, item: Data, done: HandedOver, request: Any) -> None:
         sent = item
         try:
             packed = pack(item)
@@ -47,9 +48,6 @@ class Remote(HandOverBackend):
         request.linked().give_up.append(lambda: self._engine.give_up(call))
         if not request.done:
             self._engine.ask(call)
-
-    def pending(self) -> int:
-        return self._engine.pending()
 
     def expected_wait(self) -> float:
         return self._engine.expected_wait()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 
-from torchpipe_py.backends.base import HandOverBackend
+from torchpipe_py.backends.base import HandOverBackend, Ran
+from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.runtime.idle import IdleStack
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led
@@ -18,37 +21,63 @@ class HandOverLane(Lane):
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led]) -> None:
         super().__init__(name, instances, fail, waiting)
         self.idle: IdleStack[Instance] = IdleStack(self._queue)
-        backend = instances[0].backend
-        assert isinstance(backend, HandOverBackend)
-        self._backend = backend
+        self._backends = [instance.backend for instance in instances if isinstance(instance.backend, HandOverBackend)]
+        self._start, self._runs_nodes = self._backends[0].start, self._backends[0].runs_nodes
+        self._under_way: set[Request] = set()
 
     def put(self, request: Request) -> None:
         request.caller = None
-        instance, start = self.instances[0], request.arrived
-        if not self._starts(instance, request, start):
+        instance = self.instances[0]
+        if not self._starts(instance, request, request.arrived):
             return
-
-        def finish(error: BaseException | None) -> None:
-            if instance.record.traces:
-                instance.record.traced((request,), start, start, perf_counter())
-            if error is None:
-                self._go_on(instance, request)
-            else:
-                self.fail(request, error)
-            if self._waiting:
-                self._wake_leaders()
-
+        self._under_way.add(request)
         try:
-            self._backend.start(request.data, finish, request)
+            self._start(request.data, partial(self._finish, request), request)
         except BaseException as error:
+            self._under_way.discard(request)
             self._fail_defect(instance, request, error)
 
+    def _finish(self, request: Request, error: BaseException | None, ran: Ran | None = None) -> None:
+        instance = self.instances[0 if ran is None else ran[0]]
+        instance.stand_in = threading.get_ident()  # a callback may close the pipe here
+        if ran is not None:
+            instance.record.single(request, ran[1], ran[2])
+        elif instance.record.traces:
+            instance.record.traced((request,), request.arrived, request.arrived, perf_counter())
+        if error is None:
+            self._go_on(instance, request)
+        elif self._runs_nodes:
+            self.fail(request, error)
+        elif type(error) is DeadlineExceeded and ran is None:
+            self._expire(instance, request)
+        elif type(error) is PipeClosed and ran is None:
+            self._fail_closed(request)
+        else:
+            self._fail_defect(instance, request, error)
+        # NOTE: only after delivery, so that a request is always visible in some node's load.
+        self._under_way.discard(request)
+        if self._waiting:
+            self._wake_leaders()
+
+    def close(self) -> None:
+        super().close()
+        for backend in self._backends:
+            backend.stop()
+
     def load(self) -> int:
-        return self._backend.pending()
+        return len(self._under_way)
+
+    def queued(self) -> int:
+        return max(0, len(self._under_way) - len(self.instances))
+
+    def busy(self) -> int:
+        return min(len(self._under_way), len(self.instances))
 
     def expected_wait(self) -> float:
-        return self._backend.expected_wait()
+        return self._backends[0].expected_wait() or super().expected_wait()
 
     def _serve(self, instance: Instance) -> None:
+        assert isinstance(instance.backend, HandOverBackend)
+        instance.backend.keep()
         while self.idle.sleep(instance):
             pass

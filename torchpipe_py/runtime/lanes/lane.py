@@ -160,6 +160,10 @@ class Lane:
         """Requests that wait here; a moment's estimate."""
         return 0 if self.is_closing else len(self._queue)
 
+    def busy(self) -> int:
+        """Instances that have requests."""
+        return sum(1 for instance in self.instances if instance.busy)
+
     def expected_wait(self) -> float:
         """How long the node needs for what it holds, by its measured compute time, seconds."""
         records = [instance.record for instance in self.instances]
@@ -177,8 +181,7 @@ class Lane:
             self._fail_closed(request)
             return False
         if request.deadline is not None and now >= request.deadline:
-            instance.record.expired += 1
-            self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
+            self._expire(instance, request)
             return False
         try:
             # A result or an error is what this backend says, never what an earlier one said.
@@ -188,6 +191,12 @@ class Lane:
             self._fail_defect(instance, request, error)
             return False
         return True
+
+    def _expire(self, instance: Instance, request: Request) -> None:
+        """The request's deadline has passed before it was run."""
+        if not request.done:
+            instance.record.expired += 1
+        self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
 
     def _go_on(self, instance: Instance, request: Request) -> None:
         try:

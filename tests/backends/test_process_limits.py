@@ -17,9 +17,10 @@ from torchpipe_py.backends.process import process
 Data = dict[str, Any]
 
 
-def test_a_batch_that_takes_too_long_is_ended(register: Register) -> None:
+@pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
+def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type) -> None:
     """Stopped, the process would never answer."""
-    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_seconds": 2}) as p:
+    with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": 2}) as p:
         p(item := {"data": "pid"})
         os.kill(item["result"][0], signal.SIGSTOP)
         with pytest.raises(WorkerDied, match="took longer than 2 s and was ended"):

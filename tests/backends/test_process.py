@@ -29,6 +29,7 @@ from torchpipe_py import (
     BackendUnavailable,
     ConfigError,
     DecodeError,
+    InvalidRequest,
     Signature,
     TensorSpec,
     WorkerDied,
@@ -38,7 +39,8 @@ from torchpipe_py import (
 )
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
-from torchpipe_py.backends.process import process, transport
+from torchpipe_py.backends.process import child
+from torchpipe_py.backends.process.child import Call
 from torchpipe_py.backends.process.process import Process
 from torchpipe_py.errors import WorkerTraceback
 from torchpipe_py.plan.binding import FilterPlan
@@ -288,13 +290,28 @@ def test_the_next_request_overwrites_nothing() -> None:
         assert_same(item["data"], [array, array.tobytes()])
 
 
-def test_large_values_stay_out_of_the_connection(inspect: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_values_stay_out_of_the_pickle(inspect: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     assert inspect._worker is not None
-    channel, sizes = inspect._worker._channel, []
-    monkeypatch.setattr(channel, "post", lambda packed, post=channel.post: (sizes.append(len(packed)), post(packed)))
+    worker, sizes = inspect._worker, []
+
+    def write(call: Call, write: Any = worker.write) -> None:
+        sizes.append(call.packed.pickled.nbytes)
+        write(call)
+
+    monkeypatch.setattr(worker, "write", write)
     forward(inspect, [MAT[::2], torch.rand(50_000), bytes(99_999), bytearray(99_999), {"a": (MAT,)}])
     assert len(sizes) == 1
     assert sizes[0] < 2000
+
+
+def test_what_is_too_large_fails_alone(obedient: Process) -> None:
+    """Pages of zeros that nobody has written are no memory."""
+    before = pid_of(obedient)
+    with pytest.raises(InvalidRequest, match=r"a request of 1073\d+ bytes is too large for another process"):
+        forward(obedient, np.zeros(2**30, np.uint8))
+    with pytest.raises(InvalidRequest, match=r"an answer of 1073\d+ bytes is too large for another process"):
+        forward(obedient, "zeros", size=2**30)
+    assert pid_of(obedient) == before
 
 
 def test_the_worker_imports_pytorch_only_when_a_tensor_comes() -> None:
@@ -476,8 +493,9 @@ def test_only_the_culprit_of_a_batch_fails(register: Register) -> None:
     assert "SIGKILL" in str(errors[1])
 
 
-def test_every_request_is_answered_when_workers_die(register: Register, tmp_path: Path) -> None:
-    name = register(process_backends.Obedient)
+@pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
+def test_every_request_is_answered_when_workers_die(register: Register, cls: type) -> None:
+    name = register(cls)
     with pipe({"backend": f"Process[{name}]", "instance_num": 2}) as p:
         words = ["plain"] * 60
         words[7] = words[33] = "leave"
@@ -508,21 +526,6 @@ def test_a_worker_that_cannot_be_started_again(tmp_path: Path) -> None:
     unfit.close()
 
 
-def test_a_process_without_memory_for_a_message_fails_that_one_alone(
-    obedient: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def map_no_memory(*args: Any) -> Any:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    before = pid_of(obedient)
-    with monkeypatch.context() as patched:
-        patched.setattr(transport.mmap, "mmap", map_no_memory)
-        with pytest.raises(OSError, match="Cannot allocate"):
-            forward(obedient, bytes(2**20))
-    for size in (10_000, 2**21):
-        assert forward(obedient, bytes(size))["result"] == (before, 1, bytes(size))
-
-
 @pytest.mark.parametrize("missing", ["memory", "processes"])
 def test_a_worker_for_which_there_is_nothing_left_is_started_later(
     obedient: Process, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -539,7 +542,7 @@ def test_a_worker_for_which_there_is_nothing_left_is_started_later(
         if missing == "memory":
             patched.setattr(os, "ftruncate", fail)
         else:
-            patched.setattr(process.subprocess, "Popen", fail)
+            patched.setattr(child.subprocess, "Popen", fail)
         with pytest.raises(WorkerDied, match=r"started again: \[Errno \d+\] (No space left|Resource temp)"):
             forward(obedient, "x")
     assert forward(obedient, "x")["result"][2] == "x"
@@ -568,7 +571,7 @@ def test_close_raises_what_the_backend_raises(tmp_path: Path) -> None:
 
 
 def test_close_of_a_worker_that_hangs_or_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_CLOSE_TIMEOUT", 0.1)
+    monkeypatch.setattr(child, "_CLOSE_TIMEOUT", 0.1)
     for file, number in (("hang", 0), ("stopped", signal.SIGSTOP), ("gone", signal.SIGKILL)):
         closing = backend(process_backends.Closing, file=str(tmp_path / file))
         closing.setup()

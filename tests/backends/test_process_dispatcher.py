@@ -1,0 +1,140 @@
+"""Where ``Process`` hands requests over: which worker process has which, and what happens to those that wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import process_backends
+import pytest
+from conftest import Register
+from fakes import WAIT, error_of, eventually, outcome
+
+from torchpipe_py import BackendError, DeadlineExceeded, PipeClosed, WorkerDied, pipe
+
+Data = dict[str, Any]
+Start = Callable[..., pipe]
+
+
+@pytest.fixture
+def start(register: Register) -> Start:
+    name = register(process_backends.Single)
+    return lambda instances=1, **more: pipe({"backend": f"Process[{name}]", "instance_num": instances, **more})
+
+
+class Held:
+    """A request that a worker process is at until the gate is opened."""
+
+    def __init__(self, p: pipe, folder: Path, **more: Any) -> None:
+        self._file, self._gate = folder / f"{id(self)}", folder / f"{id(self)}.gate"
+        os.mkfifo(self._gate)
+        self.future: Future[Data] = p.submit({"data": "hold", "file": str(self._file), "gate": str(self._gate), **more})
+
+    @property
+    def pid(self) -> int:
+        """Of the worker process; 0 where it has not begun."""
+        return int(self._file.read_text(encoding="utf-8") or 0) if self._file.exists() else 0
+
+    def open(self) -> None:
+        self._gate.write_bytes(b"")
+
+
+def test_what_waits_behind_another_goes_to_the_one_that_is_idle(start: Start, tmp_path: Path) -> None:
+    with start(2) as p:
+        held = Held(p, tmp_path)
+        eventually(lambda: held.pid)
+        pids = {outcome(future)["result"][0] for future in [p.submit({"data": "x"}) for _ in range(12)]}
+        assert held.pid not in pids
+        assert len(pids) == 1
+        assert not held.future.done()
+        held.open()
+        outcome(held.future)
+        node = p.stats()["nodes"]["node"]
+        assert (node["requests"], node["failed"], node["busy"], node["queued"]) == (13, 0, 0, 0)
+        assert all(node["instance_compute_ms"])
+
+
+def test_what_waits_behind_the_one_that_dies_is_run_by_the_next(start: Start, tmp_path: Path) -> None:
+    with start() as p:
+        held = Held(p, tmp_path)
+        eventually(lambda: held.pid)
+        others = [p.submit({"data": "x"}) for _ in range(9)]
+        os.kill(held.pid, signal.SIGKILL)
+        assert isinstance(error_of(held.future), WorkerDied)
+        assert {outcome(future)["result"][2] for future in others} == {"x"}
+
+
+def test_close_ends_what_runs_and_fails_what_waits(start: Start, tmp_path: Path) -> None:
+    p = start()
+    held = Held(p, tmp_path)
+    eventually(lambda: held.pid)
+    others = [p.submit({"data": "x"}) for _ in range(9)]
+    closing = threading.Thread(target=p.close)
+    closing.start()
+    for future in others:
+        error = error_of(future)
+        assert isinstance(error, PipeClosed)
+        assert "while the request was queued at node 'node'" in str(error)
+    assert not held.future.done()
+    held.open()
+    assert outcome(held.future)["result"][0] == held.pid
+    closing.join(WAIT)
+    assert not closing.is_alive()
+
+
+def test_a_callback_may_close_the_pipe(start: Start) -> None:
+    p = start()
+    closed = threading.Event()
+
+    def close(future: Future[Data]) -> None:
+        p.close()
+        closed.set()
+
+    p.submit({"data": "x"}).add_done_callback(close)
+    assert closed.wait(WAIT)
+    eventually(lambda: not p.stats()["nodes"]["node"]["alive"])
+
+
+def test_a_deadline_that_passes_in_the_queue(start: Start, tmp_path: Path) -> None:
+    with start() as p:
+        held = Held(p, tmp_path)
+        eventually(lambda: held.pid)
+        late = p.submit({"data": "x"}, timeout=0.01)
+        end = perf_counter() + 0.01
+        eventually(lambda: perf_counter() > end)
+        held.open()
+        assert isinstance(error_of(late), DeadlineExceeded)
+        outcome(held.future)
+        eventually(lambda: p.stats()["nodes"]["node"]["expired"] == 1)
+
+
+def test_large_items_leave_one_process_to_the_others(start: Start, tmp_path: Path) -> None:
+    with start(2) as p:
+        first, second = Held(p, tmp_path, large=True), Held(p, tmp_path, large=True)
+        eventually(lambda: first.pid)
+        for _ in range(5):
+            outcome(p.submit({"data": "x"}))
+        assert not second.pid
+        first.open()
+        eventually(lambda: second.pid)
+        second.open()
+        outcome(first.future), outcome(second.future)
+
+
+def test_errors_are_the_backends(start: Start) -> None:
+    with start() as p:
+        with pytest.raises(BackendError, match=r"node 'node': Process\[Single\d+\]: ValueError: no such value"):
+            p({"data": "raise_value_error"})
+        with pytest.raises(BackendError, match="'answer' cannot come back from a worker process"):
+            p({"data": "give_lambda"})
+        with pytest.raises(BackendError, match="'data' cannot go to a worker process"):
+            p({"data": threading.Lock()})
+        p(item := {"data": "x"})
+        assert item["result"][2] == "x"  # type: ignore[index]
+        assert p.stats()["nodes"]["node"]["failed"] == 3

@@ -1,0 +1,338 @@
+"""A worker process as its parent sees it: how it is started, its slots of shared memory, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import inf
+from multiprocessing import connection, spawn
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.shared.link import Slots
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, Bell, LinkMemory
+from torchpipe_py.errors import Failure, WorkerDied, first_line
+
+DONE, FAILED, NOT_RUN = range(3)
+"""The kinds of an answer. ``NOT_RUN``: the call was given up, or its deadline had passed, before it began."""
+
+_CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
+
+# The path comes first, so that nothing is imported from the working directory; then Ctrl-C, which reaches it too.
+_PROGRAM = r"""
+import sys
+sys.path[:] = sys.argv[1].split("\n")
+import signal
+signal.signal(signal.SIGINT, lambda *_: None)
+from torchpipe_py.backends.process.worker import main
+main(*map(int, sys.argv[2:]))
+"""
+
+
+class WorkerMemory(LinkMemory):
+    """What a worker process shares with its parent: calls that it has, and those that come next."""
+
+    slots = 4
+    slot_bytes = 2**30
+    kept_bytes = 2**22
+
+
+class Answer(NamedTuple):
+    """What came of a call: its outcomes, or an error; by which instance it was run, and when. Not for ``NOT_RUN``."""
+
+    kind: int
+    outcomes: Any
+    error: BaseException | None
+    begun: float
+    ended: float
+    instance: int
+
+
+class Call:
+    """Items on their way to a worker process, packed. ``count`` is 1, or that of a list of them.
+
+    ``done(answer)`` is called once where several worker processes take calls; ``worker`` has it now.
+    """
+
+    __slots__ = (
+        "count",
+        "deadline",
+        "done",
+        "is_given_up",
+        "is_large",
+        "losses",
+        "number",
+        "order",
+        "packed",
+        "slot",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        packed: Packed,
+        count: int = 1,
+        deadline: float | None = None,
+        done: Callable[[Answer], object] | None = None,
+        is_large: bool = False,
+    ) -> None:
+        self.packed, self.count, self.done, self.is_large = packed, count, done, is_large
+        self.deadline = inf if deadline is None else deadline
+        self.worker: WorkerProcess | None = None
+        self.slot, self.number, self.order = -1, 0, 0
+        self.is_given_up = False
+        self.losses = 0  # worker processes that died with it
+
+
+class WorkerProcess(Slots[Call]):
+    """A worker process and the only way to it.
+
+    ``set_up`` and ``close`` are called from the thread that made it, ``call`` too where that is the only one. Where a
+    ``Dispatcher`` has it, calls come through ``write`` from any thread, and one takes the answers. ``since`` is when
+    the call that it is at was begun, as seen from here; 0.0 where it has none.
+    """
+
+    def __init__(self, label: str, instance: int) -> None:
+        self._label, self.instance = label, instance
+        self.is_open = True
+        self.is_shared = False  # by several threads
+        self.has_taken = False
+        self.has_large = False
+        self.since = 0.0
+        self._fds: list[int] = []
+        ours, theirs = connection.Pipe()
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            undo.callback(self._close_fds)
+            super().__init__(WorkerMemory.create())
+            self._fds.append(self.memory.fd)
+            undo.callback(self.memory.close)
+            self._fds += [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
+            fds = theirs.fileno(), *self._fds
+            self._process = subprocess.Popen(
+                [os.fsdecode(spawn.get_executable()), *interpreter_flags(), "-c", _PROGRAM, import_path()]
+                + [str(number) for number in (*fds, os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+            undo.pop_all()
+        self._connection = ours
+        self.bell = Bell(self.memory.worker_asleep, self._fds[1])
+        self._its_bell = Bell(self.memory.engine_asleep, self._fds[2])
+        self._sentinel = _open_sentinel(self._process.pid)
+        # Readable when the process has ended, or has something to say of its setup or close.
+        self.watched = [ours.fileno()] + ([] if self._sentinel is None else [self._sentinel])
+        self._poller = _poller(self.watched)
+        self._sleeper = _poller([*self.watched, self.bell.fd])
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def write(self, call: Call) -> None:
+        """Write a call into the slot it has; raises what there is no room for."""
+        self.memory.ask(call.slot, call.number, call.packed, call.count, perf_counter(), call.deadline)
+        self._its_bell.ring()
+
+    def read(self, slot: int) -> Answer:
+        """The answer in a slot, which may be used again then."""
+        row = self.memory.reply(slot)
+        outcomes: Any = None
+        error: BaseException | None = None
+        if row.kind != NOT_RUN:
+            try:
+                outcomes = self.memory.read(slot, row, copies=True)
+                if row.kind == FAILED:
+                    outcomes, error = None, outcomes.error()
+            except Exception as failure:
+                error = TypeError(f"{self._label}: the answer of its worker process: {first_line(failure)}")
+                error.__cause__ = failure
+        self.memory.release(slot)
+        return Answer(row.kind, outcomes, error, row.first, row.second, self.instance)
+
+    def call(self, packed: Packed, count: int, timeout: float | None) -> Any:
+        """Have one call run, and wait for its outcomes; a failure there is raised here.
+
+        ``WorkerDied`` where the process ends first, or is ended because ``timeout`` seconds are over; ``has_taken``
+        then says whether that may be due to the call.
+        """
+        call = Call(packed, count)
+        self.take_slot(call)
+        try:
+            self.write(call)
+        except BaseException:
+            self.free_slot(call.slot)
+            raise
+        self.since = start = perf_counter()
+        try:
+            while not self.has_answers():
+                left = SLEEP_SECONDS if timeout is None else min(SLEEP_SECONDS, start + timeout - perf_counter())
+                if left <= 0:
+                    self.has_taken = True
+                    raise self.overdue(timeout)
+                if self.bell.sleep(self._sleeper, self.has_answers, left) and not self.has_answers():
+                    self.has_taken = self.had_begun(call)
+                    raise self.died()
+        except BaseException:
+            self.kill()  # its answer to this must not be taken for one to the next
+            raise
+        finally:
+            self.since = 0.0
+        [slot] = self.take_answered()
+        answer = self.read(slot)
+        self.free_slot(slot)
+        if answer.error is not None:
+            raise answer.error
+        return answer.outcomes
+
+    def had_begun(self, call: Call) -> bool:
+        """Whether it has begun a call."""
+        return self.memory.has_begun(call.slot, call.number)
+
+    def died(self) -> WorkerDied:
+        """End it, and say how it has ended."""
+        self._wait(1.0)  # the connection may end a moment before the process
+        status = self._process.poll()
+        self.kill()
+        return WorkerDied(f"{self._label}: its worker process {self._process.pid} died: {describe_ending(status)}")
+
+    def overdue(self, timeout: Any) -> WorkerDied:
+        """End it, and say that it took too long."""
+        self.kill()
+        pid = self._process.pid
+        return WorkerDied(f"{self._label}: its worker process {pid} took longer than {timeout:g} s and was ended")
+
+    # -- its beginning and its end --------------------------------------------------------------------------------
+
+    def set_up(self, setup: Any, timeout: float | None = None) -> Any:
+        """What it tells of its backend once that is set up; what that raised is raised here."""
+        try:
+            answer = self._exchange(("setup", setup), timeout)
+        except (EOFError, OSError):
+            raise self.died() from None
+        if answer is None:
+            raise self.overdue(timeout)
+        kind, value = answer
+        if kind == FAILED:
+            raise value.error()
+        return value
+
+    def close(self) -> None:
+        """Let the worker close its backend and end; an error of that is raised once everything is released."""
+        failure: Any = None
+        try:
+            answer = self._exchange(("close", None), _CLOSE_TIMEOUT)
+            if answer is not None:
+                _, failure = answer
+                self._wait(_CLOSE_TIMEOUT)
+        except (EOFError, OSError):
+            pass  # it is gone
+        finally:
+            self.kill()
+        if isinstance(failure, Failure):
+            raise failure.error()
+
+    def kill(self) -> None:
+        """End the process if it still runs; twice is allowed."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._process.kill()
+        self._process.wait()
+        if self._sentinel is not None:
+            os.close(self._sentinel)
+        self._connection.close()
+        if not self.is_shared:
+            del self.bell, self._its_bell
+            self.memory.close()
+            self._close_fds()
+
+    def _exchange(self, message: Any, timeout: float | None) -> Any:
+        """The answer; ``EOFError`` where the process ends first, ``None`` where ``timeout`` seconds pass."""
+        self._connection.send_bytes(pickle.dumps(message))
+        ready = dict(self._poller.poll(None if timeout is None else 1000 * timeout))
+        if not ready:
+            return None
+        if not ready.get(self._connection.fileno(), 0) & select.POLLIN:
+            raise EOFError
+        return pickle.loads(self._connection.recv_bytes())
+
+    def _wait(self, timeout: float) -> None:
+        """Wait for the process to end, no longer than ``timeout`` seconds."""
+        end = perf_counter() + timeout
+        if self._sentinel is not None:
+            _poller([self._sentinel]).poll(1000 * timeout)
+        try:
+            self._process.wait(max(0.0, end - perf_counter()))
+        except subprocess.TimeoutExpired:
+            pass
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        # NOTE: not before, where it is shared: a thread that has just written a call is about to ring.
+        self._close_fds()
+
+
+def _poller(fds: list[int]) -> select.poll:
+    """For what is readable."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return poller
+
+
+def _open_sentinel(pid: int) -> int | None:
+    """A descriptor that is readable when the process has ended, where the system has such a thing.
+
+    The connection tells it too, unless a process that the worker has forked still holds the other end.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def import_path() -> str:
+    """``sys.path`` for a child process, a folder a line.
+
+    Only absolute ones, so that nothing is imported from the working directory, wherever that is.
+    """
+    paths = [path for path in sys.path if isinstance(path, str) and os.path.isabs(path)]
+    # TRAP: while another thread imports cv2, that has its own folder in front of the others, where a `typing` lies.
+    file = getattr(sys.modules.get("cv2"), "__file__", None)
+    if file:
+        folder = os.path.join(os.path.dirname(os.path.realpath(file)), "")
+        paths = [path for path in paths if not os.path.join(path, "").startswith(folder)]
+    return "\n".join(paths)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is held by a signal; ``False`` where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def interpreter_flags() -> list[str]:
+    """What makes another interpreter like this one."""
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
+
+
+def describe_ending(status: int | None) -> str:
+    """How a process ended, from its exit status, which is less than 0 for a signal; ``None``: it has not."""
+    if status is None:
+        return "it closed its connection"
+    if status >= 0:
+        return f"exit status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by signal {-status} ({names.get(-status, 'unknown')})"
