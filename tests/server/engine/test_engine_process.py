@@ -360,12 +360,6 @@ def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> N
         ]
 
 
-def asked(engine: dict[str, Any]) -> int:
-    """How many requests its node has had, as far as it has told."""
-    found: int = engine["nodes"]["model"]["requests"] if "nodes" in engine else 0
-    return found
-
-
 def test_several_engine_processes_have_some_of_the_workers_each(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
     service = Service(tmp_path, "--workers", "3", "--engines", "2")
@@ -377,5 +371,4 @@ def test_several_engine_processes_have_some_of_the_workers_each(tmp_path: Path) 
             os.kill(first, signal.SIGKILL)
             eventually(lambda: second in (ready := service.pids("engines")) and first not in ready and len(ready) == 2)
             eventually(load.served())
-            eventually(lambda: all(map(asked, service.stats["engines"])))
         assert not load.problems

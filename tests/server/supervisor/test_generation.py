@@ -1,0 +1,30 @@
+"""Which engine process a worker uses."""
+
+from __future__ import annotations
+
+import pytest
+from torchpipe_server.options import parse_options
+from torchpipe_server.supervisor.generation import Generation
+
+SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
+
+
+@pytest.mark.parametrize(
+    ("args", "engines"),
+    [
+        ("--workers=1", []),
+        ("--workers=3", [0, 0, 0]),
+        ("--workers=5 --engines=2", [0, 1, 0, 1, 0]),
+        ("--workers=2 --engines=4", [0, 1]),
+        ("--workers=4 --devices=0,1", [0, 1, 0, 1]),
+        ("--workers=6 --devices=0,1 --engines=2", [0, 1, 2, 3, 0, 1]),
+    ],
+)
+def test_workers_share_the_engine_processes_of_their_device(args: str, engines: list[int]) -> None:
+    options = parse_options(["x.toml", *args.split()])
+    generation = Generation(SHARED, options)
+    used = [generation.engine_of(worker) for worker in generation.workers]
+    assert [engine.index for engine in used if engine is not None] == engines
+    devices = len(options.device_numbers) or 1
+    for worker, engine in zip(generation.workers, used, strict=True):
+        assert engine is None or engine.index % devices == worker.index % devices
