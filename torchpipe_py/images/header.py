@@ -133,13 +133,13 @@ class HeaderCheck:
             raise DecodeError(f"{len(data)} bytes: {shown}: cut off in its header") from None
         except DecodeError as error:
             raise DecodeError(f"{len(data)} bytes: {error}") from None
-        width, height = header.width, header.height
+        _, width, height, _, _, _, scans, _ = header
         if not 0 < width * height <= self.max_pixels or width < 0:
             raise DecodeError(f"{len(data)} bytes: {self._wrong_size(header)}")
-        if header.scans > MAX_SCANS:
+        if scans > MAX_SCANS:
             raise DecodeError(f"{len(data)} bytes: a JPEG of more than {MAX_SCANS} scans, each a pass over all pixels")
-        if header.scans * width * height > MAX_PASSES * self.max_pixels:
-            work = f"{header.scans} scans of {width}x{height} pixels"
+        if scans > 1 and scans * width * height > MAX_PASSES * self.max_pixels:
+            work = f"{scans} scans of {width}x{height} pixels"
             limit = f"{MAX_PASSES} times max_pixels = {self.max_pixels}"
             raise DecodeError(f"{len(data)} bytes: a JPEG of {work}, together more than {limit}")
         return header

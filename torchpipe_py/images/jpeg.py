@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 
 from torchpipe_py.errors import DecodeError
 
@@ -36,13 +37,19 @@ _FRAMES = {
 _TABLES = {0xC4, 0xCC, 0xDB, 0xDC, 0xDD}  # DHT, DAC, DQT, DNL, DRI
 _SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
-_PASSED = _SEGMENTS - {_SOS, _APP1, _APP14, *_FRAMES}
-"""Segments of which nothing is read but the length."""
+
+# JFIF's and tables, of the lengths that they have in most files: passed over in one call of C.
+_USUAL = (0xE0, 16), (0xDB, 67), (0xDB, 132), (0xC4, 31), (0xC4, 181), (0xC4, 418)
+_USUAL_SEGMENTS: Callable[[Bytes, int], re.Match[bytes]] = re.compile(
+    b"(?s:%s)*" % b"|".join([re.escape(struct.pack(">BBH", 0xFF, *each)) + b".{%d}" % (each[1] - 2) for each in _USUAL])
+).match  # type: ignore[assignment]  # it matches nothing, at least
 
 _NEXT_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _NEXT_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-_segment_at = struct.Struct(">BBH").unpack_from
-_frame_at = struct.Struct(">HBHHB").unpack_from
+# FF, marker, length; behind it what a frame header has: bits, height, width, components. A scan's number of components
+# stands where the bits do.
+_SEGMENT = struct.Struct(">BBHBHHB")
+_segment_at, _SEGMENT_BYTES = _SEGMENT.unpack_from, _SEGMENT.size
 _PIECE = 2**18  # bytes that are searched in one call, which holds the GIL
 
 
@@ -67,45 +74,57 @@ class JpegHeader:
             raise DecodeError(f"JPEG: cut off in its header, after {len(data)} bytes") from None
 
     def _read(self, data: Bytes) -> None:
-        position, last = 2, len(data) - 4
+        position, last = _USUAL_SEGMENTS(data, 2).end(), len(data) - _SEGMENT_BYTES
         for _ in range(MAX_SEGMENTS):
-            if position <= last:
-                start, marker, length = _segment_at(data, position)
-                if marker in _PASSED and start == 0xFF and length >= 2:
-                    position += 2 + length
-                    continue
-            marker = data[position + 1]
-            if data[position] == 0xFF and 0 < marker < 0xFF:
-                position += 2
-            else:
-                position, marker = self._after_marker(data, position)
-            if marker not in _SEGMENTS:
-                if marker in _STANDALONE:
-                    continue
-                if marker == _EOI:
-                    raise DecodeError("JPEG: it ends before the image data")
-                raise DecodeError(f"JPEG: marker FF{marker:02X} at byte {position - 2} has no place in the header")
-            length = data[position] << 8 | data[position + 1]
-            if length < 2:
-                raise DecodeError(f"JPEG: the segment at byte {position - 2} is {length} bytes long")
-            if marker in _FRAMES:
-                self._read_frame(data, position, marker)
-            elif marker == _SOS:
+            if position > last:
+                position = self._next(data, position)
+                continue
+            start, marker, length, first, height, width, components = _segment_at(data, position)
+            if start != 0xFF or length < 2 or marker not in _SEGMENTS:
+                position = self._next(data, position)
+                continue
+            if marker == _SOS:
                 break
-            elif marker == _APP14:
-                if data[position + 2 : position + 7] == b"Adobe":
-                    self.transform = data[position + 13]
-            elif marker == _APP1 and data[position + 2 : position + 8] == b"Exif\0\0":
-                self._exif = position + 8, position + length
-            position += length
+            if marker in _FRAMES:
+                if self.frame:
+                    # NOTE: whose size would count, one decoder says so and another so.
+                    raise DecodeError("JPEG: it has two frame headers")
+                _check_frame(marker, first, components, length)
+                self.frame, self.height, self.width, self.components = marker, height, width, components
+                position = _USUAL_SEGMENTS(data, position + 2 + length).end()
+                continue
+            if marker == _APP14:
+                if data[position + 4 : position + 9] == b"Adobe":
+                    self.transform = data[position + 15]
+            elif marker == _APP1 and data[position + 4 : position + 10] == b"Exif\0\0":
+                self._exif = position + 10, position + 2 + length
+            position += 2 + length
         else:
             raise DecodeError(f"JPEG: more than {MAX_SEGMENTS} segments before the image data")
         if not self.frame:
             raise DecodeError("JPEG: no frame header before the image data")
-        self.data_start = position + length
-        self._first = data[position + 2]  # components in the first scan
+        self.data_start = position + 2 + length
+        self._first = first  # components in the first scan
 
-    def _after_marker(self, data: Bytes, position: int) -> tuple[int, int]:
+    def _next(self, data: Bytes, position: int) -> int:
+        """Where to go on from what is no segment, or is one of the file's last bytes."""
+        marker = data[position + 1]
+        if data[position] != 0xFF or marker in (0, 0xFF):
+            return self._next_marker(data, position)
+        if marker in _STANDALONE:
+            return position + 2
+        if marker == _EOI:
+            raise DecodeError("JPEG: it ends before the image data")
+        if marker not in _SEGMENTS:
+            raise DecodeError(f"JPEG: marker FF{marker:02X} at byte {position} has no place in the header")
+        length = data[position + 2] << 8 | data[position + 3]
+        if length < 2:
+            raise DecodeError(f"JPEG: the segment at byte {position} is {length} bytes long")
+        if marker == _SOS or marker in _FRAMES:
+            raise IndexError
+        return position + 2 + length
+
+    def _next_marker(self, data: Bytes, position: int) -> int:
         """What is no marker is passed over, as libjpeg does it, but not without end; FF may stand before a marker."""
         found = _NEXT_MARKER.search(data, position, position + _PIECE)
         if found is None and position + _PIECE < len(data):
@@ -114,22 +133,7 @@ class JpegHeader:
             raise IndexError
         if bytes(data[position : found.start()]).strip(b"\xff"):
             self.is_tight = False
-        return found.end(), data[found.end() - 1]
-
-    def _read_frame(self, data: Bytes, position: int, marker: int) -> None:
-        if self.frame:
-            # NOTE: whose size would count, one decoder says so and another so.
-            raise DecodeError("JPEG: it has two frame headers")
-        length, bits, self.height, self.width, self.components = _frame_at(data, position)
-        kind = _FRAMES[marker]
-        if kind or bits != 8:
-            what = kind or f"{bits} bits"
-            raise DecodeError(
-                f"JPEG: a frame of type SOF{marker - 0xC0} ({what}) is not supported, only 8 bits, Huffman"
-            )
-        if self.components not in (1, 3, 4) or length != 8 + 3 * self.components:
-            raise DecodeError(f"JPEG: {self.components} color components in a frame header of {length} bytes")
-        self.frame = marker
+        return found.start()
 
     def scans(self, data: Bytes) -> int:
         """How many there are, one more than are allowed at the most; 1 for what is decoded in one pass."""
@@ -155,6 +159,15 @@ class JpegHeader:
         except (struct.error, KeyError):
             pass  # as OpenCV does: damaged metadata, but a good image
         return 1
+
+
+def _check_frame(marker: int, bits: int, components: int, length: int) -> None:
+    kind = _FRAMES[marker]
+    if kind or bits != 8:
+        what = kind or f"{bits} bits"
+        raise DecodeError(f"JPEG: a frame of type SOF{marker - 0xC0} ({what}) is not supported, only 8 bits, Huffman")
+    if components not in (1, 3, 4) or length != 8 + 3 * components:
+        raise DecodeError(f"JPEG: {components} color components in a frame header of {length} bytes")
 
 
 def count_scans(data: Bytes, position: int) -> int:
