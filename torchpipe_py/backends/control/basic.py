@@ -108,8 +108,10 @@ class Sequential(Backend):
             (filter_, child, child.forward if child.min() == 1 else partial(run_padded, child), _most(child))
             for filter_, child in zip(filters, self.config.children, strict=True)
         ]
+        # NOTE: the default filter is None here, and done in place: its call would take longer than it does.
         self._single_steps = [
-            (filter_, child, child.forward_one() or _alone(forward)) for filter_, child, forward, _ in self._steps
+            (None if filter_ is swap else filter_, child, child.forward_one() or _alone(forward))
+            for filter_, child, forward, _ in self._steps
         ]
 
     def forward(self, items: list[Data]) -> None:
@@ -143,18 +145,25 @@ class Sequential(Backend):
     def _forward_single(self, item: Data) -> None:
         """The same for one item, without a list: most sequences see one request at a time."""
         for filter_, child, forward in self._single_steps:
-            status = filter_(item)
-            if status is RUN:
+            if filter_ is None:
+                if TASK_RESULT_KEY not in item:
+                    return
+                item[TASK_DATA_KEY] = item.pop(TASK_RESULT_KEY)
+            else:
+                status = filter_(item)
+                if status is SKIP:
+                    continue
+                if status is not RUN:
+                    if status not in _ENDS:
+                        raise _bad_status(status, child)
+                    return
                 item.pop(TASK_RESULT_KEY, None)
-                item.pop(TASK_ERROR_KEY, None)
-                try:
-                    forward(item)
-                except InvalidRequest as error:  # from forward_one
-                    item[TASK_ERROR_KEY] = error
-            elif status is not SKIP:
-                if status not in _ENDS:
-                    raise _bad_status(status, child)
-                return
+            if TASK_ERROR_KEY in item:
+                del item[TASK_ERROR_KEY]
+            try:
+                forward(item)
+            except InvalidRequest as error:  # from forward_one
+                item[TASK_ERROR_KEY] = error
 
     def close(self) -> None:
         close_all(reversed(self.config.children))
