@@ -74,8 +74,11 @@ class ResizeMat(StatelessBackend):
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         if mat.shape[:2] != self._shape:
-            check_channels(self.resize_h, self.resize_w, mat.shape[2])
-            mat = self._resize(mat, self._size, None, 0, 0, self._flag)
+            channels = mat.shape[2]
+            check_channels(self.resize_h, self.resize_w, channels)
+            # NOTE: OpenCV would take the GIL to make the array, and give it up once more.
+            resized = np.empty((*self._shape, channels), mat.dtype)
+            mat = self._resize(mat, self._size, resized, 0, 0, self._flag)
             if mat.ndim == 2:
                 mat = mat[:, :, None]
         item[TASK_RESULT_KEY] = mat
