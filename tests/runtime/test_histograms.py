@@ -5,20 +5,29 @@ from __future__ import annotations
 from conftest import Register
 
 from torchpipe_py import ItemBackend, pipe
-from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS, bucket
+from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS, Record, summed
 
 
-def test_a_bucket_is_bounded_by_powers_of_two_of_a_microsecond():
-    assert [bucket(us / 1e6) for us in (0.2, 1.5, 2.5, 3.5, 4.5, 1000.5)] == [0, 1, 2, 2, 3, 10]
+def counted(seconds: float) -> int:
+    """Which of the counters a time is counted by."""
+    record = Record("node", 0)
+    record.computed(seconds)
+    counts: list[int] = summed([record])["histograms"]["compute"]
+    assert len(counts) == COUNTS
+    return counts.index(1)
+
+
+def test_a_counter_is_bounded_by_powers_of_two_of_a_microsecond():
+    assert [counted(us / 1e6) for us in (0.2, 1.5, 2.5, 3.5, 4.5, 1000.5)] == [0, 1, 2, 2, 3, 10]
     for seconds in (0.3e-6, 5e-6, 0.02, 60.0):
-        place = bucket(seconds)
+        place = counted(seconds)
         assert seconds * 1000 < BOUNDS_MS[place]
         assert place == 0 or seconds * 1000 >= BOUNDS_MS[place - 1]
 
 
 def test_times_beyond_every_bound_and_below_zero():
-    assert bucket(1e9) == COUNTS - 1 == len(BOUNDS_MS)
-    assert 0 <= bucket(-1e-9) < COUNTS
+    assert counted(1e9) == COUNTS - 1 == len(BOUNDS_MS)
+    assert 0 <= counted(-1e-9) < COUNTS
 
 
 class Twice(ItemBackend):

@@ -16,14 +16,18 @@ BOUNDS_MS = [2**power / 1000 for power in range(COUNTS - 1)]
 """Upper bounds, exclusive, of the counters in milliseconds; the last counter has none."""
 
 
-def bucket(seconds: float) -> int:
-    """The place of a time in a list of ``COUNTS`` counters: 0 below 1 µs, ``n`` below 2**n µs."""
-    place = int(seconds * 1e6).bit_length()
-    return place if place < COUNTS else COUNTS - 1
+PLACES = 64
+"""Counters where times are counted first: no time is beyond the last of them. ``folded`` makes ``COUNTS`` of them."""
+
+
+def folded(places: Sequence[int]) -> list[int]:
+    """Of times that were counted by ``int(seconds * 1e6).bit_length()``: below 1 µs the first, then below 2**n µs."""
+    # NOTE: whoever counts writes this out, and does not call a function for each of the times of each request.
+    return [*places[: COUNTS - 1], sum(places[COUNTS - 1 :])]
 
 
 class Record:
-    """What one instance did: totals in seconds, and histograms by ``bucket``.
+    """What one instance did: totals in seconds, and histograms of ``PLACES`` counters.
 
     One thread at a time writes: the instance's own, or a caller's that stands in for it.
     """
@@ -35,7 +39,7 @@ class Record:
         self.requests = self.batches = self.failed = self.expired = 0
         self.queue_time = self.batch_wait = self.compute_time = 0.0
         self.batch_sizes: Counter[int] = Counter()
-        self.queue_counts, self.wait_counts, self.compute_counts = ([0] * COUNTS for _ in range(3))
+        self.queue_counts, self.wait_counts, self.compute_counts = ([0] * PLACES for _ in range(3))
 
     def single(self, request: Request, start: float, end: float) -> None:
         """A request ran alone from ``start`` to ``end``."""
@@ -43,36 +47,41 @@ class Record:
         self.singles += 1
         self.queue_time += queued
         self.compute_time += computed
-        self.queue_counts[bucket(queued)] += 1
-        self.compute_counts[bucket(computed)] += 1
-        for trace in self.traces:
-            trace.record(self._node, self._instance, (request,), start, start, end)
+        self.queue_counts[int(queued * 1e6).bit_length()] += 1
+        self.compute_counts[int(computed * 1e6).bit_length()] += 1
+        if self.traces:
+            self.traced((request,), start, start, end)
 
     def batch(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
         """A batch ran, of which a leader took the first request at ``collected``."""
-        self.requests += len(requests)
+        size = len(requests)
+        self.requests += size
         self.batches += 1
-        self.batch_sizes[len(requests)] += 1
+        self.batch_sizes[size] += 1
+        queue_counts, wait_counts = self.queue_counts, self.wait_counts
         for request in requests:
+            arrived = request.arrived
             # NOTE: what comes while the leader collects has not queued.
-            taken = max(collected, request.arrived)
-            self.queue_time += taken - request.arrived
-            self.batch_wait += start - taken
-            self.queue_counts[bucket(taken - request.arrived)] += 1
-            self.wait_counts[bucket(start - taken)] += 1
+            taken = arrived if arrived > collected else collected
+            queued, waited = taken - arrived, start - taken
+            self.queue_time += queued
+            self.batch_wait += waited
+            queue_counts[int(queued * 1e6).bit_length()] += 1
+            wait_counts[int(waited * 1e6).bit_length()] += 1
         self.computed(end - start)
-        self.traced(requests, collected, start, end)
+        if self.traces:
+            self.traced(requests, collected, start, end)
 
     def queued(self, request: Request, start: float) -> None:
         """A request is begun whose backend computes elsewhere; ``computed`` and ``traced`` follow."""
         self.singles += 1
         self.queue_time += start - request.arrived
-        self.queue_counts[bucket(start - request.arrived)] += 1
+        self.queue_counts[int((start - request.arrived) * 1e6).bit_length()] += 1
 
     def computed(self, seconds: float) -> None:
         """The backend ran for so long."""
         self.compute_time += seconds
-        self.compute_counts[bucket(seconds)] += 1
+        self.compute_counts[int(seconds * 1e6).bit_length()] += 1
 
     def traced(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
         """Enter the batch into the traces, if there are any."""
@@ -87,7 +96,7 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
     until a leader took them, from then until their batch closed; over batches while the backend ran.
     ``batch_sizes`` counts batches by size, ``failed`` the requests whose backend raised, ``expired`` those whose
     deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` has the same times:
-    ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, counted by ``bucket``.
+    ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, each of ``COUNTS`` counters.
     """
     sizes: Counter[int] = Counter()
     for record in records:
@@ -113,4 +122,4 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _added(histograms: Iterable[list[int]]) -> list[int]:
-    return [sum(counts) for counts in zip(*histograms, strict=True)]
+    return folded([sum(counts) for counts in zip(*histograms, strict=True)])

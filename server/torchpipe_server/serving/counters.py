@@ -9,7 +9,7 @@ from collections import Counter, deque
 from time import time
 from typing import Any
 
-from torchpipe_py.runtime.statistics import COUNTS, bucket
+from torchpipe_py.runtime.statistics import PLACES, folded
 from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.serving.service import OK
 
@@ -32,7 +32,7 @@ class RequestCounters:
         self._noted: deque[tuple[str, str, float, str, float]] = deque()
         self._lock = threading.Lock()
         self._by_method: dict[str, Counter[str]] = {}
-        self._latency = [0] * COUNTS
+        self._latency = [0] * PLACES
         self._seconds = 0.0
 
     def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
@@ -56,7 +56,7 @@ class RequestCounters:
         self.settle()
         return {
             "by_method": {method: dict(outcomes) for method, outcomes in self._by_method.items()},
-            "latency": {"counts": list(self._latency), "sum_ms": 1000 * self._seconds},
+            "latency": {"counts": folded(self._latency), "sum_ms": 1000 * self._seconds},
         }
 
     def _count(self, method: str, outcome: str, seconds: float, name: str, at: float) -> None:
@@ -64,7 +64,7 @@ class RequestCounters:
         if outcomes is None:
             outcomes = self._by_method[method] = Counter()
         outcomes[outcome] += 1
-        self._latency[bucket(seconds)] += 1
+        self._latency[int(seconds * 1e6).bit_length()] += 1
         self._seconds += seconds
         if self._logged == "all" or (self._logged == "failed" and outcome != OK):
             fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
