@@ -27,7 +27,8 @@ from torchpipe_server.wire.scanner import (
 )
 
 # Reads one value at a position; returns it and the position behind it.
-Read = Callable[[memoryview, int], tuple[Any, int]]
+Bytes = bytes | memoryview
+Read = Callable[[Bytes, int], tuple[Any, int]]
 Field = tuple[int, str, Read]  # type on the wire, name
 
 _MemoryBuffer = getattr(thriftpy2.transport, "TCyMemoryBuffer", thriftpy2.transport.TMemoryBuffer)
@@ -65,7 +66,8 @@ class Codec:
     def decode_args(self, message: Message, args_cls: type) -> Any:
         """An `args_cls` object; fields that were not sent are None. Raises `BadArgumentsError`, `TextTooLargeError`."""
         decoder = self._compact if message.framing.protocol == "compact" else self._binary
-        view = memoryview(message.buffer)
+        buffer = message.buffer
+        view: Bytes = buffer if isinstance(buffer, bytes) else memoryview(buffer)  # whose slices are no copies
         decoder.text_bytes = 0
         try:
             args, end = decoder.struct(args_cls)(view, message.start)
@@ -142,7 +144,7 @@ class Decoder:
         ttype, inner = spec if isinstance(spec, tuple) else (spec, None)
         return self.wire_types[ttype], self._value(ttype, inner)
 
-    def _skip(self, view: memoryview, at: int, wire: int) -> int:
+    def _skip(self, view: Bytes, at: int, wire: int) -> int:
         size = fixed_size(wire, self.is_compact)
         if size > 0:
             return at + size
@@ -150,7 +152,7 @@ class Decoder:
         self._scanner.advance(view, len(view), 2 * len(view))
         return self._scanner.pos
 
-    def _read_text(self, view: memoryview, at: int) -> tuple[str, int]:
+    def _read_text(self, view: Bytes, at: int) -> tuple[str, int]:
         size, at = self._string(view, at)
         self.text_bytes += size
         if self.text_bytes > self._limits.text_bytes:
@@ -160,18 +162,18 @@ class Decoder:
             )
         return str(view[at : at + size], "utf-8"), at + size
 
-    def _read_bytes(self, view: memoryview, at: int) -> tuple[bytes, int]:
+    def _read_bytes(self, view: Bytes, at: int) -> tuple[bytes, int]:
         size, at = self._string(view, at)
         return bytes(view[at : at + size]), at + size
 
-    def _string(self, view: memoryview, at: int) -> tuple[int, int]:
+    def _string(self, view: Bytes, at: int) -> tuple[int, int]:
         """The size of a string and where its bytes begin."""
         raise NotImplementedError
 
     def _list_reader(self, wire: int, read: Read) -> Read:
         begin = self._container
 
-        def read_list(view: memoryview, at: int) -> tuple[list[Any], int]:
+        def read_list(view: Bytes, at: int) -> tuple[list[Any], int]:
             size, _, element, at = begin(view, at, False)
             if size and element != wire:
                 raise BadArgumentsError(f"a list of type {element}, not {wire}")
@@ -186,7 +188,7 @@ class Decoder:
     def _map_reader(self, key_wire: int, read_key: Read, value_wire: int, read_value: Read) -> Read:
         begin = self._container
 
-        def read_map(view: memoryview, at: int) -> tuple[dict[Any, Any], int]:
+        def read_map(view: Bytes, at: int) -> tuple[dict[Any, Any], int]:
             size, key_type, value_type, at = begin(view, at, True)
             if size and (key_type, value_type) != (key_wire, value_wire):
                 raise BadArgumentsError(f"a map of types {key_type}, {value_type}, not {key_wire}, {value_wire}")
@@ -199,7 +201,7 @@ class Decoder:
 
         return read_map
 
-    def _container(self, view: memoryview, at: int, is_map: bool) -> tuple[int, int, int, int]:
+    def _container(self, view: Bytes, at: int, is_map: bool) -> tuple[int, int, int, int]:
         raise NotImplementedError
 
     def _simple_reader(self, ttype: int) -> Read:
@@ -220,7 +222,7 @@ class BinaryDecoder(Decoder):
     def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
         skip = self._skip
 
-        def read_struct(view: memoryview, at: int) -> tuple[Any, int]:
+        def read_struct(view: Bytes, at: int) -> tuple[Any, int]:
             made, name = cls(), ""
             try:
                 while wire := view[at]:
@@ -243,7 +245,11 @@ class BinaryDecoder(Decoder):
 
         return read_struct
 
-    def _container(self, view: memoryview, at: int, is_map: bool) -> tuple[int, int, int, int]:
+    def _read_bytes(self, view: Bytes, at: int) -> tuple[bytes, int]:
+        end = at + 4 + _i32_at(view, at)[0]
+        return bytes(view[at + 4 : end]), end
+
+    def _container(self, view: Bytes, at: int, is_map: bool) -> tuple[int, int, int, int]:
         first = view[at]
         at += is_map
         return _i32_at(view, at + 1)[0], first, view[at], at + 5
@@ -257,7 +263,7 @@ class BinaryDecoder(Decoder):
         number_at, size = number.unpack_from, number.size
         return lambda view, at: (number_at(view, at)[0], at + size)
 
-    def _string(self, view: memoryview, at: int) -> tuple[int, int]:
+    def _string(self, view: Bytes, at: int) -> tuple[int, int]:
         return _i32_at(view, at)[0], at + 4
 
 
@@ -270,7 +276,7 @@ class CompactDecoder(Decoder):
     def _struct_reader(self, cls: type, fields: dict[int, Field], required: tuple[str, ...]) -> Read:
         skip = self._skip
 
-        def read_struct(view: memoryview, at: int) -> tuple[Any, int]:
+        def read_struct(view: Bytes, at: int) -> tuple[Any, int]:
             made, name, number = cls(), "", 0
             try:
                 while wire := view[at] & 15:
@@ -302,7 +308,7 @@ class CompactDecoder(Decoder):
 
         return read_struct
 
-    def _container(self, view: memoryview, at: int, is_map: bool) -> tuple[int, int, int, int]:
+    def _container(self, view: Bytes, at: int, is_map: bool) -> tuple[int, int, int, int]:
         size, key, value, at = compact_container(view, at, len(view), is_map)
         return size, 1 if key == 2 else key, 1 if value == 2 else value, at
 
@@ -319,12 +325,12 @@ class CompactDecoder(Decoder):
             return lambda view, at: (_little_double_at(view, at)[0], at + 8)
         return _int_reader({6: 16, 8: 32, 10: 64}[ttype])
 
-    def _string(self, view: memoryview, at: int) -> tuple[int, int]:
+    def _string(self, view: Bytes, at: int) -> tuple[int, int]:
         return read_size(view, at, len(view))
 
 
 def _int_reader(bits: int) -> Read:
-    def read_int(view: memoryview, at: int) -> tuple[int, int]:
+    def read_int(view: Bytes, at: int) -> tuple[int, int]:
         zigzag, at = read_varint(view, at, len(view), I64_VARINT)
         if zigzag >> bits:
             raise BadArgumentsError(f"a number of more than {bits} bits")

@@ -37,6 +37,7 @@ __all__ = [
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
 HEADER_BYTES = NAME_BYTES + 16  # no header is longer
+_VERSION_CALL = 0x80010001
 COSTLY_BYTES = 2**18
 COSTLY_ITEMS = 64
 
@@ -101,11 +102,8 @@ class Message(NamedTuple):
         return f"Message({self.name!r}, type={self.type}, seqid={self.seqid}, {self.framing}, {self.size} bytes)"
 
 
-class Header(NamedTuple):
-    name: str
-    type: int
-    seqid: int
-    end: int  # where the arguments struct begins
+Header = tuple[str, int, int, int]
+"""Name, type, seqid, and where the arguments struct begins."""
 
 
 class MessageReader:
@@ -137,7 +135,8 @@ class MessageReader:
         """The unfinished message without its body, once its header has arrived: an error can be answered by name."""
         if self._header is None or self._framing is None:
             return None
-        return Message(*self._header[:3], self._framing)
+        name, type_, seqid, _ = self._header
+        return Message(name, type_, seqid, self._framing)
 
     @property
     def is_paused(self) -> bool:
@@ -188,7 +187,8 @@ class MessageReader:
             self._held = bytearray(memoryview(buffer)[start:end])
             self._scanner.shift(start)
             if self._header is not None:
-                self._header = self._header._replace(end=self._header.end - start)
+                name, type_, seqid, body = self._header
+                self._header = name, type_, seqid, body - start
         elif buffer is not self._held:
             self._held = bytearray(buffer)
 
@@ -206,7 +206,7 @@ class MessageReader:
         self._header = None
         assert framing is not None
         name, type_, seqid, body = header
-        return Message(name, type_, seqid, framing, buffer, body, scanner.pos, items=scanner.items)
+        return Message(name, type_, seqid, framing, buffer, body, scanner.pos, None, scanner.items)
 
     def _begin(self, buffer: Buffer, start: int, end: int) -> Header | None:
         """Read what precedes the arguments, None if it is not all there yet, and prepare the scanner."""
@@ -233,7 +233,7 @@ class MessageReader:
             if end >= limit:
                 raise endless(beyond, self._limits)
             return None
-        self._scanner.start_struct(header.end, limit, beyond)
+        self._scanner.start_struct(header[3], limit, beyond)
         return header
 
     def _detect(self, buffer: Buffer, start: int, end: int) -> Framing | None:
@@ -290,13 +290,15 @@ def _binary_header(buffer: Buffer, start: int, end: int) -> Header | None:
     if end - start < 8:
         return None
     version, size = _version_and_size_at(buffer, start)
+    at = start + 8 + size
+    if version == _VERSION_CALL and 0 < size <= NAME_BYTES and at + 4 <= end:  # nearly all
+        return _name(buffer, start + 8, at), CALL, _i32_at(buffer, at)[0], at + 4
     if version >> 16 != 0x8001:
         raise ProtocolError("bad_version", f"a message that begins with {version:#010x}")
     _check_name_size(size)
-    at = start + 8 + size
     if at + 4 > end:
         return None
-    return Header(_name(buffer, start + 8, at), _type(version & 0xFF), _i32_at(buffer, at)[0], at + 4)
+    return _name(buffer, start + 8, at), _type(version & 0xFF), _i32_at(buffer, at)[0], at + 4
 
 
 def _old_header(buffer: Buffer, start: int, end: int) -> Header | None:
@@ -307,7 +309,7 @@ def _old_header(buffer: Buffer, start: int, end: int) -> Header | None:
     at = start + 4 + size
     if at + 5 > end:
         return None
-    return Header(_name(buffer, start + 4, at), _type(buffer[at]), _i32_at(buffer, at + 1)[0], at + 5)
+    return _name(buffer, start + 4, at), _type(buffer[at]), _i32_at(buffer, at + 1)[0], at + 5
 
 
 def _compact_header(buffer: Buffer, start: int, end: int) -> Header | None:
@@ -328,7 +330,7 @@ def _compact_header(buffer: Buffer, start: int, end: int) -> Header | None:
     if at + size > end:
         return None
     signed = seqid if seqid < 2**31 else seqid - 2**32
-    return Header(_name(buffer, at, at + size), _type(head >> 5), signed, at + size)
+    return _name(buffer, at, at + size), _type(head >> 5), signed, at + size
 
 
 def _check_name_size(size: int) -> None:

@@ -161,27 +161,26 @@ class Scanner:
             if left < 0:
                 if pos >= end:
                     break
-                wire = head = buffer[pos]
+                head = buffer[pos]
                 if is_compact:
-                    wire &= 15
-                if wire == 0:
+                    wire, at = head & 15, pos + 1
+                    if head < 16 and wire:
+                        _, at = read_varint(buffer, at, end, I32_VARINT)
+                        if not at:
+                            break
+                else:
+                    wire, at = head, pos + 3
+                if not wire:
                     pos += 1
                     if not stack:
                         self.pos, self._items = pos, items
                         return True
                     left, first, second = stack.pop()
                     continue
-                at = pos + 3
-                if is_compact:
-                    at = pos + 1
-                    if head < 16:
-                        _, at = read_varint(buffer, at, end, I32_VARINT)
-                        if not at:
-                            break
                 items -= 1
                 if items < 0:
                     self._refuse_items(0)
-                if is_compact and wire < 3:  # a bool field: its type is its value
+                if wire < 3 and is_compact:  # a bool field: its type is its value
                     pos = at
                     continue
             elif left:
@@ -195,23 +194,23 @@ class Scanner:
                 continue
 
             kind = kinds[wire]
-            if kind > 0:
-                pos = at + kind
-                left -= 1
-                continue
             if kind == _STRING:
-                if is_compact:
-                    size, at = read_size(buffer, at, end)
-                    if not at:
-                        break
-                else:
-                    if at + 4 > end:
+                if not is_compact:
+                    body = at + 4
+                    if body > end:
                         break
                     size = _i32_at(buffer, at)[0]
-                    at += 4
+                else:
+                    size, body = read_size(buffer, at, end)
+                    if not body:
+                        break
                 if not 0 <= size <= limits.string_bytes:
                     self._refuse_string(size)
-                pos = at + size
+                pos = body + size
+                left -= 1
+                continue
+            if kind > 0:
+                pos = at + kind
                 left -= 1
                 continue
             if kind == _VARINT:
