@@ -316,7 +316,9 @@ def tensor_key(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(tensor_key, value))
     shape = getattr(value, "shape", None)
-    return None if shape is None else (tuple(shape), getattr(value, "dtype", None))
+    if shape is None:
+        return None
+    return shape if isinstance(shape, tuple) else tuple(shape), getattr(value, "dtype", None)
 
 
 def run_padded(backend: Backend, items: list[Data]) -> None:

@@ -31,9 +31,11 @@ def by_shapes(
         except InvalidRequest as error:
             item[TASK_ERROR_KEY] = error
             continue
-        members, rows = groups.setdefault(shapes, ([], []))
-        members.append(item)
-        rows.append(row)
+        group = groups.get(shapes)
+        if group is None:
+            group = groups[shapes] = [], []
+        group[0].append(item)
+        group[1].append(row)
     return [(shapes, members, rows) for shapes, (members, rows) in groups.items()]
 
 
@@ -104,14 +106,22 @@ def as_array(value: Any, dims: Sequence[int | None], dtype: np.dtype, name: str)
     A Mat H×W×C, for an input of four dimensions, is laid out as ``dims`` say. ``InvalidRequest`` for what does not
     fit, or loses more than precision in ``dtype``.
     """
-    array = value if isinstance(value, np.ndarray) else _tensor_to_numpy(value, name)
-    if len(dims) == 4 and array.ndim == 3 and value is array:
-        array = _laid_out(array, dims, name)
+    if not isinstance(value, np.ndarray):
+        return as_tensor_array(tensor_to_numpy(value, name), dims, dtype, name)
+    laid_out = _laid_out(value, dims, name) if len(dims) == 4 and value.ndim == 3 else value
+    return as_tensor_array(laid_out, dims, dtype, name, value.shape)
+
+
+def as_tensor_array(
+    array: np.ndarray, dims: Sequence[int | None], dtype: np.dtype, name: str, given: Sequence[int] = ()
+) -> np.ndarray:
+    """``as_array`` of what is no Mat, or is laid out; the shape that was ``given`` is told where it does not fit."""
+    given = given or array.shape
     if array.ndim == len(dims) - 1:
         array = array[None]
     shape = array.shape
     if len(shape) != len(dims) or shape[0] != 1 or not _fits(shape[1:], dims[1:]):
-        raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(np.shape(value))}")
+        raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(given)}")
     check_numbers(array, dtype, name)
     return array
 
@@ -156,7 +166,8 @@ def _can_cast(given: np.dtype, wanted: np.dtype) -> bool:
     return np.can_cast(given, wanted, "same_kind")
 
 
-def _tensor_to_numpy(value: Any, name: str) -> np.ndarray:
+def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
+    """``to_numpy``; ``InvalidRequest`` for what is no tensor."""
     try:
         return to_numpy(value)
     except AttributeError:

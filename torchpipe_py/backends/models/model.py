@@ -179,7 +179,10 @@ class ModelBackend(Backend):
         if len(results) != len(items):
             raise ValueError(f"{self.postprocessor.__name__} gave {len(results)} results for {len(items)} items")
         for item, result in zip(items, results, strict=True):
-            item.update(result if isinstance(result, Written) else {TASK_RESULT_KEY: result})
+            if isinstance(result, Written):
+                item.update(result)
+            else:
+                item[TASK_RESULT_KEY] = result
 
 
 def _key_remarks(file: ModelFile) -> Iterator[Remark]:

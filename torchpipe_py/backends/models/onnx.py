@@ -11,11 +11,12 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, Param
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
-from torchpipe_py.backends.models.inputs import as_array, by_shapes, request_values
+from torchpipe_py.backends.models.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, model_bytes, unsigned_model
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
 
 logger = logging.getLogger("torchpipe_py")
@@ -68,6 +69,7 @@ class OnnxTensor(ModelBackend):
             lambda: self._load(onnxruntime),
         )
         self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
+        self._only = self._inputs[0] if len(self._inputs) == 1 else None
         outputs = [_output_spec(value) for value in self._session.get_outputs()]
         self.declare([given.spec for given in self._inputs], outputs)
         shapes = self.known_shapes()
@@ -102,6 +104,11 @@ class OnnxTensor(ModelBackend):
 
     def _read(self, item: Data) -> tuple[Shapes, list[np.ndarray]]:
         """The inputs of a request as arrays 1×…, and their shapes; ``InvalidRequest`` where they do not fit."""
+        if self._only is not None and hasattr(data := item[TASK_DATA_KEY], "dtype"):  # most requests of most models
+            array = self._only.array(data)
+            shapes: Shapes = (array.shape[1:],)
+            self.check_shapes(shapes)
+            return shapes, [array]
         values = request_values(item, self.inputs)
         arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
         shapes = tuple([array.shape[1:] for array in arrays])
@@ -199,10 +206,20 @@ class _Input:
             raise ConfigError(f"input {value.name!r} is a scalar; expected a batch dimension")
         self._most = most
         self._buffer: Any = np.empty(0, self.dtype)
+        self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that fitted as it was
 
     def array(self, value: Any) -> np.ndarray:
         """A value, 1×… or without its first dimension, as an array 1×… that fits this input, or ``InvalidRequest``."""
-        return as_array(value, self.spec.dims, self.dtype, self.spec.name)
+        if isinstance(value, np.ndarray):
+            return as_array(value, self.spec.dims, self.dtype, self.spec.name)
+        array = tensor_to_numpy(value, self.spec.name)
+        if self._fitting == (array.shape, array.dtype):
+            return array
+        fitted = as_tensor_array(array, self.spec.dims, self.dtype, self.spec.name)
+        # NOTE: of integers that might become smaller ones, every number is looked at.
+        if fitted is array and (array.dtype == self.dtype or self.dtype.kind == "f"):
+            self._fitting = array.shape, array.dtype
+        return fitted
 
     def stack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""
