@@ -76,11 +76,11 @@ def are_arrays(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(map(is_array, value))
 
 
+_LABEL, _SCORE = (str, int, np.integer), (float, int, np.number)
+
+
 def is_label_and_score(value: Any) -> bool:
     """Whether ``value`` is a pair of a label and a number."""
     return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and isinstance(value[0], (str, int, np.integer))
-        and isinstance(value[1], (int, float, np.number))
+        isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], _LABEL) and isinstance(value[1], _SCORE)
     )

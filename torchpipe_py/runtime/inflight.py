@@ -101,12 +101,15 @@ class InFlight:
 
         ``request`` may be a branch of the one that ends. ``last`` is the outcome where others are still under way.
         """
-        links = request.links
-        branches = None if links is None else links.branches
-        if branches is not None:
-            request = branches.request
+        links, branches, under_way = request.links, None, self._requests
+        if links is not None:
+            branches = links.branches
+            if branches is not None:
+                request = branches.request
+            if links.is_inner:
+                under_way = self._inner
         try:
-            (self._inner if links is not None and links.is_inner else self._requests).remove(request)
+            under_way.remove(request)
         except KeyError:
             return False
         request.error = error
@@ -137,12 +140,13 @@ class InFlight:
                 raise
             log_failure(f"{self.name}: the callback of a finished request failed", failure)
         finally:
-            self._let_go(request, branches)
+            if request.links is not None:  # NOTE: anew, since a jump may have made them until the request was done.
+                self._let_go(request, branches)
         return True
 
     def _let_go(self, request: Request, branches: Branches | None) -> None:
         """Nobody waits any more for what the request's jumps have started."""
-        links = request.links  # NOTE: anew, since a jump may have made them until the request was done.
+        links = request.links
         if links is not None:
             for give_up in links.give_up:
                 give_up()

@@ -87,7 +87,19 @@ class Routes:
         return enter_at_once if filter_ is always_run else enter
 
     def _way_out(self, hidden: Hidden) -> Enter:
-        return self.entries[hidden.next] if hidden.next is not None else partial(self._leave, hidden)
+        if hidden.next is not None:
+            return self.entries[hidden.next]
+        leave, complete = partial(self._leave, hidden), self._complete
+        if hidden.exits:
+            return leave
+
+        def end(request: Request) -> None:
+            if request.links is None:
+                complete(request, None, None)
+            else:
+                leave(request)
+
+        return end
 
     def _leave_logical(self, request: Request) -> None:
         """Out of one of several nodes that share their instances."""

@@ -100,10 +100,13 @@ class Connection:
     @property
     def waits_for_loop(self) -> bool:
         """Whether the I/O thread has to go on with it once its request is answered."""
-        return (
-            self.state not in (OPEN, CLOSED)
+        if self.state is not OPEN:
+            return self.state is not CLOSED
+        # NOTE: asked for each request: nothing is called that need not be.
+        return bool(
+            self.backlog
+            or self.uncut is not None
             or self.work is SENDING
-            or self.has_messages
             or self.is_gone
             or self.reader.awaits_invitation
         )

@@ -31,14 +31,16 @@ class RequestCounters:
         self._logged = logged
         self._noted: deque[tuple[str, str, float, str, float]] = deque()
         self._lock = threading.Lock()
-        self._by_method: dict[str, Counter[str]] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()  # by method and outcome
         self._latency = [0] * PLACES
         self._seconds = 0.0
 
     def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
         """A request was answered ``seconds`` after its message was complete."""
-        name = request_id[:NAME_CHARACTERS]
-        self._noted.append((method, outcome, seconds, name, time() if self.is_logging else 0.0))
+        if self.is_logging:
+            self._noted.append((method, outcome, seconds, request_id[:NAME_CHARACTERS], time()))
+        else:
+            self._noted.append((method, outcome, seconds, "", 0.0))
 
     @property
     def is_due(self) -> bool:
@@ -48,24 +50,27 @@ class RequestCounters:
     def settle(self) -> None:
         """Count and log what was noted."""
         with self._lock:
-            for _ in range(len(self._noted)):
-                self._count(*self._noted.popleft())
+            noted = self._noted
+            for _ in range(len(noted)):
+                method, outcome, seconds, name, at = noted.popleft()
+                self._counts[method, outcome] += 1
+                self._latency[int(seconds * 1e6).bit_length()] += 1
+                self._seconds += seconds
+                if self.is_logging:
+                    self._log(method, outcome, seconds, name, at)
 
     def summary(self) -> dict[str, Any]:
         """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.statistics``)."""
         self.settle()
+        by_method: dict[str, dict[str, int]] = {}
+        for (method, outcome), count in list(self._counts.items()):
+            by_method.setdefault(method, {})[outcome] = count
         return {
-            "by_method": {method: dict(outcomes) for method, outcomes in self._by_method.items()},
+            "by_method": by_method,
             "latency": {"counts": folded(self._latency), "sum_ms": 1000 * self._seconds},
         }
 
-    def _count(self, method: str, outcome: str, seconds: float, name: str, at: float) -> None:
-        outcomes = self._by_method.get(method)
-        if outcomes is None:
-            outcomes = self._by_method[method] = Counter()
-        outcomes[outcome] += 1
-        self._latency[int(seconds * 1e6).bit_length()] += 1
-        self._seconds += seconds
+    def _log(self, method: str, outcome: str, seconds: float, name: str, at: float) -> None:
         if self._logged == "all" or (self._logged == "failed" and outcome != OK):
             fields = {"request": name, "method": method, "outcome": outcome, "ms": round(1000 * seconds, 3)}
             said = json.dumps(name, ensure_ascii=False)  # in quotes, so that it looks like nothing else on the line

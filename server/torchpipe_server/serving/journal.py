@@ -21,6 +21,7 @@ from torchpipe_server.wire.protocol import CALL, HTTP, ONEWAY, Framing, Message
 SLOT_BYTES = 72
 _NAME_BYTES = 56
 _head = Struct(f"<BBi{_NAME_BYTES}s")  # framing and type, length of the name, sequence number, name
+_seqid, _SEQID_AT = Struct("<i"), 4
 _time = Struct("d")
 _TIME_BYTES = 64  # before the time, a double that is aligned: it is read while another process writes it
 _NO_REQUEST = 255  # in place of framing and type, as long as there was none
@@ -120,10 +121,12 @@ class Entry:
     what it is said of: a process may be killed between any two of these calls.
     """
 
-    __slots__ = ("_base", "_view")
+    __slots__ = ("_base", "_name", "_view", "_written")
 
     def __init__(self, view: memoryview, base: int) -> None:
         self._view, self._base = view, base
+        self._name = ""  # of the last request
+        self._written: tuple[Framing, int] | None = None  # its framing and type
 
     def wipe(self) -> None:
         """Nothing taken, nothing in work."""
@@ -144,11 +147,16 @@ class Entry:
 
     def begin(self, message: Request) -> None:
         """The request's work begins."""
-        name = message.name.encode()
-        code = 2 * _CODES[message.framing] + (message.type == ONEWAY)
-        size = len(name) if len(name) <= _NAME_BYTES else 0
-        _head.pack_into(self._view, self._base + 2, code, size, message.seqid, name)
-        self._view[self._base + 1] = _BUSY
+        view, base = self._view, self._base
+        if message.name == self._name and (message.framing, message.type) == self._written:
+            _seqid.pack_into(view, base + _SEQID_AT, message.seqid)
+        else:
+            self._name, self._written = message.name, (message.framing, message.type)
+            name = message.name.encode()
+            code = 2 * _CODES[message.framing] + (message.type == ONEWAY)
+            size = len(name) if len(name) <= _NAME_BYTES else 0
+            _head.pack_into(view, base + 2, code, size, message.seqid, name)
+        view[base + 1] = _BUSY
 
     def reply(self) -> None:
         """Its reply is about to be written."""
