@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import os
@@ -103,6 +104,7 @@ def work_dir() -> Path:
     return path
 
 
+@functools.cache
 def resnet(arch: str) -> tuple[torch.nn.Module, str]:
     """A torchvision ResNet with random weights and settled batch statistics, and the ONNX file of it."""
     import torchvision

@@ -45,6 +45,13 @@ def test_what_was_not_measured_has_no_target() -> None:
     assert not report.targets
 
 
+def test_a_service_is_started_as_its_name_says() -> None:
+    assert Service("", {}, 8, False, 2).options == ["--workers", "8"]
+    assert Service("", {}, 8, True, 2).options == ["--workers", "8", "--engines", "2"]
+    assert named(GPU, 8, True, 2) == "GPU decode, 8 workers, shared, 2 engine processes"
+    assert named(GPU, 1, False, 2) == "GPU decode, 1 worker, separate"
+
+
 def test_labels_and_scores_are_compared() -> None:
     answers = [Answer("cat", 0.5), Answer("dog", 0.25)]
     assert difference(answers, answers) == (0, 0.0)

@@ -34,7 +34,8 @@ class Choice:
 
     ``decode``, ``separate`` and ``shared`` are of ``sizes``: where images are decoded, and the workers of each service.
     ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have, ``model_most`` the images in a batch
-    of the model, shared or not. ``only`` is part of the names of the services that are measured.
+    of the model, shared or not. ``only`` is part of the names of the services that are measured, ``engines``
+    the engine processes of each with shared nodes.
     """
 
     clients: tuple[int, ...]
@@ -45,11 +46,12 @@ class Choice:
     instances: int
     model_most: int
     images: int
-    has_profile: bool = False
-    decode: str = "CPU"
-    separate: int = 4
-    shared: int = MOST
-    only: str = ""
+    has_profile: bool
+    decode: str
+    separate: int
+    shared: int
+    only: str
+    engines: int
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decoders", type=int, default=2, help="instances of a shared node that decodes (default: 2)")
     group.add_argument("--decode-max", type=int, default=16, help="images that it decodes in a call (default: 16)")
     group.add_argument("--instances", type=int, default=2, help="instances of a shared model (default: 2)")
+    group.add_argument("--engines", type=int, default=1, help="engine processes with shared nodes (default: 1)")
     group.add_argument("--model-max", type=int, default=8, help="images in a batch of any model (default: 8)")
     group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
     group.add_argument("--profile", action="store_true", help="also tell what the threads of the engine process are at")
@@ -75,10 +78,22 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 
 def choice_of(args: argparse.Namespace) -> Choice:
     """What the options say."""
-    clients = tuple(map(int, args.clients.split(",")))
-    nodes = args.decoders, args.decode_max, args.instances, args.model_max
-    of_sizes = args.decode.upper(), args.separate, args.shared
-    return Choice(clients, args.quick, args.most_seconds, *nodes, args.images, args.profile, *of_sizes, args.only)
+    return Choice(
+        clients=tuple(map(int, args.clients.split(","))),
+        is_quick=args.quick,
+        most_seconds=args.most_seconds,
+        decoders=args.decoders,
+        decode_most=args.decode_max,
+        instances=args.instances,
+        model_most=args.model_max,
+        engines=args.engines,
+        images=args.images,
+        only=args.only,
+        has_profile=args.profile,
+        decode=args.decode.upper(),
+        separate=args.separate,
+        shared=args.shared,
+    )
 
 
 def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
@@ -118,7 +133,7 @@ def service_of(engines: Engines, choice: Choice, what: str, workers: int, is_sha
     elif is_shared:
         decode = {"decoders": choice.decoders, "decode_most": choice.decode_most}
         config = sharing(gpu_pipe(engines, **decode, most=most, instances=instances), ["decode", "model"])
-    return Service(named(what, workers, is_shared), config, workers, is_shared)
+    return Service(named(what, workers, is_shared, choice.engines), config, workers, is_shared, choice.engines)
 
 
 # -- limits -------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _serving(service: Service) -> Iterator[int]:
         path = Path(folder, "service.toml")
         path.write_text(to_toml(config_of(service)), encoding="utf-8")
         began = monotonic()
-        with serving(str(path), ["--workers", str(service.workers)]) as port:
+        with serving(str(path), service.options) as port:
             told(f"{service.name}: ready after {monotonic() - began:.1f} s")
             yield port
 

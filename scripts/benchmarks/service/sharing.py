@@ -51,6 +51,7 @@ class Service:
     config: Tables
     workers: int
     is_shared: bool
+    engines: int = 1
     loads: dict[int, list[Load]] = field(default_factory=lambda: defaultdict(list))
     notes: dict[int, str] = field(default_factory=dict)
     ready_s: list[float] = field(default_factory=list)
@@ -59,14 +60,22 @@ class Service:
     threads: dict[int, list[str]] = field(default_factory=dict)
     profile: list[str] = field(default_factory=list)
 
+    @property
+    def options(self) -> list[str]:
+        """Of ``torchpipe-serve``."""
+        engines = ["--engines", str(self.engines)] if self.is_shared else []
+        return ["--workers", str(self.workers), *engines]
+
     def load(self, clients: int) -> Load | None:
         """The median of its rounds, if there were any."""
         return median_load(self.loads[clients]) if self.loads.get(clients) else None
 
 
-def named(what: str, workers: int, is_shared: bool) -> str:
+def named(what: str, workers: int, is_shared: bool, engines: int = 1) -> str:
     """The name of a service in the table."""
-    return f"{what}, {workers} worker{'s' * (workers > 1)}, {'shared' if is_shared else 'separate'}"
+    how = "shared" if is_shared else "separate"
+    processes = f", {engines} engine processes" if is_shared and engines > 1 else ""
+    return f"{what}, {workers} worker{'s' * (workers > 1)}, {how}{processes}"
 
 
 def sharing(config: Mapping[str, Mapping[str, Any]], nodes: Sequence[str]) -> Tables:
@@ -98,8 +107,7 @@ def measure(
     path = folder / "service.toml"
     path.write_text(to_toml(service.config), encoding="utf-8")
     http, unused_mib, began = free_port(), gpu_mib(), monotonic()
-    options = ["--workers", str(service.workers), "--http-port", str(http)]
-    with serving(str(path), options, threads.environment()) as port:
+    with serving(str(path), [*service.options, "--http-port", str(http)], threads.environment()) as port:
         service.ready_s.append(monotonic() - began)
         run_clients(port, folder, max(clients), 0.5)
         for _ in range(rounds):

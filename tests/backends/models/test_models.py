@@ -300,7 +300,7 @@ def test_the_session_has_run_its_smallest_and_largest_batch_before_the_first_req
             return self._session.run(names, feed)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Watched)
-    model = str(Path(__file__).parents[2] / "configs" / "demo" / "model.onnx")
+    model = str(Path(__file__).parents[3] / "configs" / "demo" / "model.onnx")
     with pipe({"backend": "OnnxTensor", "model": model, "max": 8, "instance_num": 3}):
         assert sizes == [1, 1, 1, 1, 1, 8]
 
