@@ -14,7 +14,7 @@ from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor
-from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.figures import Figures
 from torchpipe_server.supervisor.slots import Slots, slots_for

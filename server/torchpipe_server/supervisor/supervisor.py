@@ -21,11 +21,11 @@ from torchpipe_py.runtime.statistics import BOUNDS_MS
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.children.child import Child
+from torchpipe_server.supervisor.children.fleet import Fleet
+from torchpipe_server.supervisor.children.generation import WorkerSlot
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add_requests, service_figures
-from torchpipe_server.supervisor.fleet import Fleet
-from torchpipe_server.supervisor.generation import WorkerSlot
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")

@@ -29,10 +29,10 @@ from torchpipe_server.serving.journal import SLOT_BYTES, Journal
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.serving.memory import SharedMemory
 from torchpipe_server.supervisor import forker
-from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.children.child import Child
+from torchpipe_server.supervisor.children.fleet import Fleet
+from torchpipe_server.supervisor.children.forker import Forked, Forker
 from torchpipe_server.supervisor.connections import Connections
-from torchpipe_server.supervisor.fleet import Fleet
-from torchpipe_server.supervisor.forker import Forked, Forker
 from torchpipe_server.worker.channel import LINE_BYTES
 from torchpipe_server.worker.heartbeat import BEAT_SECONDS, Heart, Heartbeat, Signs
 

@@ -15,10 +15,10 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
-from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, Reason
+from torchpipe_server.supervisor.children.child import LOOK_SECONDS, Child, Reason
+from torchpipe_server.supervisor.children.forker import Forked, Forker
+from torchpipe_server.supervisor.children.generation import Generation, WorkerSlot
 from torchpipe_server.supervisor.figures import Figures, add_past
-from torchpipe_server.supervisor.forker import Forked, Forker
-from torchpipe_server.supervisor.generation import Generation, WorkerSlot
 from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")

@@ -25,7 +25,7 @@ from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import Loop
-from torchpipe_server.supervisor.fleet import EXHAUSTED_DELAY, START_ATTEMPTS, Fleet, WorkerSlot
+from torchpipe_server.supervisor.children.fleet import EXHAUSTED_DELAY, START_ATTEMPTS, Fleet, WorkerSlot
 from torchpipe_server.worker.channel import Channel
 
 BACKENDS = '''

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from torchpipe_server.serving.loop import READ, Loop
-from torchpipe_server.supervisor.forker import Forked
+from torchpipe_server.supervisor.children.forker import Forked
 from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
 from torchpipe_server.supervisor.stderr import WorkerStderr
 from torchpipe_server.worker.channel import Channel, Said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torchpipe_server.options import parse_options
-from torchpipe_server.supervisor.generation import Generation
+from torchpipe_server.supervisor.children.generation import Generation
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchpipe_py.plan.sharing import same_shared, shared_files
 from torchpipe_server.options import Options
-from torchpipe_server.supervisor.child import Child
-from torchpipe_server.supervisor.forker import Role
+from torchpipe_server.supervisor.children.child import Child
+from torchpipe_server.supervisor.children.forker import Role
 from torchpipe_server.worker.worker import has_engine
 
 

@@ -1,0 +1,1 @@
+"""Workers and engine processes: forked, watched, replaced."""
