@@ -28,7 +28,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import SLOT_BYTES, Journal
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.serving.memory import SharedMemory
-from torchpipe_server.supervisor import forker
+from torchpipe_server.supervisor.children import forker
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.children.fleet import Fleet
 from torchpipe_server.supervisor.children.forker import Forked, Forker
