@@ -490,10 +490,35 @@ def test_none_available(register: Register) -> None:
 # -- Sequential ---------------------------------------------------------------------------------------------------
 
 
-def test_at_most_one_child_takes_batches(register: Register) -> None:
+def test_a_child_that_takes_smaller_batches_gets_pieces(register: Register) -> None:
+    sizes: dict[int, list[int]] = {}
+
+    class Sized(Backend):
+        most = Param(to_int, 1, doc="the largest batch")
+        least = Param(to_int, 1, doc="the smallest batch")
+
+        def max(self) -> int:
+            return int(self.most)
+
+        def min(self) -> int:
+            return int(self.least)
+
+        def forward(self, items: list[Data]) -> None:
+            sizes.setdefault(int(self.most), []).append(len(items))
+            for item in items:
+                item["result"] = item["data"] + 1
+
+    name = register(Sized)
+    with pipe({"backend": f"S[{name},{name},Identity,{name}]", "most": "3|8|5", "least": "1|2|2"}) as p:
+        assert (p.max(), p.min()) == (8, 2)
+        assert [item["result"] for item in p([{"data": number} for number in range(8)])] == list(range(3, 11))
+    assert sum(sizes[8]) >= 8
+    assert max(sizes[3]) <= 3
+    assert set(sizes[5]) <= set(range(2, 6))
+
+
+def test_a_sequence_takes_what_its_batching_child_takes(register: Register) -> None:
     name = register(Batching)
-    with pytest.raises(ConfigError, match=f"{name} and {name} both take batches; at most one may"):
-        pipe({"backend": f"S[{name},Identity,{name}]"})
     with pipe({"backend": f"S[Identity,SyncTensor[S[{name}]],Identity]"}) as p:
         assert (p.max(), p.min()) == (6, 1)
 

@@ -16,7 +16,7 @@ from torchpipe_py.backends.base import (
     run_padded,
 )
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.errors import BackendError, BackendUnavailable, InvalidRequest
 from torchpipe_py.filters import RUN, SKIP, Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
@@ -76,8 +76,8 @@ class Sequential(Backend):
     """Its children one after the other, each on the result of the one before; ``S`` for short.
 
     ``(filter)Backend`` puts a filter in front of a child; without one it is ``swap``, and ``Run`` for the first.
-    The skips beyond ``Skip`` mean ``Break``, which ends the sequence for that item. At most one child may take more
-    than one item; its range is the range of the sequence.
+    The skips beyond ``Skip`` mean ``Break``, which ends the sequence for that item. The range of the sequence is that
+    of the child that takes the largest batches; another one gets them in pieces that it takes.
     """
 
     children = (1, None)
@@ -96,11 +96,8 @@ class Sequential(Backend):
         self.prefer_color(self._color_after)
         for child in self.config.children:
             child.setup()
-        batching = [child for child in self.config.children if child.max() > 1]
-        if len(batching) > 1:
-            labels = " and ".join(child.config.label for child in batching)
-            raise ConfigError(f"{self.config.label}: {labels} both take batches; at most one may")
-        self._range = (batching[0].min(), batching[0].max()) if batching else (1, 1)
+        widest = max(self.config.children, key=lambda child: child.max())
+        self._range = widest.min(), widest.max()
         given = self.config.filters or (None,) * len(self.config.children)
         defaults = (run, *(swap,) * (len(given) - 1))
         filters = [default if plan is None else plan.create() for plan, default in zip(given, defaults, strict=True)]
