@@ -15,9 +15,10 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
-from torchpipe_server.supervisor.children.child import LOOK_SECONDS, Child, Reason
+from torchpipe_server.supervisor.children.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.children.forker import Forked, Forker
 from torchpipe_server.supervisor.children.generation import Generation, WorkerSlot
+from torchpipe_server.supervisor.children.retirement import Retirement
 from torchpipe_server.supervisor.figures import Figures, add_past
 from torchpipe_server.worker.channel import Said
 
@@ -28,14 +29,6 @@ FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
 EXHAUSTED_DELAY = 1.0  # where descriptors, memory or threads were missing
 SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
 RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
-RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish what does not
-
-_PROBLEMS: dict[Reason, str] = {
-    "silent": "gives no sign of life",
-    "stuck": "has an I/O loop that is stuck",
-    "hung_batch": "has a batch that does not end",
-    "dead_instance": "has lost the thread of an instance",
-}
 
 
 class Watcher(Protocol):
@@ -73,7 +66,7 @@ class Fleet:
         self._loop, self._options, self._load, self._watcher = loop, options, load, watcher
         self._forker = Forker(loop, options, journal)
         self._leaving: set[Child] = set()
-        self._retiring: dict[Child, float] = {}  # and when they are killed
+        self._retirement = Retirement(options.hang_seconds)
         self._has_begun = self._is_ending = self._wants_reload = False
         self._next_look = 0.0
         loop.steps.append(self._step)
@@ -192,42 +185,15 @@ class Fleet:
         waits = [LONGEST_WAIT]
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            self._look()
-        for child, until in list(self._retiring.items()):
-            if child.is_gone:
-                del self._retiring[child]
-            elif now >= until or not child.connections:
-                child.kill()
-            else:
-                waits.append(until - now)
+            self._retirement.look(self.children)
+            self._forker.look(LOOK_SECONDS)
+        waits += self._retirement.kill_due(now)
         for worker in self._now.slots:
             if worker.start_at and not self._is_ending:
                 waits.append(worker.start_at - now)
                 if waits[-1] <= 0:
                     self._start(worker)
         return min(waits)
-
-    def _look(self) -> None:
-        """Ask for figures, and replace workers in which something is stuck for good."""
-        for child in self.children:
-            reason = child.look(self._options.hang_seconds)
-            if reason is None:
-                if child.state in ("ready", "draining"):
-                    child.ask_stats()
-            elif child not in self._retiring:
-                logger.error("%s (pid %d) %s: replacing it", child.name, child.pid, _PROBLEMS[reason])
-                self._retire(child, reason)
-        self._forker.look(LOOK_SECONDS)
-
-    def _retire(self, child: Child, reason: Reason) -> None:
-        """End it; first let it finish the rest, where only some of its batches do not end."""
-        # NOTE: what cannot be finished is answered when the worker is dead, by whoever takes its connections over.
-        self._retiring[child] = monotonic()
-        if child.is_ready and child.connections and reason in ("hung_batch", "dead_instance"):
-            self._retiring[child] += RETIRE_SECONDS
-            child.release(reason)
-        else:
-            child.kill(reason)
 
     # -- what becomes of a worker -------------------------------------------------------------------------------
 
