@@ -17,6 +17,7 @@ from benchmarks.gpu import in_process as gpu
 from benchmarks.gpu.against_mosec import against_mosec
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.int8 import int8 as int8_on_gpu
+from benchmarks.gpu.processes import processes_on_gpu
 from benchmarks.gpu.service import served
 from benchmarks.gpu.sharing import add_choice, choice_of
 from benchmarks.gpu.sharing import shared as shared_on_gpu
@@ -63,6 +64,7 @@ ON_CPU: dict[str, Benchmark] = {
 ON_GPU: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
     "limits": gpu.limits,
     "g1g2": gpu.in_process,
+    "processes": processes_on_gpu,
     "g5": gpu.large_images,
     "g6": gpu.engine_alone,
     "int8": int8_on_gpu,
@@ -70,7 +72,7 @@ ON_GPU: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
 }
 NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "cv2")
 CHOSEN_ON_GPU = {"shared": shared_on_gpu, "mosec": against_mosec, "sizes": sizes}
-WITHOUT_BASELINE = ("limits", "g5", "g6", "int8", *CHOSEN_ON_GPU)  # need no pycuda
+WITHOUT_BASELINE = ("limits", "processes", "g5", "g6", "int8", *CHOSEN_ON_GPU)  # need no pycuda
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -105,6 +105,13 @@ class Single(Obedient):
         Path(item["gate"]).read_bytes()
 
 
+class Fill(ItemBackend):
+    """``result`` is an array of ``data``."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = np.full((100, 100), item["data"], np.uint8)
+
+
 class StubbornError(Exception):
     """Can be pickled and not unpickled."""
 

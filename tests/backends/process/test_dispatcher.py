@@ -11,12 +11,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import process_backends
 import pytest
 from conftest import Register
 from fakes import WAIT, error_of, eventually, outcome
 
-from torchpipe_py import BackendError, DeadlineExceeded, PipeClosed, WorkerDied, pipe
+from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, WorkerDied, pipe
 
 Data = dict[str, Any]
 Start = Callable[..., pipe]
@@ -125,6 +126,47 @@ def test_large_items_leave_one_process_to_the_others(start: Start, tmp_path: Pat
         eventually(lambda: second.pid)
         second.open()
         outcome(first.future), outcome(second.future)
+
+
+class Keep(ItemBackend):
+    """Keeps the arrays that came."""
+
+    def setup(self) -> None:
+        self.kept: list[np.ndarray] = []
+        kept_by.append(self.kept)
+
+    def forward_item(self, item: Data) -> None:
+        self.kept.append(item["data"])
+        item["result"] = item["data"] = int(item["data"][0, 0])
+
+
+kept_by: list[list[np.ndarray]] = []
+
+
+def lies_in_a_slot(array: np.ndarray) -> bool:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.base is not None
+
+
+def test_the_next_node_reads_answers_where_they_lie(register: Register) -> None:
+    first, second = register(process_backends.Fill), register(Keep)
+    with pipe({"a": {"backend": f"Process[{first}]", "next": "b"}, "b": {"backend": second}}) as p:
+        kept = kept_by.pop()
+        for times in range(2):
+            kept.clear()
+            for number in range(20):
+                p(item := {"data": number})
+                assert item["result"] == number
+            # Those that are kept stay as they are, and are copies where too many are kept.
+            assert [int(array.max()) for array in kept] == [int(array.min()) for array in kept] == [*range(20)]
+            assert [lies_in_a_slot(array) for array in kept] == [True] * 12 + [False] * 8, times
+
+
+def test_a_caller_gets_copies(register: Register) -> None:
+    with pipe({"backend": f"Process[{register(process_backends.Fill)}]"}) as p:
+        p(item := {"data": 1})
+    assert not lies_in_a_slot(item["result"])  # type: ignore[arg-type]
 
 
 def test_errors_are_the_backends(start: Start) -> None:

@@ -8,12 +8,16 @@ import select
 import signal
 import subprocess
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from math import inf
 from multiprocessing import connection, spawn
 from time import perf_counter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchpipe_py.backends.process.transport import Packed
 from torchpipe_py.backends.shared.link import Slots
@@ -37,11 +41,17 @@ main(*map(int, sys.argv[2:]))
 
 
 class WorkerMemory(LinkMemory):
-    """What a worker process shares with its parent: calls that it has, and those that come next."""
+    """What a worker process shares with its parent: calls that it has, and answers that are read where they lie."""
 
-    slots = 4
+    slots = 16
     slot_bytes = 2**30
     kept_bytes = 2**22
+
+
+AHEAD = 4
+"""Calls that a worker process has at once, of which it runs one: it need not wait for its parent."""
+
+_IN_PLACE = WorkerMemory.slots - AHEAD  # answers of a worker process that are read in place at once; others are copied
 
 
 class Answer(NamedTuple):
@@ -106,6 +116,10 @@ class WorkerProcess(Slots[Call]):
         self.has_taken = False
         self.has_large = False
         self.since = 0.0
+        self.room = AHEAD
+        self._read_in_place: dict[int, weakref.ref[np.ndarray]] = {}
+        self._dropped: deque[int] = deque()  # slots whose answers nobody reads any more
+        self._fresh: np.ndarray | None = None
         self._fds: list[int] = []
         ours, theirs = connection.Pipe()
         with theirs, ExitStack() as undo:
@@ -139,20 +153,45 @@ class WorkerProcess(Slots[Call]):
         self.memory.ask(call.slot, call.number, call.packed, call.count, perf_counter(), call.deadline)
         self._its_bell.ring()
 
-    def read(self, slot: int) -> Answer:
-        """The answer in a slot, which may be used again then."""
+    def take_slot(self, call: Call) -> None:
+        while self._dropped:
+            slot = self._dropped.popleft()
+            del self._read_in_place[slot]
+            self.memory.release(slot)
+            self.free.append(slot)
+        super().take_slot(call)
+        self.room -= 1
+
+    def free_slot(self, slot: int) -> None:
+        """The call in the slot has ended; the slot is free, once its answer is not read in place any more."""
+        self.room += 1
+        if slot in self._read_in_place:
+            self.calls[slot] = None
+            self._fresh = None
+        else:
+            super().free_slot(slot)
+
+    def read(self, slot: int, in_place: bool = False) -> Answer:
+        """The answer in a slot, before that is freed. ``in_place``: its arrays lie there as long as they live."""
         row = self.memory.reply(slot)
         outcomes: Any = None
         error: BaseException | None = None
         if row.kind != NOT_RUN:
             try:
-                outcomes = self.memory.read(slot, row, copies=True)
+                if in_place and row.kind == DONE and len(self._read_in_place) < _IN_PLACE:
+                    outcomes, content = self.memory.read_in_place(slot, row)
+                    self._fresh = content  # NOTE: until ``free_slot``, or the slot would be free before that
+                    dropped = self._dropped
+                    self._read_in_place[slot] = weakref.ref(content, lambda _: dropped.append(slot))
+                else:
+                    outcomes = self.memory.read(slot, row, copies=True)
                 if row.kind == FAILED:
                     outcomes, error = None, outcomes.error()
             except Exception as failure:
                 error = TypeError(f"{self._label}: the answer of its worker process: {first_line(failure)}")
-                error.__cause__ = failure
-        self.memory.release(slot)
+                error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
+        if slot not in self._read_in_place:
+            self.memory.release(slot)
         return Answer(row.kind, outcomes, error, row.first, row.second, self.instance)
 
     def call(self, packed: Packed, count: int, timeout: float | None) -> Any:

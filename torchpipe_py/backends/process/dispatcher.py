@@ -11,7 +11,7 @@ from itertools import count
 from operator import attrgetter
 from time import perf_counter
 
-from torchpipe_py.backends.process.child import NOT_RUN, Answer, Call, WorkerProcess
+from torchpipe_py.backends.process.child import AHEAD, NOT_RUN, Answer, Call, WorkerProcess
 from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, barrier, sleep_by
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed, WorkerDied, log_failure
 
@@ -25,13 +25,14 @@ class Dispatcher:
 
     A worker process has some calls beside the one that it runs, so that it need not wait for this process. What it has
     not begun is taken back where another one has nothing to do, or where it dies. Of several, one never runs large
-    calls, and none has others behind a large one.
+    calls, and none has others behind a large one. ``in_place``: arrays of answers lie where they were written, as long
+    as somebody has them.
 
     Each worker process is ``entered`` by the thread that starts it and its successors, when ``mend`` says so.
     """
 
-    def __init__(self, instances: int, max_seconds: float) -> None:
-        self._instances, self._max_seconds = instances, max_seconds
+    def __init__(self, instances: int, max_seconds: float, in_place: bool) -> None:
+        self._max_seconds, self._in_place = max_seconds, in_place
         self._lock = threading.RLock()  # a collection may close a pipe anywhere
         self._freed = threading.Condition(self._lock)
         self._waiting: deque[Call] = deque()
@@ -171,8 +172,8 @@ class Dispatcher:
     def _freest(self) -> WorkerProcess | None:
         best, most = None, 0
         for worker in self._workers.values():
-            if len(worker.free) > most and not worker.has_large:
-                best, most = worker, len(worker.free)
+            if worker.room > most and not worker.has_large:
+                best, most = worker, worker.room
         return best
 
     def _takes_back(self, worker: WorkerProcess, call: Call) -> bool:
@@ -189,8 +190,8 @@ class Dispatcher:
 
     def _share(self, idle: WorkerProcess) -> None:
         """Take a call back from the one that has most to do, for one that has nothing to do."""
-        busiest = min(self._workers.values(), key=lambda worker: len(worker.free))
-        if len(idle.free) == len(idle.calls) and len(busiest.free) < len(busiest.calls) - 1:
+        busiest = min(self._workers.values(), key=attrgetter("room"))
+        if idle.room == AHEAD and busiest.room < AHEAD - 1:
             calls = sorted(filter(None, busiest.calls), key=attrgetter("order"), reverse=True)
             call = next((call for call in calls[:-1] if self._takes_back(busiest, call)), None)
             if call is not None:
@@ -283,7 +284,7 @@ class Dispatcher:
         """Take an answer; the worker process has its next call before this one is told."""
         call = worker.calls[slot]
         assert call is not None
-        answer = worker.read(slot)
+        answer = worker.read(slot, self._in_place)
         with self._lock:
             worker.free_slot(slot)
             is_its = call.worker is worker and call.slot == slot

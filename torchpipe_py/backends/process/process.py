@@ -59,7 +59,7 @@ class Process(HandOverBackend):
         self._has_entered = self._is_stopped = False
         self._to_mend = threading.Semaphore(0)
         self._dispatcher: Dispatcher = config.shared.get(
-            Dispatcher, lambda: Dispatcher(config.instance_num, self.max_seconds)
+            Dispatcher, lambda: Dispatcher(config.instance_num, self.max_seconds, in_place=not config.reaches_caller)
         )
         self._range, self._signature = (1, 1), Signature()
 

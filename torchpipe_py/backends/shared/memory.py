@@ -239,15 +239,26 @@ class LinkMemory:
 
     def read(self, slot: int, row: Row, copies: bool) -> Any:
         """The message; raises whatever unpickling raises. Its arrays lie in the slot, unless it ``copies`` them."""
-        sizes, _ = self._sizes(slot, row)
-        offset = _CONTENT + slot * self.slot_bytes + row.start + padded(_SIZE.size * row.parts + row.pickled)
+        return self._read(slot, row, copies)[0]
+
+    def read_in_place(self, slot: int, row: Row) -> tuple[Any, np.ndarray]:
+        """The message, and an array that lives as long as any of its arrays, which lie in the slot."""
+        return self._read(slot, row, False)
+
+    def _read(self, slot: int, row: Row, copies: bool) -> tuple[Any, np.ndarray]:
+        sizes, total = self._sizes(slot, row)
+        begin = _CONTENT + slot * self.slot_bytes + row.start
+        # NOTE: an array of its own, since it is the ``base`` of all views of it.
+        content = np.frombuffer(self._map, np.uint8, total, begin)
+        first = _SIZE.size * row.parts
+        offset = padded(first + row.pickled)
         parts: list[Any] = []
         for index, size in enumerate(sizes):
-            part = self._bytes[offset : offset + size]
+            part = content[offset : offset + size]
             parts.append(part.tobytes() if index >= row.arrays else part.copy() if copies else part)
             offset += padded(size)
-        begin = _CONTENT + slot * self.slot_bytes + row.start + _SIZE.size * row.parts
-        return codec.unpack(self._map[begin : begin + row.pickled], parts, row.arrays, self.before_main)
+        pickled = self._map[begin + first : begin + first + row.pickled]
+        return codec.unpack(pickled, parts, row.arrays, self.before_main), content
 
     def release(self, slot: int) -> None:
         """Give back the memory that a large request and its answer took; the slot is free."""
