@@ -9,8 +9,8 @@ from urllib.parse import parse_qsl
 
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
-from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, json_line, parse_json, to_json
-from torchpipe_py.http.values import check_name, check_names, output_of, size_of
+from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, json_line, label_line, parse_json, to_json
+from torchpipe_py.http.values import check_name, check_names, is_label_and_score, output_of, size_of
 
 _OPTIONS = ("node_name", "deadline_ms", "outputs")
 
@@ -28,7 +28,8 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
 
     ``fields`` are the headers, their names in lower case.
     """
-    check_encoding(fields)
+    if "content-encoding" in fields:
+        check_encoding(fields)
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     options = _parameters(query) if query else {}
@@ -41,7 +42,8 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
         data = read_form(content_type, body, options)
     else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
         data = {"data": body}
-    return _asked(data, options, fields.get("x-deadline-ms"))
+    deadline = fields.get("x-deadline-ms")
+    return _asked(data, options, deadline) if options or deadline is not None else Asked(data, ["result"], None)
 
 
 def _parameters(query: str) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def check_encoding(fields: Mapping[str, str]) -> None:
 def answer_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> bytes:
     """What is under the keys, as a line of JSON; raises what is under ``error`` where a key is not there."""
     values = {key: output_of(data, key) for key in keys}
+    if len(values) == 1 and is_label_and_score(value := values[keys[0]]):
+        return label_line(value)
     size = NUMBER_BYTES * sum(map(size_of, values.values()))
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply)

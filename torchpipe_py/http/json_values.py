@@ -159,6 +159,14 @@ def json_line(members: Mapping[str, Any]) -> bytes:
         raise
 
 
+def label_line(value: tuple[Any, Any]) -> bytes:
+    """``json_line`` of a label and its score, whose form is known."""
+    label, score = str(value[0]), float(value[1])
+    if not math.isfinite(score):
+        return json_line({"label": label, "score": score})
+    return f'{{"label": {_encode(label)}, "score": {score!r}}}\n'.encode()
+
+
 def to_text(key: str, value: Any) -> str:
     """What a pipeline wrote under ``key`` as JSON; ``NoResult`` for what has no form in it."""
     try:

@@ -128,22 +128,22 @@ class HttpRequest:
 
         Raises ``ValueError`` for a header that would end its line, or is not Latin-1.
         """
-        lines = [
-            f"HTTP/1.1 {answer.status} {_PHRASES.get(answer.status, '')}",
-            f"Content-Type: {answer.kind}",
-            f"Content-Length: {len(answer.body)}",
-        ]
-        for fields in (answer.headers, headers or {}):
-            lines += [f"{name}: {value}" for name, value in fields.items()]
-        if is_last or self.is_last:
-            lines.append("Connection: close")
-        lines.append("\r\n")
-        head = "\r\n".join(lines)
-        if not len(lines) == head.count("\r") == head.count("\n"):
-            raise ValueError(f"a header of the answer has a line break: {lines[:-1]}")
-        if self.method == "HEAD" or answer.status in _WITHOUT_BODY:
+        status, kind, body, own = answer
+        head = f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n"
+        head += f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        lines = 4  # with the empty one
+        for fields in (own, headers):
+            if fields:
+                for name, value in fields.items():
+                    head += f"{name}: {value}\r\n"
+                lines += len(fields)
+        head += "Connection: close\r\n\r\n" if is_last or self.is_last else "\r\n"
+        lines += is_last or self.is_last
+        if not lines == head.count("\r") == head.count("\n"):
+            raise ValueError(f"a header of the answer has a line break: {head!r}")
+        if self.method == "HEAD" or status in _WITHOUT_BODY:
             return head.encode("latin-1")
-        return head.encode("latin-1") + answer.body
+        return head.encode("latin-1") + body
 
     def read_head(self, line: re.Match[bytes], fields: Mapping[str, str]) -> None:
         """Take what the head says. Raises ``HttpError``."""
@@ -154,8 +154,9 @@ class HttpRequest:
             raise HttpError(501, "a body comes in chunks or as it is, in no other Transfer-Encoding")
         self._read_target(line[2].decode())
         self.kind = fields.get("content-type", "").partition(";")[0].strip().lower()
-        options = {option.strip().lower() for option in fields.get("connection", "").split(",")}
-        self.is_last = line[4] == b"0" or "close" in options
+        self.is_last = line[4] == b"0"
+        if "connection" in fields:
+            self.is_last |= "close" in {option.strip().lower() for option in fields["connection"].split(",")}
 
     def _read_target(self, text: str) -> None:
         target = _TARGET.fullmatch(text)
@@ -194,7 +195,7 @@ class HttpReader:
     @property
     def pending_bytes(self) -> int:
         """Bytes held here that belong to no whole request yet."""
-        if self._broken is not None:
+        if self._broken is not None or (self._at == len(self._data) and self._request is None):
             return 0
         head = self._request.size if self._request is not None else 0
         return head + len(self._body) + len(self._data) - self._at
@@ -222,7 +223,7 @@ class HttpReader:
             return
         self._data = self._data + data if self._data else bytes(data)
         try:
-            while (request := self._next()) is not None:
+            while self._at < len(self._data) and (request := self._next()) is not None:
                 yield request
         except HttpError as error:
             self.abandon(error)
@@ -261,10 +262,11 @@ class HttpReader:
     def _read_head(self) -> bool:
         """Begin a request; whether all of its head is there."""
         data, at = self._data, self._at
-        if (empty := _EMPTY_LINES.match(data, at)) is not None:
-            at = self._at = empty.end()
-        if at < len(data) and data[at] < 0x21 and data[at:] != b"\r":
-            raise HttpError(400, "no request line")
+        if at < len(data) and data[at] < 0x21:
+            if (empty := _EMPTY_LINES.match(data, at)) is not None:
+                at = self._at = empty.end()
+            if at < len(data) and data[at] < 0x21 and data[at:] != b"\r":
+                raise HttpError(400, "no request line")
         end = self._find_end()
         if end is None:
             return False
