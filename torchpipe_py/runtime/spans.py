@@ -55,6 +55,8 @@ class Spans:
     def request(self, data: Data, on_done: OnDone, root: str, deadline: float | None) -> Request:
         """A request, traced if its parent is: the span that is current here. Without one the sampler decides."""
         request = Request(data, on_done, root, deadline)
+        if not self._starts_traces and not contexts.get_current():
+            return request  # NOTE: nearly all, in a service that traces a few: what is asked besides takes longer
         parent = trace.get_current_span().get_span_context()
         if not (parent.trace_flags.sampled if parent.is_valid else self._starts_traces):
             return request
@@ -71,8 +73,7 @@ class Spans:
     ) -> None:
         """A batch has run; times of ``time.perf_counter``. From any thread."""
         for request in requests:
-            timeline = timeline_of(request)
-            if timeline is not None:
+            if request.links is not None and (timeline := request.links.timeline) is not None:
                 taken, error = taken_at(request.arrived, collected, started), error_in(request.data)
                 where = request.node, instance, len(requests)
                 timeline.visits.append(Visit(*where, request.arrived, taken, started, ended, error))

@@ -84,13 +84,23 @@ class _Change:
         self._tracer, self._ratio = tracer, ratio
 
     def __call__(self, name: str, method: Method) -> Method:
-        return method if method.trace_fields is None else method._replace(start=partial(self._start, name, method))
+        fields, start, ratio = method.trace_fields, method.start, self._ratio
+        if fields is None:
+            return method
 
-    def _start(self, name: str, method: Method, args: Any, done: Done) -> Cancellable | None:
-        assert method.trace_fields is not None
-        parent = parent_of(*method.trace_fields(args))
-        if parent is None and random() >= self._ratio:
-            return method.start(args, done)
+        def start_traced(args: Any, done: Done) -> Cancellable | None:
+            named, state = fields(args)
+            # NOTE: this is all that a request pays which is not traced.
+            parent = None if named is None else parent_of(named, state)
+            if parent is None and random() >= ratio:
+                return start(args, done)
+            return self._start(name, method, parent, args, done)
+
+        return method._replace(start=start_traced)
+
+    def _start(
+        self, name: str, method: Method, parent: trace.SpanContext | None, args: Any, done: Done
+    ) -> Cancellable | None:
         context = contexts.Context()
         if parent is not None:
             context = trace.set_span_in_context(trace.NonRecordingSpan(parent), context)

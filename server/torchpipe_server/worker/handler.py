@@ -40,7 +40,7 @@ class InferenceHandler:
                 self._failer(service.infer_batch_result),
                 _outcome_of,
                 lambda args: _given(args.params, "params").uuid,
-                trace_fields,
+                lambda args: (None, None),  # there is no room for them
             ),
             "infer_many": Method(
                 service.infer_many_args,
