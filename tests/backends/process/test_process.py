@@ -294,9 +294,9 @@ def test_large_values_stay_out_of_the_pickle(inspect: Process, monkeypatch: pyte
     assert inspect._worker is not None
     worker, sizes = inspect._worker, []
 
-    def write(call: Call, write: Any = worker.write) -> None:
+    def write(call: Call, *where: int, write: Any = worker.write) -> None:
         sizes.append(call.packed.pickled.nbytes)
-        write(call)
+        write(call, *where)
 
     monkeypatch.setattr(worker, "write", write)
     forward(inspect, [MAT[::2], torch.rand(50_000), bytes(99_999), bytearray(99_999), {"a": (MAT,)}])

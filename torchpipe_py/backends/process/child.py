@@ -148,9 +148,9 @@ class WorkerProcess(Slots[Call]):
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def write(self, call: Call) -> None:
-        """Write a call into the slot it has; raises what there is no room for."""
-        self.memory.ask(call.slot, call.number, call.packed, call.count, perf_counter(), call.deadline)
+    def write(self, call: Call, slot: int, number: int) -> None:
+        """Write a call into the slot that it was given; raises what there is no room for."""
+        self.memory.ask(slot, number, call.packed, call.count, perf_counter(), call.deadline)
         self._its_bell.ring()
 
     def take_slot(self, call: Call) -> None:
@@ -203,7 +203,7 @@ class WorkerProcess(Slots[Call]):
         call = Call(packed, count)
         self.take_slot(call)
         try:
-            self.write(call)
+            self.write(call, call.slot, call.number)
         except BaseException:
             self.free_slot(call.slot)
             raise

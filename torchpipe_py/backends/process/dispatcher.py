@@ -19,6 +19,10 @@ _LOSSES = 3  # worker processes that may die before they begin a call; then it f
 
 _RETRY_SECONDS = 1.0  # after which a worker process that could not be started is tried again, while others run
 
+_JOIN_SECONDS = 5.0  # for the thread that takes the answers; a callback of a user's may keep it
+
+_Given = tuple[Call, WorkerProcess, int, int]  # a call, and the slot and number it has there
+
 
 class Dispatcher:
     """Has each call run by the worker process that has least to do.
@@ -127,8 +131,9 @@ class Dispatcher:
             thread = None if self._mend else self._thread
         if thread is not None:
             os.eventfd_write(self._wake, 1)
-            thread.join()
-            os.close(self._wake)
+            thread.join(_JOIN_SECONDS)
+            if not thread.is_alive():
+                os.close(self._wake)
         return worker
 
     def _revive(self) -> None:
@@ -140,9 +145,9 @@ class Dispatcher:
 
     # -- which worker process has which call; with the lock held --------------------------------------------------
 
-    def _give(self) -> list[Call]:
+    def _give(self) -> list[_Given]:
         """Give the calls that wait to worker processes, as far as there is room; they are to be written then."""
-        given = []
+        given: list[_Given] = []
         while self._waiting:
             call = self._waiting[0]
             if call.is_large and not self._large_left and not call.is_given_up:
@@ -158,10 +163,10 @@ class Dispatcher:
             call.worker, call.order = worker, next(self._order)
             worker.take_slot(call)
             worker.since = worker.since or perf_counter()
-            given.append(call)
+            given.append((call, worker, call.slot, call.number))
         return given
 
-    def _give_to(self, worker: WorkerProcess) -> list[Call]:
+    def _give_to(self, worker: WorkerProcess) -> list[_Given]:
         """``_give``; where none waits, one that has nothing to do gets a call of another."""
         given = self._give()
         if not given and worker.since == 0.0 and len(self._workers) > 1:
@@ -178,8 +183,8 @@ class Dispatcher:
 
     def _takes_back(self, worker: WorkerProcess, call: Call) -> bool:
         """Whether a call can go elsewhere: the worker process has not begun it, and will not."""
-        if call.worker is not worker:
-            return False
+        if call.worker is not worker or not worker.memory.is_asked(call.slot, call.number):
+            return False  # NOTE: what is not written yet would never be answered there
         worker.memory.give_up(call.slot, call.number)
         # Either it is seen here that it has begun, or there that it was given up. Perhaps both: it says so then.
         barrier()
@@ -218,25 +223,30 @@ class Dispatcher:
 
     # -- without it -----------------------------------------------------------------------------------------------
 
-    def _write(self, calls: list[Call]) -> None:
+    def _write(self, given: list[_Given]) -> None:
         """Write calls into the slots that they were given; what cannot be written ends."""
-        for call in calls:
-            worker = call.worker
-            if worker is None:
-                continue  # it died, and another one has the call by now
+        for call, worker, slot, number in given:
             try:
-                worker.write(call)
+                # NOTE: if it has died, another one may have the call by now; nobody reads what is written here then.
+                worker.write(call, slot, number)
             except Exception as error:
                 with self._lock:
-                    is_ours = call.worker is worker
+                    is_ours = call.worker is worker and call.slot == slot
                     if is_ours:
                         self._end(worker, call)
-                        worker.free_slot(call.slot)
+                        worker.free_slot(slot)
                         self._freed.notify_all()
-                    given = self._give()
+                    more = self._give()
                 if is_ours:
                     self._tell(call, error)
-                self._write(given)
+            else:
+                if worker.room >= AHEAD - 1:
+                    continue
+                # Another one may have become idle, and could not have this call before it was written.
+                with self._lock:
+                    idle = self._freest()
+                    more = [] if idle is None else self._give_to(idle)
+            self._write(more)
 
     def _tell(self, call: Call, outcome: Answer | BaseException) -> None:
         answer = outcome if isinstance(outcome, Answer) else Answer(NOT_RUN, None, outcome, 0.0, 0.0, -1)

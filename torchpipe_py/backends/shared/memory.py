@@ -33,6 +33,7 @@ SLEEP_SECONDS = 0.1
 """After which a sleeper looks for work by itself."""
 
 _ROW = struct.Struct("<IIIIQdd")
+_SMALL = 2**20
 _SIZE = struct.Struct("<Q")
 _WORDS = 4 * SLOTS
 _ROWS = -(-_ROW.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -206,6 +207,10 @@ class LinkMemory:
         self._write(_REQUESTS, slot, packed, section, 0, sent, deadline)
         self._asked[slot] = number
 
+    def is_asked(self, slot: int, number: int) -> bool:
+        """Whether the request is written."""
+        return self._asked[slot] == number
+
     def give_up(self, slot: int, number: int) -> None:
         """Tell that nobody waits for the request any more; it is answered nevertheless."""
         self._given_up[slot] = number
@@ -290,7 +295,11 @@ class LinkMemory:
         self._map[offset + len(head) : offset + small] = packed.pickled
         offset += padded(small)
         for part, size in zip(packed.parts, sizes, strict=True):
-            self._bytes[offset : offset + size] = np.frombuffer(part, np.uint8)
+            # NOTE: NumPy lets other threads run meanwhile: for what takes microseconds, waiting for them takes longer.
+            if size <= _SMALL:
+                self._map[offset : offset + size] = part
+            else:
+                self._bytes[offset : offset + size] = np.frombuffer(part, np.uint8)
             offset += padded(size)
         row = kind, packed.pickled.nbytes, packed.arrays, len(sizes), start, first, second
         _ROW.pack_into(self._map, rows + slot * _ROW.size, *row)
