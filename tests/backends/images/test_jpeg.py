@@ -140,7 +140,8 @@ class ByOpenCV:
         flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
         mats = [cv2.imdecode(np.frombuffer(content, np.uint8), flags) for content in encoded]
         return [
-            DecodeError("too wide") if mat.shape[1] > 60 else torch.from_numpy(mat).permute(2, 0, 1) for mat in mats
+            DecodeError("too wide") if mat.shape[1] > 60 else torch.from_numpy(mat).permute(2, 0, 1)[None]
+            for mat in mats
         ]
 
 

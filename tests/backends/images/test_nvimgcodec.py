@@ -88,7 +88,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
 
 
 def described(images: list[Any]) -> list[Any]:
-    return [str(image) if isinstance(image, DecodeError) else (*image.shape[1:], int(image.max())) for image in images]
+    return [str(image) if isinstance(image, DecodeError) else (*image.shape[2:], int(image.max())) for image in images]
 
 
 def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> None:

@@ -27,7 +27,7 @@ class JpegDecoder(Protocol):
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None: ...
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+        """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
 
 
 class Torchvision:
@@ -58,9 +58,9 @@ class Torchvision:
             raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """For each image a Tensor 3×H×W, uint8, RGB, or a ``DecodeError``."""
+        """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
         try:
-            return self._decoded(encoded)
+            return [image[None] for image in self._decoded(encoded)]
         except self._out_of_memory:
             raise
         except RuntimeError as error:
@@ -166,13 +166,13 @@ class DecodeTensor(GuardedBackend):
             if isinstance(image, DecodeError):
                 item[TASK_ERROR_KEY] = image
                 continue
-            if image.shape[1:] != (header.height, header.width):
+            if image.shape[2:] != (header.height, header.width):
                 # What the header says is what was bounded: another size is another image.
                 item[TASK_ERROR_KEY] = DecodeError(f"JPEG: decoded to another size than {header.width}x{header.height}")
                 continue
             if header.orientation != 1:
                 image = oriented(image, header.orientation)
-            item[TASK_RESULT_KEY] = image[None] if self.color == "rgb" else image.flip(0)[None]
+            item[TASK_RESULT_KEY] = image if self.color == "rgb" else image.flip(1)
             item[TASK_COLOR_KEY] = self.color
 
     def close(self) -> None:
@@ -181,10 +181,10 @@ class DecodeTensor(GuardedBackend):
 
 
 def oriented(image: Any, orientation: int) -> Any:
-    """An image C×H×W turned upright by its EXIF orientation 1..8 (Exif 2.3, table 6)."""
+    """An image …×H×W turned upright by its EXIF orientation 1..8 (Exif 2.3, table 6)."""
     if orientation >= 5:
-        image = image.transpose(1, 2)
-    dims = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
+        image = image.transpose(-2, -1)
+    dims = {2: (-1,), 3: (-2, -1), 4: (-2,), 6: (-1,), 7: (-2, -1), 8: (-2,)}.get(orientation, ())
     return (image.flip(dims) if dims else image).contiguous()
 
 
