@@ -46,6 +46,9 @@ GOOD = {
     "cmyk jpeg": saved("JPEG", mode="CMYK"),
     "thumbnail": JPEG[:2] + jpeg_segment(0xE1, b"Exif\0\0" + saved("JPEG", 8, 8)) + JPEG[2:],
     "fill bytes": JPEG[:2] + b"\xff\xff" + JPEG[2:],
+    "a frame within a usual segment": JPEG[:2]
+    + jpeg_segment(0xE0, b"\xff\xc0\0\x11\x08\x7f\xff\x7f\xff\3\1\x11\0\2")
+    + JPEG[2:],
     "bytes between segments": JPEG[:20] + b"junk\xff\0" + JPEG[20:],
     "bytes behind the end": JPEG + saved("JPEG", 100, 100),
     "scans behind the end": PROGRESSIVE + with_scans(PROGRESSIVE, 100),

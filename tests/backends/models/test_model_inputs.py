@@ -183,6 +183,17 @@ def test_numbers_that_the_input_cannot_hold(tmp_path: Path, dtype: int, value: A
     assert str(item["error"]) == problem
 
 
+def test_a_tensor_of_the_shape_and_dtype_of_the_last_one_may_hold_other_numbers(tmp_path: Path) -> None:
+    path = identity(tmp_path / "model.onnx", ["N", 2], TensorProto.UINT8)
+    with pipe({"backend": "OnnxTensor", "model": path}) as run:
+        for numbers, is_taken in (([1, 2], True), ([1, 300], False), ([3, 255], True), ([-1, 0], False)):
+            data = run({"data": torch.tensor([numbers])})
+            assert ("result" in data) is is_taken
+            assert data["result"].tolist() == [numbers] if is_taken else isinstance(data["error"], InvalidRequest)
+        assert run({"data": torch.tensor([[4, 5]], dtype=torch.uint8)})["result"].tolist() == [[4, 5]]
+        assert isinstance(run({"data": torch.tensor([[4, 5, 6]], dtype=torch.uint8)})["error"], InvalidRequest)
+
+
 def test_bfloat16_is_taken(tmp_path: Path) -> None:
     with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 2])}) as run:
         assert run({"data": torch.tensor([1.5, 2.0], dtype=torch.bfloat16)})["result"].tolist() == [[1.5, 2.0]]
