@@ -186,6 +186,20 @@ def test_batches_form_of_all_workers_requests(register: Register) -> None:
     assert [len(batch) for batch in gate.batches] == [1, 6]
 
 
+def test_the_first_request_of_a_node_is_taken_while_another_computes(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchpipe_py.engine.SLEEP_SECONDS", 10 * WAIT)
+    name, _, opened = picky(register)
+    with workers_of({node: {"backend": name, "shared": True} for node in "ab"}) as (worker,):
+        outcome(worker.pipe.submit({"data": 1, "node_name": "a"}))
+        held = worker.pipe.submit({"data": HOLD, "node_name": "a"})
+        eventually(lambda: worker.server.pipe.stats()["nodes"]["a"]["busy"])
+        assert outcome(worker.pipe.submit({"data": 2, "node_name": "b"}))["result"] == 2
+        opened.set()
+        outcome(held)
+
+
 def test_one_bad_of_eight_fails_alone(register: Register) -> None:
     name, batches, opened = picky(register)
     with workers_of(shared(name), 2) as workers:

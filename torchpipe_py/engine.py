@@ -76,9 +76,9 @@ class EngineServer:
         self._answered = _Answered()
         self._taking = threading.Lock()  # of requests, and of who may be asleep
         self._sleepers: set[object] = {None}  # lanes whose leader sleeps, or is about to, and None where some have none
-        if self.pipe.draw_from(self):
-            self._sleepers = set()
         self._bell.await_ring(True)
+        if self.pipe.draw_from(self):
+            self._sleepers.discard(None)
         self._poller = select.poll()
         self._poller.register(self._bell.fd, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="torchpipe-slots", daemon=True)

@@ -32,6 +32,7 @@ class BatchingLane(Lane):
         """Before the first request: have the leader fetch what waits there."""
         self.idle.has_more = partial(source.announce, self)
         self._source = source
+        source.announce(self)  # NOTE: the first leader may have fallen asleep before it could say so
 
     def queued(self) -> int:
         return 0 if self.is_closing else len(self._queue) + len(self._batches)
