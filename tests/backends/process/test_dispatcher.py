@@ -18,6 +18,9 @@ from conftest import Register
 from fakes import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, WorkerDied, pipe
+from torchpipe_py.backends.process.child import AHEAD
+from torchpipe_py.backends.process.dispatcher import Dispatcher
+from torchpipe_py.backends.process.process import Process
 
 Data = dict[str, Any]
 Start = Callable[..., pipe]
@@ -87,6 +90,39 @@ def test_close_ends_what_runs_and_fails_what_waits(start: Start, tmp_path: Path)
     assert outcome(held.future)["result"][0] == held.pid
     closing.join(WAIT)
     assert not closing.is_alive()
+
+
+def test_close_before_an_instance_has_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_left = threading.Event()
+    keep, leave = Process.keep, Dispatcher.leave
+
+    def keep_late(self: Process) -> None:
+        assert self.config.instance == 0 or has_left.wait(WAIT)
+        keep(self)
+
+    def leave_first(self: Dispatcher, index: int) -> Any:
+        worker = leave(self, index)
+        has_left.set()
+        return worker
+
+    monkeypatch.setattr(Process, "keep", keep_late)
+    monkeypatch.setattr(Dispatcher, "leave", leave_first)
+    assert start(2).close(WAIT)
+
+
+def test_what_was_given_up_in_the_queue_is_not_run(start: Start, tmp_path: Path) -> None:
+    with start() as p:
+        held = Held(p, tmp_path)
+        eventually(lambda: held.pid)
+        others = [p.submit({"data": "x"}) for _ in range(AHEAD)]
+        dropped = Held(p, tmp_path)
+        assert dropped.future.cancel()
+        last = p.submit({"data": "x"})
+        held.open()
+        eventually(lambda: last.done() or dropped.pid)
+        assert not dropped.pid
+        for future in [held.future, *others, last]:
+            outcome(future)
 
 
 def test_a_callback_may_close_the_pipe(start: Start) -> None:

@@ -94,11 +94,13 @@ class Dispatcher:
 
     # -- worker processes, from the threads that start them ------------------------------------------------------
 
-    def enter(self, index: int, worker: WorkerProcess, mend: Callable[[], object]) -> None:
-        """A worker process takes calls from now on; ``mend`` is called when it has died."""
-        worker.bell.await_ring(True)
-        worker.is_shared = True
+    def enter(self, index: int, worker: WorkerProcess, mend: Callable[[], object]) -> bool:
+        """A worker process takes calls from now on; ``mend`` is called when it has died. ``False`` once closed."""
         with self._lock:
+            if self._is_closed:
+                return False
+            worker.bell.await_ring(True)
+            worker.is_shared = True
             self._workers[index], self._mend[index] = worker, mend
             for fd in (*worker.watched, worker.bell.fd):
                 self._poller.register(fd, select.POLLIN)
@@ -108,8 +110,9 @@ class Dispatcher:
                 self._thread = threading.Thread(target=self._run, name="torchpipe-answers", daemon=True)
                 self._thread.start()
             given = self._give_to(worker)
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
         self._write(given)
+        return True
 
     def fail(self, index: int, error: WorkerDied) -> None:
         """No worker process can be started for an instance; the next call has it tried again."""
@@ -150,7 +153,7 @@ class Dispatcher:
         given: list[_Given] = []
         while self._waiting:
             call = self._waiting[0]
-            if call.is_large and not self._large_left and not call.is_given_up:
+            if call.is_large and self._large_left <= 0 and not call.is_given_up:
                 self._large.append(self._waiting.popleft())
                 continue
             worker = self._freest()
@@ -162,6 +165,8 @@ class Dispatcher:
                 worker.has_large = True
             call.worker, call.order = worker, next(self._order)
             worker.take_slot(call)
+            if call.is_given_up:
+                worker.memory.give_up(call.slot, call.number)
             worker.since = worker.since or perf_counter()
             given.append((call, worker, call.slot, call.number))
         return given

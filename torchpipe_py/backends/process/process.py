@@ -110,7 +110,6 @@ class Process(HandOverBackend):
     def keep(self) -> None:
         self._enter()
         while self._to_mend.acquire() and not self._is_stopped:
-            self._worker = None
             try:
                 self._start_again()
             except WorkerDied as error:
@@ -129,7 +128,7 @@ class Process(HandOverBackend):
     def close(self) -> None:
         worker, self._worker = self._worker, None
         if self._has_entered:
-            worker = self._dispatcher.leave(self.config.instance)
+            worker = self._dispatcher.leave(self.config.instance) or worker
         if worker is not None:
             worker.close()
 
@@ -192,8 +191,8 @@ class Process(HandOverBackend):
 
     def _enter(self) -> None:
         assert self._worker is not None
-        self._has_entered = True
-        self._dispatcher.enter(self.config.instance, self._worker, self._to_mend.release)
+        if self._dispatcher.enter(self.config.instance, self._worker, self._to_mend.release):
+            self._worker, self._has_entered = None, True
 
     def _finish(self, item: Data, sent: Data, done: HandedOver, answer: Answer) -> None:
         error = answer.error
