@@ -133,6 +133,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "jpeg, no marker": (JPEG[:2] + b"\xff\0" * 2**18 + JPEG[2:], "no marker in the 262144 bytes from byte 2 on"),
     "jpeg, scans": (with_scans(PROGRESSIVE, 2000), "a JPEG of more than 32 scans"),
     "jpeg, segments": (JPEG[:2] + jpeg_segment(0xFE, b"") * 3000 + JPEG[2:], "more than 2048 segments"),
+    "jpeg, usual segments": (JPEG[:2] + jpeg_segment(0xE0, bytes(14)) * 3000 + JPEG[2:], "more than 2048 segments"),
+    "jpeg, usual tables": (
+        JPEG.replace(frames_of(JPEG), frames_of(JPEG) + jpeg_segment(0xC4, bytes(29)) * 3000),
+        "more than 2048 segments",
+    ),
     "jpeg, tables between scans": (PROGRESSIVE[:-2] + b"\xff\xdd\0\2" * 3000 + PROGRESSIVE[-2:], "between its scans"),
     # PNG
     "png, large": (png_of([ihdr(32767, 32767), idat(), IEND]), "a PNG of 32767x32767 pixels, more than max_pixels"),

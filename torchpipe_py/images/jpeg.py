@@ -39,9 +39,10 @@ _SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 
 # JFIF's and tables, of the lengths that they have in most files: passed over in one call of C.
+# NOTE: a few of them. The call holds the GIL, and takes memory for each; the others count towards MAX_SEGMENTS.
 _USUAL = (0xE0, 16), (0xDB, 67), (0xDB, 132), (0xC4, 31), (0xC4, 181), (0xC4, 418)
 _USUAL_SEGMENTS: Callable[[Bytes, int], re.Match[bytes]] = re.compile(
-    b"(?s:%s)*" % b"|".join([re.escape(struct.pack(">BBH", 0xFF, *each)) + b".{%d}" % (each[1] - 2) for each in _USUAL])
+    b"(?s:%s){0,16}" % b"|".join([re.escape(struct.pack(">BBH", 0xFF, m, n)) + b".{%d}" % (n - 2) for m, n in _USUAL])
 ).match  # type: ignore[assignment]  # it matches nothing, at least
 
 _NEXT_MARKER = re.compile(rb"\xff[^\x00\xff]")
