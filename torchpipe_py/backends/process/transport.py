@@ -1,16 +1,12 @@
-"""Messages between two processes: a pickle through a socket, what is large through memory that both have mapped."""
+"""Messages between two processes: a pickle, and what is large beside it."""
 
 from __future__ import annotations
 
 import io
-import mmap
-import os
 import pickle
 import struct
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,85 +15,6 @@ INLINE = 8192
 """Bytes up to which a buffer stays in the pickle."""
 
 _ALIGNMENT = 64
-_HEADER = struct.Struct("<II")  # buffers of arrays, bytes objects; the size of each follows
-_NOTE = struct.Struct("<Q")
-
-
-class Block:
-    """Memory of one direction, mapped by the writer and the reader; used from one thread of each.
-
-    It grows when a message needs more and is kept for the next. It has no name: nothing is left of it when both
-    processes are gone, however they ended. Its first bytes hold a number that the reader writes for the writer.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-
-    @classmethod
-    def create(cls) -> Block:
-        """An empty one; the other process maps its ``fd``."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("torchpipe")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        try:
-            os.ftruncate(fd, mmap.PAGESIZE)
-            return cls(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def write(self, parts: Iterable[Any], total: int) -> None:
-        """Lay the buffers out one after the other; ``total`` is what ``space`` says of their sizes."""
-        if total > len(self._map):
-            # NOTE: pages are taken only when they are written, so that generous growth costs nothing.
-            os.ftruncate(self.fd, max(total, 2 * len(self._map)))
-            self._remap()
-        offset = _ALIGNMENT
-        for part in parts:
-            self._slice(offset, part.nbytes)[:] = np.frombuffer(part, np.uint8)
-            offset += padded(part.nbytes)
-
-    def read(self, sizes: Sequence[int], arrays: int) -> Iterator[np.ndarray | bytes]:
-        """A copy of each buffer: the first ``arrays`` of them as arrays of bytes, the others as ``bytes``."""
-        if space(sizes) > len(self._map):
-            self._remap()
-        offset = _ALIGNMENT
-        for index, size in enumerate(sizes):
-            yield self._slice(offset, size).copy() if index < arrays else self._map[offset : offset + size]
-            offset += padded(size)
-
-    @property
-    def note(self) -> int:
-        """The reader's number."""
-        return int(_NOTE.unpack_from(self._map)[0])
-
-    @note.setter
-    def note(self, number: int) -> None:
-        _NOTE.pack_into(self._map, 0, number)
-
-    def close(self) -> None:
-        """Unmap; twice is allowed."""
-        if self.fd >= 0:
-            self._map.close()
-            os.close(self.fd)
-            self.fd = -1
-
-    def _slice(self, offset: int, size: int) -> np.ndarray:
-        return np.frombuffer(self._map, np.uint8, size, offset)
-
-    def _remap(self) -> None:
-        # NOTE: where there is no memory for it, the old map stays, and messages that fit in it still go through.
-        larger = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
-        self._map.close()
-        self._map = larger
-
-
-def space(sizes: Iterable[int]) -> int:
-    """Bytes that buffers of these sizes take in a block."""
-    return _ALIGNMENT + sum(map(padded, sizes))
 
 
 def padded(size: int) -> int:
@@ -131,60 +48,6 @@ def unpack(
 ) -> Any:
     """The message, with its parts in it as they are; raises whatever unpickling raises."""
     return _Unpickler(io.BytesIO(pickled), parts[:arrays], parts[arrays:], before_main).load()
-
-
-class SharedMemoryChannel:
-    """One end of the way between two processes; what comes out at the other end is a copy that owns its memory.
-
-    One message at a time: the next may be packed only when the other end has unpacked the last.
-    ``before_main`` is called before a class or function of ``__main__`` is looked up.
-    """
-
-    def __init__(self, connection: Connection, outgoing: Block, incoming: Block) -> None:
-        self._connection, self._outgoing, self._incoming = connection, outgoing, incoming
-        self._posted = self._received = 0
-        self.before_main: Callable[[], object] | None = None
-
-    def pack(self, message: Any) -> bytes:
-        """What ``post`` takes; raises whatever pickling raises, and nothing has left this process then."""
-        packed = Packed.of(message)
-        sizes = [part.nbytes for part in packed.parts]
-        self._outgoing.write(packed.parts, space(sizes))
-        return _HEADER.pack(packed.arrays, len(sizes) - packed.arrays) + pack_sizes(sizes) + packed.pickled
-
-    def post(self, packed: bytes) -> None:
-        """Send what ``pack`` gave; ``OSError`` where nobody is at the other end."""
-        self._posted += 1
-        self._connection.send_bytes(packed)
-
-    def receive(self) -> bytes:
-        """Wait for a message, to be given to ``unpack``; ``EOFError`` or ``OSError`` where the other end is gone."""
-        packed = self._connection.recv_bytes()
-        self._received += 1
-        self._incoming.note = self._received
-        return packed
-
-    def unpack(self, packed: bytes) -> Any:
-        """The message; raises whatever unpickling raises."""
-        arrays, blobs = _HEADER.unpack_from(packed)
-        sizes = struct.unpack_from(f"<{arrays + blobs}Q", packed, _HEADER.size)
-        parts = list(self._incoming.read(sizes, arrays))
-        start = _HEADER.size + _NOTE.size * len(sizes)
-        return unpack(memoryview(packed)[start:], parts, arrays, self.before_main)
-
-    def loads(self, content: bytes) -> Any:
-        """An ordinary pickle that came inside a message."""
-        return unpack(content, [], 0, self.before_main)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the other end has received the last message, as far as it came before it died."""
-        return self._outgoing.note == self._posted
-
-    def close(self) -> None:
-        self._connection.close()
-        self._outgoing.close()
-        self._incoming.close()
 
 
 def check_travels(value: Any) -> None:
