@@ -14,7 +14,7 @@ import numpy as np
 
 from torchpipe_py.backends.isolation import wire
 from torchpipe_py.backends.isolation.template import Template, failure_of, first_message
-from torchpipe_py.backends.process.child import describe_ending
+from torchpipe_py.backends.process.interpreter import describe_ending
 from torchpipe_py.errors import WorkerDied, first_line
 
 READY_SECONDS = 30.0

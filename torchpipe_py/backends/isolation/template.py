@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.backends.isolation.child import ANSWER, END, FORK
-from torchpipe_py.backends.process.child import import_path, interpreter_flags, is_stopped
+from torchpipe_py.backends.process.interpreter import import_path, interpreter_flags, is_stopped
 from torchpipe_py.encryption.keys import without_keys
 from torchpipe_py.errors import Failure, WorkerDied, first_line
 
