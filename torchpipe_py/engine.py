@@ -260,8 +260,8 @@ class _Link:
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             self.memory = LinkMemory(descriptors[0])
-            self._bell = Bell(self.memory.worker_asleep, descriptors[1])
-            self._words = self.memory.from_worker()
+            self._bell = Bell(self.memory.asker_asleep, descriptors[1])
+            self._words = self.memory.from_asker()
             socket.send_fds(self._sock, [b"bell"], [bell.memory_fd, bell.bell.fd])
         except (OSError, ValueError):
             return False
@@ -270,11 +270,11 @@ class _Link:
 
     def has_work(self) -> bool:
         """Whether the worker asks for anything new."""
-        return self._has_met and self.memory.from_worker() != self._words
+        return self._has_met and self.memory.from_asker() != self._words
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Slot and number of each new request, the first first, and of each that nobody waits for any more."""
-        before, self._words = self._words, self.memory.from_worker()
+        before, self._words = self._words, self.memory.from_asker()
         numbers = np.frombuffer(self._words, np.uint32).tolist()
         asked, given_up = [], []
         for index in changed(before, self._words):

@@ -224,14 +224,14 @@ def test_memory_of_large_messages_is_given_back() -> None:
 
 
 def test_words_of_the_slots(ends: Ends) -> None:
-    before, told = ends.engine.from_worker(), ends.worker.from_engine()
+    before, told = ends.engine.from_asker(), ends.worker.from_answerer()
     ends.worker.ask(7, 2**32 - 1, Packed.of(1), 0, 0.0, inf)
     ends.worker.ask(127, 1, Packed.of(1), 0, 0.0, inf)
     ends.worker.give_up(7, 2**32 - 1)
-    assert changed(before, ends.engine.from_worker()) == [7, 127, memory.SLOTS + 7]
-    assert changed(told, ends.worker.from_engine()) == []
+    assert changed(before, ends.engine.from_asker()) == [7, 127, memory.SLOTS + 7]
+    assert changed(told, ends.worker.from_answerer()) == []
     ends.engine.answer(7, 2**32 - 1, Packed.of(1), False, 0.0, 0.0)
-    assert changed(told, ends.worker.from_engine()) == [7]
+    assert changed(told, ends.worker.from_answerer()) == [7]
 
 
 # -- bells ----------------------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ class WorkerProcess(Slots[Call]):
             )
             undo.pop_all()
         self._connection = ours
-        self.bell = Bell(self.memory.worker_asleep, self._fds[1])
-        self._its_bell = Bell(self.memory.engine_asleep, self._fds[2])
+        self.bell = Bell(self.memory.asker_asleep, self._fds[1])
+        self._its_bell = Bell(self.memory.answerer_asleep, self._fds[2])
         self._sentinel = _open_sentinel(self._process.pid)
         # Readable when the process has ended, or has something to say of its setup or close.
         self.watched = [ours.fileno()] + ([] if self._sentinel is None else [self._sentinel])

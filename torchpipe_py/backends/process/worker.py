@@ -68,15 +68,13 @@ class _BackendServer:
 
     def __init__(self, connection: Connection, memory: WorkerMemory, rings: int, sleeps: int) -> None:
         self._connection, self._memory = connection, memory
-        self._parents_bell = Bell(memory.worker_asleep, rings)
-        self._bell = Bell(memory.engine_asleep, sleeps)
+        self._parents_bell = Bell(memory.asker_asleep, rings)
+        self._bell = Bell(memory.answerer_asleep, sleeps)
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
         self._poller.register(sleeps, select.POLLIN)
-        self._words = memory.from_worker()
-        self._backend = Backend  # set by `_set_up`
-
-    _backend: Any
+        self._words = memory.from_asker()
+        self._backend: Any = None  # until `_set_up`
 
     def run(self) -> None:
         while True:
@@ -88,11 +86,11 @@ class _BackendServer:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def _has_calls(self) -> bool:
-        return self._memory.from_worker() != self._words
+        return self._memory.from_asker() != self._words
 
     def _take(self) -> None:
         """Run what is new, what was sent first."""
-        before, self._words = self._words, self._memory.from_worker()
+        before, self._words = self._words, self._memory.from_asker()
         numbers = np.frombuffer(self._words, np.uint32).tolist()
         slots = [index for index in changed(before, self._words) if index < SLOTS]
         if len(slots) > 1:

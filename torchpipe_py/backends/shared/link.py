@@ -1,4 +1,4 @@
-"""The slots that a worker has in an engine process, and the calls in them."""
+"""Slots as the side that asks sees them, with the calls in them, and those that a worker has in an engine process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Slots(Generic[C]):
         self.memory = memory
         self.free = deque(range(memory.slots))
         self.calls: list[C | None] = [None] * memory.slots
-        self._seen = memory.from_engine()
+        self._seen = memory.from_answerer()
         self._numbers = [0] * memory.slots
 
     def take_slot(self, call: C) -> None:
@@ -68,11 +68,11 @@ class Slots(Generic[C]):
 
     def has_answers(self) -> bool:
         """Whether an answer is there that was not taken."""
-        return self.memory.from_engine() != self._seen
+        return self.memory.from_answerer() != self._seen
 
     def take_answered(self) -> list[int]:
         """The slots with answers that were not taken before."""
-        before, self._seen = self._seen, self.memory.from_engine()
+        before, self._seen = self._seen, self.memory.from_answerer()
         return changed(before, self._seen)
 
 
@@ -89,7 +89,7 @@ class Link(Slots[Call]):
         self._fds.append(self.memory.fd)
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fds.append(fd)
-        self._own_bell = Bell(self.memory.worker_asleep, fd)
+        self._own_bell = Bell(self.memory.asker_asleep, fd)
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
         sock.setblocking(False)

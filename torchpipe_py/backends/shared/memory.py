@@ -1,4 +1,7 @@
-"""Memory without a name that a worker shares with an engine process: slots for requests, and bells for who sleeps."""
+"""Memory without a name that two processes share: slots for requests and their answers, and bells for who sleeps.
+
+One side asks, the other answers: a worker and an engine process, or the process of a pipe and one of ``Process``.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _SMALL = 2**20
 _SIZE = struct.Struct("<Q")
 _WORDS = 4 * SLOTS
 _ROWS = -(-_ROW.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
-_ASLEEP = mmap.PAGESIZE  # a word of the worker's, and in another cache line one of the engine process's
+_ASLEEP = mmap.PAGESIZE  # a word of who asks, and in another cache line one of who answers
 _REQUESTS = 2 * mmap.PAGESIZE
 _ANSWERS = _REQUESTS + _ROWS
 _CONTENT = _ANSWERS + _ROWS
@@ -46,7 +49,8 @@ _CONTENT = _ANSWERS + _ROWS
 class Row(NamedTuple):
     """What is said of a message: its ``kind``, the sizes of what it is made of, and where it stands in the slot.
 
-    ``kind`` is the section of a request; of an answer, whether it is a failure. The times are seconds of
+    What ``kind`` means the two sides agree on: of a request, which section is to run it, or how many items it has; of
+    an answer, whether it is a failure, or was not run. The times are seconds of
     ``perf_counter``, which is one clock for all processes: of a request, when it was sent, and its deadline (infinity:
     none); of an answer, when the request was taken, and when it was answered.
     """
@@ -148,11 +152,11 @@ def changed(before: bytes, after: bytes) -> list[int]:
 
 
 class LinkMemory:
-    """The slots of a worker in an engine process.
+    """The slots of two processes of which one asks and one answers, by default of a worker in an engine process.
 
-    Each word has one writer: the worker writes the number of a request into ``asked`` and, where nobody waits for it
-    any more, into ``given_up``; the engine process writes it into ``answered``. Then the slot is free again.
-    An engine process that takes requests one after the other may write it into ``begun`` before that.
+    Each word has one writer: who asks writes the number of a request into ``asked`` and, where nobody waits for it any
+    more, into ``given_up``; who answers writes it into ``answered``. Then the slot is free again. Who takes requests
+    one after the other may write it into ``begun`` before that.
     """
 
     slots = SLOTS
@@ -167,7 +171,7 @@ class LinkMemory:
         self._asked, self._given_up, self._answered, self._begun = (
             words[at * SLOTS : (at + 1) * SLOTS] for at in range(4)
         )
-        self.worker_asleep, self.engine_asleep = (
+        self.asker_asleep, self.answerer_asleep = (
             memoryview(self._map)[start : start + 4].cast("I") for start in (_ASLEEP, _ASLEEP + 64)
         )
         self.before_main: Callable[[], object] | None = None
@@ -186,7 +190,7 @@ class LinkMemory:
     def close(self) -> None:
         """Unmap, where nobody can be about to read or write; otherwise it goes with the last who has it."""
         del self._bytes, self._asked, self._given_up, self._answered, self._begun
-        del self.worker_asleep, self.engine_asleep
+        del self.asker_asleep, self.answerer_asleep
         with suppress(BufferError):  # a bell has a word of it
             self._map.close()
 
@@ -194,17 +198,17 @@ class LinkMemory:
     def _size(cls) -> int:
         return _CONTENT + cls.slots * cls.slot_bytes
 
-    def from_worker(self) -> bytes:
+    def from_asker(self) -> bytes:
         """The words ``asked``, then ``given_up``, one for each slot."""
         return self._map[: 2 * _WORDS]
 
-    def from_engine(self) -> bytes:
+    def from_answerer(self) -> bytes:
         """The words ``answered``."""
         return self._map[2 * _WORDS : 3 * _WORDS]
 
-    def ask(self, slot: int, number: int, packed: Packed, section: int, sent: float, deadline: float) -> None:
+    def ask(self, slot: int, number: int, packed: Packed, kind: int, sent: float, deadline: float) -> None:
         """Write a request; ``TooLargeError`` where there is no room for it."""
-        self._write(_REQUESTS, slot, packed, section, 0, sent, deadline)
+        self._write(_REQUESTS, slot, packed, kind, 0, sent, deadline)
         self._asked[slot] = number
 
     def is_asked(self, slot: int, number: int) -> bool:
