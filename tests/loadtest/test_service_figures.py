@@ -127,3 +127,13 @@ def test_a_port_where_nobody_listens_is_refused(
         pass
     options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
     assert "Connection refused" in refused(capsys, *options)
+
+
+def test_no_proxy_is_asked(serve: Serve, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with stats_server() as port:
+        _, report = load(images(a="ok:a"), serve().port, "--total_number", 4, "--http-port", port)
+    assert report["service"]["hand_over"]["requests"] == 100
