@@ -26,7 +26,8 @@ class NvImageCodec:
     """Decodes on ``device``, in the order of ``stream``; chroma is smoothed, as OpenCV does it.
 
     What the JPEG engines do not take, progressive files for one, is decoded on the cores. ``trial``: small JPEGs to
-    begin with, as many as a batch has. ``BackendUnavailable`` where the library is not installed or does not work.
+    begin with, as many as a batch has. The library's images, 3 bytes a pixel, take memory until the next call: what is
+    given are copies. ``BackendUnavailable`` where the library is not installed or does not work.
     """
 
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:

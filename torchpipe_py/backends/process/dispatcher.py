@@ -54,9 +54,11 @@ class Dispatcher:
     # -- calls, from any thread ----------------------------------------------------------------------------------
 
     def ask(self, call: Call) -> None:
-        """Have a call run: its ``done`` is called on the thread that takes the answers.
+        """Have a call run; its ``done`` gets the answer once, on any thread.
 
-        With ``PipeClosed`` if not before ``close``, ``DeadlineExceeded`` if not before its deadline, ``WorkerDied``.
+        The answer's error is ``PipeClosed`` where the call has not begun before ``close``, ``DeadlineExceeded`` where
+        not before its deadline, ``WorkerDied`` where its worker process has died or none can be started, or what
+        ``write`` raises.
         """
         with self._lock:
             is_closed = self._is_closed
