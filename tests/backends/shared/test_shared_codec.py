@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import subprocess
+import sys
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes import WAIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
@@ -141,3 +144,18 @@ ITEMS = (
 def test_any_dict_comes_out_as_it_went_in(values: dict[str, Any]) -> None:
     (found, _) = through(pack(values))
     assert {key: shown(value) for key, value in found.items()} == {key: shown(value) for key, value in values.items()}
+
+
+def test_a_message_that_an_error_keeps_in_a_cycle_is_collected() -> None:
+    """A process of its own, since a failure is the end of it."""
+    program = """
+import gc
+from torchpipe_py.backends.process.transport import Packed
+for _ in range(50):
+    cycle = [Packed.of({"data": b"x" * 100})]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
