@@ -273,6 +273,7 @@ WRONG = {
     "--http-port": ["-2", "65536", "x"],
     "--workers": ["0", "-1", "1025", "two"],
     "--devices": ["a", "0,", ",0", "0;1", "-1", "0,,1", " "],
+    "--engines": ["0", "-1", "65", "two"],
     "--max-connections": ["0", "-5"],
     "--max-connections-per-address": ["-1", "x"],
     "--max-message-bytes": ["63", "16M"],
