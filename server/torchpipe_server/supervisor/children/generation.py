@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.children.forker import Role
 from torchpipe_server.worker.worker import has_engine
+
+logger = logging.getLogger("torchpipe_server")
 
 
 @dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
@@ -60,8 +63,17 @@ class Generation:
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
             else:
-                count = min(options.engines * max(1, len(options.device_numbers)), options.workers)
+                most = options.engines * max(1, len(options.device_numbers))
+                count = min(most, options.workers)
+                if options.engines > 1 and count < most:
+                    logger.warning(
+                        "--engines %d: %d engine processes instead of %d, one for each worker (--workers)",
+                        options.engines, count, most,
+                    )  # fmt: skip
                 self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
+        elif options.engines > 1:
+            reason = "no node has shared = true" if options.workers > 1 else "it takes --workers of 2 or more"
+            logger.warning("--engines %d does nothing: %s", options.engines, reason)
 
     def _shares_with(self, before: Generation) -> bool:
         """Whether the engine processes of the generation before run what those of this one would."""

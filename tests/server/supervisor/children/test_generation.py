@@ -1,4 +1,4 @@
-"""Which engine process a worker uses."""
+"""Which engine process a worker uses, and what is said of an ``--engines`` that is not followed."""
 
 from __future__ import annotations
 
@@ -28,3 +28,25 @@ def test_workers_share_the_engine_processes_of_their_device(args: str, engines: 
     devices = len(options.device_numbers) or 1
     for worker, engine in zip(generation.workers, used, strict=True):
         assert engine is None or engine.index % devices == worker.index % devices
+
+
+@pytest.mark.parametrize(
+    ("args", "shared", "line"),
+    [
+        (
+            "--workers=2 --engines=4",
+            True,
+            "--engines 4: 2 engine processes instead of 4, one for each worker (--workers)",
+        ),
+        ("--workers=3 --engines=2", False, "--engines 2 does nothing: no node has shared = true"),
+        ("--engines=2", True, "--engines 2 does nothing: it takes --workers of 2 or more"),
+        ("--workers=3 --engines=2", True, ""),
+        ("--workers=3", False, ""),
+    ],
+)
+def test_engines_that_are_not_started_are_told(
+    args: str, shared: bool, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = {"global": {}, "model": {"backend": "Identity", "shared": shared}}
+    Generation(tables, parse_options(["x.toml", *args.split()]))
+    assert caplog.messages == ([line] if line else [])
