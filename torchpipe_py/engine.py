@@ -6,7 +6,6 @@ import os
 import pickle
 import select
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -21,7 +20,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
-from torchpipe_py.backends.process.transport import Packed
+from torchpipe_py.backends.process.transport import Packed, loaded_torch
 from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.shared.memory import (
@@ -363,7 +362,7 @@ def _outcome(before: Data, data: Data) -> ItemOutcome:
 
 def _on_cpu(data: Data) -> Data:
     """The dict without tensors on a device, which cannot go to another process."""
-    torch = sys.modules.get("torch")
+    torch = loaded_torch()
     if torch is None:
         return data
 

@@ -6,6 +6,7 @@ import enum
 import subprocess
 import sys
 from collections import OrderedDict
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
 
+from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.process.transport import INLINE, Packed
 from torchpipe_py.backends.shared.codec import FLAT, pack, unpack
 
@@ -159,3 +161,11 @@ for _ in range(50):
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("pack", [pack, Packed.of, lambda values: pack(ItemOutcome.of({}, values, True).changed)])
+@pytest.mark.parametrize("also", [1, [1]])
+def test_another_thread_may_be_about_to_import_torch(pack: Any, also: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    values = {"data": np.zeros(2 * INLINE, np.uint8), "also": also}
+    assert pack(values).parts[0].nbytes == 2 * INLINE

@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import subprocess
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -186,7 +187,9 @@ class WorkerProcess(Slots[Call]):
                     outcomes = self.memory.read(slot, row, copies=True)
                 if row.kind == FAILED:
                     outcomes, error = None, outcomes.error()
-            except Exception as failure:
+            except BaseException as failure:
+                if is_interrupt(failure):
+                    raise
                 error = TypeError(f"{self._label}: the answer of its worker process: {first_line(failure)}")
                 error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
         if slot not in self._read_in_place:
@@ -317,6 +320,11 @@ class WorkerProcess(Slots[Call]):
     def __del__(self) -> None:
         # NOTE: not before, where it is shared: a thread that has just written a call is about to ring.
         self._close_fds()
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is for the main thread, as Ctrl-C is. NOTE: nothing else may end the thread that takes the answers."""
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def _poller(fds: list[int]) -> select.poll:

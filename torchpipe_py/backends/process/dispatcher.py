@@ -11,7 +11,7 @@ from itertools import count
 from operator import attrgetter
 from time import perf_counter
 
-from torchpipe_py.backends.process.child import AHEAD, NOT_RUN, Answer, Call, WorkerProcess
+from torchpipe_py.backends.process.child import AHEAD, NOT_RUN, Answer, Call, WorkerProcess, is_interrupt
 from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, barrier, sleep_by
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed, WorkerDied, log_failure
 
@@ -176,7 +176,7 @@ class Dispatcher:
     def _give_to(self, worker: WorkerProcess) -> list[_Given]:
         """``_give``; where none waits, one that has nothing to do gets a call of another."""
         given = self._give()
-        if not given and worker.since == 0.0 and len(self._workers) > 1:
+        if not given and worker.is_open and worker.since == 0.0 and len(self._workers) > 1:
             self._share(worker)
             given = self._give()
         return given
@@ -260,7 +260,9 @@ class Dispatcher:
         try:
             assert call.done is not None
             call.done(answer)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             log_failure("the answer of a worker process cannot be told", error)
 
     # -- the thread -----------------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.process.transport import check_travels
+from torchpipe_py.backends.process.transport import check_travels, loaded_torch
 from torchpipe_py.errors import first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 
@@ -48,7 +47,7 @@ class ItemOutcome:
 
 
 def _tensors() -> tuple[type, ...]:
-    torch = sys.modules.get("torch")
+    torch = loaded_torch()
     return () if torch is None else (torch.Tensor,)
 
 

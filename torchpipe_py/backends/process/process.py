@@ -190,6 +190,7 @@ class Process(HandOverBackend):
         ) from reason
 
     def _enter(self) -> None:
+        """Let the dispatcher have the worker process, unless that is closed."""
         assert self._worker is not None
         if self._dispatcher.enter(self.config.instance, self._worker, self._to_mend.release):
             self._worker, self._has_entered = None, True
@@ -200,7 +201,7 @@ class Process(HandOverBackend):
             try:
                 changed, kept = answer.outcomes
                 ItemOutcome(kept, changed).apply(item, sent)
-            except Exception as failure:  # the dict may be of a class of the caller's own
+            except BaseException as failure:  # the dict may be of a class of the caller's own
                 error = failure
         done(error, None if answer.kind == NOT_RUN else (answer.instance, answer.begun, answer.ended))
 

@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             if value.flags.forc or value.dtype.hasobject:
                 return NotImplemented
             return np.ascontiguousarray(value).__reduce_ex__(5)
-        torch = sys.modules.get("torch")
+        torch = loaded_torch()
         if torch is not None and isinstance(value, torch.Tensor):
             return _reduce_tensor(torch, value)
         return NotImplemented
@@ -116,6 +116,12 @@ class _Unpickler(pickle.Unpickler):
         if self._before_main is not None and module in ("__main__", "__mp_main__"):
             self._before_main()
         return super().find_class(module, name)
+
+
+def loaded_torch() -> Any:
+    """PyTorch, if there may be tensors; ``None`` as well while another thread is about to import it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") else None
 
 
 def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:

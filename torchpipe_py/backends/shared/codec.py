@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.process.transport import INLINE, Packed
+from torchpipe_py.backends.process.transport import INLINE, Packed, loaded_torch
 from torchpipe_py.backends.process.transport import unpack as unpack_any
 
 FLAT = 2**32 - 1
@@ -48,7 +47,7 @@ def _flat(values: Data, also: Any) -> Packed | None:
     """Scalars pickled together, and beside them what is large; ``None`` where the dict holds anything else."""
     if type(values) is not dict or not all(type(key) is str for key in values):
         return None
-    torch: Any = sys.modules.get("torch")
+    torch = loaded_torch()
     plain, layout, parts = {}, [], []
     for key, value in values.items():
         kind = type(value)
