@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import process_backends
-import psutil
 import pytest
 import torch
-from conftest import Register
 from fakes import WAIT, eventually
 
-from torchpipe_py import pipe
 from torchpipe_py.backends.process.child import AHEAD, DONE, NOT_RUN, Answer, Call, WorkerMemory, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher
 from torchpipe_py.backends.shared import codec
@@ -38,14 +34,14 @@ class Still(WorkerProcess):
         self._read_in_place, self._dropped, self._fresh = {}, deque(), None
         ends, rings, sleeps = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(3))
         self._fds, self.watched = [self.memory.fd, ends, rings, sleeps], [ends]
-        self.bell = Bell(self.memory.worker_asleep, rings)
-        self._its_bell = Bell(self.memory.engine_asleep, sleeps)
+        self.bell = Bell(self.memory.asker_asleep, rings)
+        self._its_bell = Bell(self.memory.answerer_asleep, sleeps)
         self.answers_at_death: list[int] = []
 
     def asked(self) -> list[int]:
         """The slots with calls that are written and not answered."""
-        asked = np.frombuffer(self.memory.from_worker(), np.uint32)
-        answered = np.frombuffer(self.memory.from_engine(), np.uint32)
+        asked = np.frombuffer(self.memory.from_asker(), np.uint32)
+        answered = np.frombuffer(self.memory.from_answerer(), np.uint32)
         return [slot for slot in range(self.memory.slots) if asked[slot] != answered[slot]]
 
     def answer(self, slot: int, kind: int = DONE, result: Any = None) -> None:
@@ -144,18 +140,6 @@ def test_a_call_that_is_not_written_yet_stays_where_it_is(
     assert len(first.asked()) == 2
 
 
-def test_a_call_given_up_while_it_waits_is_not_run(asking: Callable[..., Asking]) -> None:
-    a = asking(1)
-    [worker] = a.workers
-    before = [a.ask() for _ in range(AHEAD)]
-    call = a.ask()
-    a.dispatcher.give_up(call)
-    assert call.worker is None
-    worker.answer(before[0].slot)
-    eventually(lambda: call.slot >= 0 and worker.memory.is_asked(call.slot, call.number))
-    assert worker.memory.is_given_up(call.slot, call.number)
-
-
 def test_the_last_answers_of_one_that_dies_take_nothing_from_the_others(asking: Callable[..., Asking]) -> None:
     a = asking(3)
     calls = [a.ask() for _ in range(9)]
@@ -216,24 +200,3 @@ def test_an_answer_read_in_place_is_not_written_over(asking: Callable[..., Askin
     assert set(np.asarray(read(kept[0])).view(np.uint8).ravel().tolist()) == {1}
     assert len(worker._read_in_place) < 4
     kept.clear()
-
-
-def test_one_that_enters_when_the_others_have_left(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    children = set(psutil.Process().children())
-    enter, leave, has_left = Dispatcher.enter, Dispatcher.leave, threading.Event()
-
-    def enter_late(self: Dispatcher, index: int, *more: Any) -> Any:
-        assert index == 0 or has_left.wait(WAIT)
-        return enter(self, index, *more)
-
-    def leave_first(self: Dispatcher, index: int) -> Any:
-        try:
-            return leave(self, index)
-        finally:
-            has_left.set()
-
-    monkeypatch.setattr(Dispatcher, "enter", enter_late)
-    monkeypatch.setattr(Dispatcher, "leave", leave_first)
-    p = pipe({"backend": f"Process[{register(process_backends.Single)}]", "instance_num": 2})
-    assert p.close(timeout=WAIT)
-    assert set(psutil.Process().children()) <= children

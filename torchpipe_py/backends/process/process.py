@@ -190,7 +190,6 @@ class Process(HandOverBackend):
         ) from reason
 
     def _enter(self) -> None:
-        """Let the dispatcher have the worker process, unless that is closed."""
         assert self._worker is not None
         if self._dispatcher.enter(self.config.instance, self._worker, self._to_mend.release):
             self._worker, self._has_entered = None, True
