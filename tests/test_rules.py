@@ -908,6 +908,10 @@ JUMPS = [
         {"backend": "Range[Most]", "range": "19,8"},
         "node 'node': key 'range': expected \"min,max\" with 1 <= min <= max, got '19,8'",
     ),
+    Rule("§4 Range: range is two integers", {"backend": "Range[Most]", "range": "8,8"}, {"result": "x+"}).refuses(
+        {"backend": "Range[Most]", "range": "8-19"},
+        "node 'node': key 'range': expected \"min,max\" with 1 <= min <= max, got '8-19'",
+    ),
 ]
 
 RULES = [*CONFIGURATION, *DATA, *FILTERS, *GRAPH, *JUMPS]

@@ -17,9 +17,13 @@ LAUNCH = 1
 
 def to_range(value: Value) -> BatchRange:
     """``"8,19"`` as (8, 19); ``ValueError`` unless 1 <= first <= second."""
-    parts = [to_int(part) for part in to_list(value)]
+    problem = f'expected "min,max" with 1 <= min <= max, got {value!r}'
+    try:
+        parts = [to_int(part) for part in to_list(value)]
+    except ValueError:
+        raise ValueError(problem) from None
     if len(parts) != 2 or not 1 <= parts[0] <= parts[1]:
-        raise ValueError(f'expected "min,max" with 1 <= min <= max, got {value!r}')
+        raise ValueError(problem)
     return parts[0], parts[1]
 
 
