@@ -93,12 +93,17 @@ def test_close_ends_what_runs_and_fails_what_waits(start: Start, tmp_path: Path)
 
 
 def test_close_before_an_instance_has_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_left = threading.Event()
-    keep, leave = Process.keep, Dispatcher.leave
+    has_entered, has_left = threading.Event(), threading.Event()
+    keep, enter, leave = Process.keep, Dispatcher.enter, Dispatcher.leave
 
     def keep_late(self: Process) -> None:
         assert self.config.instance == 0 or has_left.wait(WAIT)
         keep(self)
+
+    def enter_first(self: Dispatcher, *args: Any) -> bool:
+        is_in = enter(self, *args)
+        has_entered.set()
+        return is_in
 
     def leave_first(self: Dispatcher, index: int) -> Any:
         worker = leave(self, index)
@@ -106,8 +111,11 @@ def test_close_before_an_instance_has_begun(start: Start, monkeypatch: pytest.Mo
         return worker
 
     monkeypatch.setattr(Process, "keep", keep_late)
+    monkeypatch.setattr(Dispatcher, "enter", enter_first)
     monkeypatch.setattr(Dispatcher, "leave", leave_first)
-    assert start(2).close(WAIT)
+    p = start(2)
+    assert has_entered.wait(WAIT)
+    assert p.close(WAIT)
 
 
 def test_what_was_given_up_in_the_queue_is_not_run(start: Start, tmp_path: Path) -> None:
