@@ -14,10 +14,9 @@ from typing import Any
 from torchpipe_py.backends.base import BackendConfig, Data, HandedOver, HandOverBackend, Param, tensor_key
 from torchpipe_py.backends.process.child import NOT_RUN, Answer, Call, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher
-from torchpipe_py.backends.process.outcome import ItemOutcome, visible
+from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
-from torchpipe_py.backends.process.transport import Packed
-from torchpipe_py.backends.shared import codec
+from torchpipe_py.backends.shared.codec import pack_sent
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
@@ -79,7 +78,7 @@ class Process(HandOverBackend):
         self._start()
 
     def forward(self, items: list[Data]) -> None:
-        sent, packed = self._pack(items)
+        sent, packed = pack_sent(items, self.config.label)
         for left in reversed(range(_STARTS)):
             worker = self._worker
             if worker is None:
@@ -100,7 +99,7 @@ class Process(HandOverBackend):
             ItemOutcome(kept, changed).apply(item, of_it)
 
     def start(self, item: Data, done: HandedOver, request: Any) -> None:
-        [sent], packed = self._pack([item])
+        [sent], packed = pack_sent([item], self.config.label)
         is_large = self.config.instance_num > 1 and self._is_large(item)
         call = Call(packed, 1, request.deadline, partial(self._finish, item, sent, done), is_large)
         dispatcher = self._dispatcher
@@ -209,15 +208,3 @@ class Process(HandOverBackend):
             return self.is_large(item)
         except Exception:  # `forward` has the same dict, and says what is wrong with it
             return False
-
-    def _pack(self, items: list[Data]) -> tuple[list[Data], Packed]:
-        """What of the items can be sent, and that as a message."""
-        try:
-            return items, _packed(items)
-        except Exception:
-            sent = [visible(item, self.config.label) for item in items]
-            return sent, _packed(sent)
-
-
-def _packed(items: list[Data]) -> Packed:
-    return codec.pack(items[0]) if len(items) == 1 else Packed.of(items)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.process.outcome import visible
 from torchpipe_py.backends.process.transport import INLINE, Packed, loaded_torch
 from torchpipe_py.backends.process.transport import unpack as unpack_any
 
@@ -25,6 +26,19 @@ def pack(values: Data, also: Any = None) -> Packed:
     """The dict, and something small besides; raises whatever pickling raises."""
     flat = _flat(values, also)
     return Packed.of((values, also)) if flat is None else flat
+
+
+def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
+    """What of each item can be sent, and that as a message: of one, its dict. Raises as ``visible`` does."""
+    try:
+        return items, _packed(items)
+    except Exception:
+        sent = [visible(item, label) for item in items]
+        return sent, _packed(sent)
+
+
+def _packed(items: list[Data]) -> Packed:
+    return pack(items[0]) if len(items) == 1 else Packed.of(items)
 
 
 def unpack(pickled: bytes, parts: list[Any], arrays: int, before_main: Callable[[], object] | None = None) -> Any:

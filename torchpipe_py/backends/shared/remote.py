@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchpipe_py.backends.base import Data, HandedOver, HandOverBackend
-from torchpipe_py.backends.process.outcome import ItemOutcome, visible
+from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.shared.client import Engine
-from torchpipe_py.backends.shared.codec import pack
+from torchpipe_py.backends.shared.codec import pack_sent
 from torchpipe_py.backends.shared.link import Call
 from torchpipe_py.backends.signature import Signature
 
@@ -28,12 +28,7 @@ class Remote(HandOverBackend):
         self._section, self._signature = self._engine.section(self.params["section"])
 
     def start(self, item: Data, done: HandedOver, request: Any) -> None:
-        sent = item
-        try:
-            packed = pack(item)
-        except Exception:
-            sent = visible(item, self.config.label)
-            packed = pack(sent)
+        [sent], packed = pack_sent([item], self.config.label)
 
         def finish(outcome: tuple[Data, Any] | None, error: BaseException | None) -> None:
             if outcome is not None:
