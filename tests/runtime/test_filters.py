@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,7 +98,8 @@ def test_a_sequence_ends_where_there_is_no_result() -> None:
     assert isinstance(data["error"], DecodeError)
 
 
-def test_items_of_one_batch_go_their_own_ways(register: Register) -> None:
+@pytest.mark.parametrize("works_by_item", [True, False])
+def test_items_of_one_batch_go_their_own_ways(register: Register, works_by_item: bool) -> None:
     class Eight(ItemBackend):
         """result = data + "!"; takes eight at once."""
 
@@ -106,6 +108,9 @@ def test_items_of_one_batch_go_their_own_ways(register: Register) -> None:
 
         def max(self) -> int:
             return 8
+
+        def forward_one(self) -> Callable[[Data], object] | None:
+            return super().forward_one() if works_by_item else None
 
     name = register(Mark)
     items = [{"data": text} for text in ("a", "-", "b", "c-", "d")]
