@@ -86,6 +86,29 @@ def test_nvimgcodec_gives_an_image_the_same_pixels_beside_any_others() -> None:
     assert all(torch.equal(item["result"], alone[number]) for item, number in zip(together, order, strict=True))
 
 
+@needs_nvimgcodec
+def test_nvimgcodec_decodes_batch_after_batch_as_it_decodes_one_image() -> None:
+    sizes = [(90, 130)] * 8 + [(130, 90)] * 4 + [(375, 500)] * 4 + [(33, 17), (900, 1200)]
+    images = [jpeg(photo(*size, number), subsampling=0) for number, size in enumerate(sizes)]
+    images[3] = jpeg(photo(90, 130, 3), subsampling=0, progressive=True)  # the engines do not take it
+    with backend_of({"backend": "DecodeTensor", "decoder": "nvimgcodec"}) as backend:
+        alone = [forward(backend, [data])[0]["result"] for data in images]
+    for data, image in zip(images, alone, strict=True):
+        assert np.abs(as_rgb(image).astype(int) - by_opencv(data)).max() <= 3
+    broken = len(images)
+    images.append(images[12][:2000] + images[12][-2:])
+    same, turned, photos = list(range(8)), [0, 8, 1, 9, 2, 10, 3, 11], [12, 13, 14, 15]
+    batches = [same, same[::-1], [7], turned, turned[::-1], photos, same, [16, broken, 5, 17], photos[::-1], same]
+    rng = np.random.default_rng(0)
+    batches += [list(rng.integers(0, broken + 1, rng.integers(1, 9))) for _ in range(40)]
+    with backend_of({"backend": "DecodeTensor", "decoder": "nvimgcodec", "max": 8}) as backend:
+        # All are kept to the end: a later batch is not decoded into what an earlier one gave.
+        decoded = [forward(backend, [images[number] for number in batch]) for batch in batches]
+    for batch, items in zip(batches, decoded, strict=True):
+        for number, item in zip(batch, items, strict=True):
+            assert number == broken or torch.equal(item["result"], alone[number])
+
+
 @decoders
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_as_opencv_does(orientation: int, decoder: str) -> None:

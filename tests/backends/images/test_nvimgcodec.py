@@ -24,10 +24,42 @@ VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 ENGINES, CORES = ("HW_GPU_ONLY",), ("GPU_ONLY", "HYBRID_CPU_GPU")
 
 
-class Library(ModuleType):
-    """Images are named ``HxW``, with what alone can decode them behind; the engines' pixels are 0.
+GARBAGE = 99  # in memory that was given back, and in what was decoded by half
 
-    ``poison`` fails every image of the engines' call that it is in.
+
+class Picture:
+    """The library's image: its memory is another one as soon as it does not suffice, and the former is given back."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.shape = (3, 0, 0)
+
+    def lay_out(self, height: int, width: int) -> None:
+        self.shape = (3, height, width)
+        if 3 * height * width > self.capacity:
+            self.memory.fill_(GARBAGE)
+            self.memory = torch.empty(3 * height * width, dtype=torch.uint8)
+
+    @property
+    def capacity(self) -> int:
+        return self.memory.numel()
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        return self.memory[: 3 * self.shape[1] * self.shape[2]].view(self.shape)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.pixels.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.memory.__dlpack_device__()
+
+
+class Library(ModuleType):
+    """Images are named ``HxW`` or ``HxWxV``, with what alone can decode them behind.
+
+    Their pixels are V, or 0 by the engines and 1 by the cores. ``poison`` fails every image of the engines' call that
+    it is in.
     """
 
     __version__ = "1.2"
@@ -35,12 +67,14 @@ class Library(ModuleType):
     ColorSpec = SimpleNamespace(SRGB="SRGB")
     BackendKind = SimpleNamespace(**{kind: kind for kind in ENGINES + CORES})
 
-    def __init__(self, has_engines: bool = True, has_cores: bool = True) -> None:
+    def __init__(self, has_engines: bool = True, has_cores: bool = True, has_images: bool = True) -> None:
         super().__init__("nvimgcodec")
+        self.has_images = has_images
         self.works = {ENGINES: has_engines, CORES: has_cores}
         self.calls: list[tuple[str, list[bytes]]] = []
         self.made: list[dict[str, Any]] = []
         self.kept: list[tuple[Any, int]] = []
+        self.pictures: weakref.WeakSet[Picture] = weakref.WeakSet()
 
     def DecodeParams(self, **params: Any) -> dict[str, Any]:  # noqa: N802
         return params
@@ -55,22 +89,38 @@ class Library(ModuleType):
         self.made.append({"device_id": device_id, "max_num_cpu_threads": max_num_cpu_threads})
         assert options == ":fancy_upsampling=1"
 
-        def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int) -> list[Any]:
+        def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int, **more: Any) -> list[Any]:
+            images = more.pop("images", None) if self.has_images else None
+            if more:
+                raise TypeError(f"decode(): incompatible function arguments: {list(more)}")
+            if images is not None and len(images) != len(encoded):
+                raise ValueError("Size mismatch")
             assert params == {"apply_exif_orientation": False, "color_spec": "SRGB", "sample_format": "P_RGB"}
             assert cuda_stream == STREAM.cuda_stream
             self.calls.append((name, encoded))
+            images = [
+                self._image(content.decode(), name, image)
+                for content, image in zip(encoded, images or [None] * len(encoded), strict=True)
+            ]
             if not self.works[kinds] or (name == "engines" and b"poison" in encoded and len(encoded) > 1):
                 return [None] * len(encoded)
-            return [self._image(content.decode(), name) for content in encoded]
+            return images
 
         return SimpleNamespace(decode=decode)
 
-    def _image(self, text: str, name: str) -> Any:
+    def _image(self, text: str, name: str, image: Picture | None) -> Picture | None:
         size, *able = text.split()
-        if size == "poison" or (able and name not in able):
+        if size == "poison":
             return None
-        height, width = map(int, size.split("x"))
-        return torch.full((3, height, width), 0 if name == "engines" else 1, dtype=torch.uint8)
+        if size == "raises":
+            raise RuntimeError("no memory")
+        height, width, *value = map(int, size.split("x"))
+        image = image or Picture()
+        self.pictures.add(image)
+        image.lay_out(height, width)
+        fails = able and name not in able
+        image.pixels.fill_(GARBAGE if fails else value[0] if value else name == "cores")
+        return None if fails else image
 
 
 @pytest.fixture
@@ -112,17 +162,6 @@ def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
     assert library.calls == [("engines", [b"2x3", b"4x5"])]
 
 
-def test_the_librarys_images_live_until_the_next_call(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    image, given = library._image, []
-    library._image = lambda text, name: given.append(weakref.ref(made := image(text, name))) or made  # type: ignore[method-assign]
-    codec.decode([b"2x3", b"4x5"])
-    assert all(reference() is not None for reference in given)
-    first, _ = given
-    codec.decode([b"2x3"])
-    assert first() is None
-
-
 def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:
     codec = NvImageCodec(CPU, STREAM, TRIAL)
     first, second, third = described(codec.decode([b"2x3", b"poison", b"4x5"]))
@@ -130,17 +169,109 @@ def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> No
     assert second.startswith("6 bytes: nvImageCodec cannot decode them")
 
 
-def test_images_are_copies_whether_their_sizes_differ_or_not(library: Library) -> None:
+# -- images that the next call decodes into ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was made a tensor of."""
+    seen: list[Any] = []
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda image, device: seen.append(image) or as_tensor(image, device=device))
+    return seen
+
+
+def pixels(images: list[Any]) -> list[Any]:
+    """Height, width and the one value of each."""
+    for image in images:
+        assert image.shape[:2] == (1, 3)
+        assert image.min() == image.max()
+    return [(*image.shape[2:], int(image.max())) for image in images]
+
+
+def test_images_are_decoded_into_again_and_results_are_copies(library: Library, wrapped: list[Any]) -> None:
     codec = NvImageCodec(CPU, STREAM, TRIAL)
-    given: list[Any] = []
-    image = library._image
-    library._image = lambda text, name: given.append(image(text, name)) or given[-1]  # type: ignore[method-assign]
-    for batch in ([b"2x3"], [b"2x3", b"2x3"], [b"2x3", b"3x2"]):
-        given.clear()
-        images = codec.decode(batch)
-        for array in given:
-            array.fill_(9)
-        assert [int(image.max()) for image in images] == [0] * len(batch)
+    batches = [[b"2x3x4", b"2x3x5"], [b"2x3x6", b"2x3x7"], [b"2x3x8"]]
+    results = [codec.decode(batch) for batch in batches]
+    assert list(map(pixels, results)) == [[(2, 3, 4), (2, 3, 5)], [(2, 3, 6), (2, 3, 7)], [(2, 3, 8)]]
+    assert len(wrapped) == len(library.pictures) == 2
+
+
+def test_sizes_change_from_call_to_call(library: Library, wrapped: list[Any]) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    batches = [[b"2x3x4", b"3x2x5"], [b"3x2x6", b"3x2x7"], [b"9x8x8", b"1x1x9"], [b"3x2x1", b"1x6x2"]]
+    results = [codec.decode(batch) for batch in batches]
+    expected = [[(2, 3, 4), (3, 2, 5)], [(3, 2, 6), (3, 2, 7)], [(9, 8, 8), (1, 1, 9)], [(3, 2, 1), (1, 6, 2)]]
+    assert list(map(pixels, results)) == expected
+    assert len(library.pictures) == 2
+    assert len(wrapped) == 7  # one had its size before
+
+
+def test_batches_may_grow_beyond_the_trial(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    for count in (1, 5, 3, 5):
+        assert pixels(codec.decode([b"2x3x4"] * count)) == [(2, 3, 4)] * count
+    assert len(library.pictures) == 5
+
+
+def test_an_image_of_the_cores_is_decoded_into_by_the_engines(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    first = codec.decode([b"2x3x4", b"4x5x5 cores"])
+    second = codec.decode([b"4x5x6 cores", b"4x5x7"])
+    assert pixels(first) == [(2, 3, 4), (4, 5, 5)]
+    assert pixels(second) == [(4, 5, 6), (4, 5, 7)]
+    assert len(library.pictures) == 2
+
+
+@pytest.mark.parametrize("bad", [b"9x9 nothing", b"2x3 nothing", b"poison"])
+def test_after_a_failure_in_the_middle_its_place_is_as_good_as_the_others(library: Library, bad: bytes) -> None:
+    codec = NvImageCodec(CPU, STREAM, [b"2x2"] * 3)
+    codec.decode([b"2x3x4"] * 3)
+    before = list(library.pictures)
+    first, failed, third = codec.decode([b"2x3x5", bad, b"2x3x6"])
+    second = codec.decode([b"2x3x7", b"2x3x8", b"2x3x9"])
+    assert isinstance(failed, DecodeError)
+    assert pixels([first, third]) == [(2, 3, 5), (2, 3, 6)]
+    assert pixels(second) == [(2, 3, 7), (2, 3, 8), (2, 3, 9)]
+    assert len(set(library.pictures) - set(before)) == 1  # what a failure left behind is not decoded into again
+
+
+def test_after_a_call_that_raises_an_image_may_lie_elsewhere(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    codec.decode([b"2x3x4", b"2x3x5"])
+    with pytest.raises(RuntimeError, match="no memory"):
+        codec.decode([b"9x9x6", b"raises"])
+    assert pixels(codec.decode([b"2x3x7", b"2x3x8"])) == [(2, 3, 7), (2, 3, 8)]
+
+
+def capacities(library: Library) -> list[int]:
+    return sorted(picture.capacity for picture in library.pictures)
+
+
+def test_between_calls_only_so_much_is_kept_and_the_largest_goes_first(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvimgcodec, "KEPT_BYTES", 3 * 100)
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    codec.decode([b"5x10", b"10x10", b"5x10"])
+    assert capacities(library) == [150, 150, 300]
+    assert pixels(codec.decode([b"5x10x1"])) == [(5, 10, 1)]
+    assert capacities(library) == [150, 150]
+    assert pixels(codec.decode([b"20x10x1", b"5x10x2"])) == [(20, 10, 1), (5, 10, 2)]
+    assert capacities(library) == [150, 150, 600]
+    codec.decode([])
+    assert capacities(library) == [150, 150]
+
+
+def test_without_images_to_decode_into_each_call_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = installed(monkeypatch, Library(has_images=False))
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
+    first = codec.decode([b"2x3x4", b"2x3x5", b"4x5x6 cores"])
+    assert len(library.pictures) == 3  # until the next call
+    assert pixels(codec.decode([b"2x3x7"])) == [(2, 3, 7)]
+    assert pixels(first) == [(2, 3, 4), (2, 3, 5), (4, 5, 6)]
+    assert len(library.pictures) == 1
 
 
 def test_a_gpu_without_engines_decodes_on_its_cores_and_says_so(

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
@@ -22,12 +23,46 @@ _VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 
+class _Target:
+    """An image of the library that call after call decodes into, and a tensor over its memory."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the image."""
+        self._tensor: Any = None
+        self._laid_out: tuple[int, Sequence[int]] | None = None  # what the tensor's place and shape come from
+        self.image: Any = None
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory."""
+        return int(getattr(self.image, "capacity", 0))
+
+    def put(self, image: Any) -> None:
+        """What a call has decoded: this target's image, with other pixels, or another one."""
+        if image is not self.image:
+            self.clear()
+            self.image = image
+
+    def tensor(self, as_tensor: Any, device: Any) -> Any:
+        """3×H×W, of the image's own memory."""
+        # NOTE: the memory moves only when it grows. The address itself is not asked for: that hands Python's lock to
+        # whoever waits for it several times, the shape once, and the capacity never.
+        laid_out = self.capacity, self.image.shape
+        if laid_out != self._laid_out:
+            self._tensor = as_tensor(self.image, device=device)
+            self._laid_out = laid_out
+        return self._tensor
+
+
 class NvImageCodec:
     """Decodes on ``device``, in the order of ``stream``; chroma is smoothed, as OpenCV does it.
 
     What the JPEG engines do not take, progressive files for one, is decoded on the cores. ``trial``: small JPEGs to
-    begin with, as many as a batch has. The library's images, 3 bytes a pixel, take memory until the next call: what is
-    given are copies. ``BackendUnavailable`` where the library is not installed or does not work.
+    begin with, as many as a batch has. The library's images, 3 bytes a pixel, are decoded into again by the next call:
+    what is given are copies. ``BackendUnavailable`` where the library is not installed or does not work.
     """
 
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
@@ -42,7 +77,8 @@ class NvImageCodec:
         self._as_tensor: Any = torch.as_tensor
         self._stack: Any = torch.stack
         self._device, self._stream = device, stream.cuda_stream
-        self._last: list[Any] = []  # the library's images of the last call
+        self._targets = [_Target() for _ in trial]  # by the place in a batch
+        self._reuses = True
         name = f"nvImageCodec {library.__version__}"
         try:
             kinds = library.BackendKind
@@ -62,10 +98,10 @@ class NvImageCodec:
                 for some in ([kinds.HW_GPU_ONLY], [kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU])
             )
             _keep_memory(device, KEPT_BYTES)
-            self._decoders = [decoder for decoder in (engines, cores) if self._decoded(decoder, trial)[0] is not None]
+            self._decoders = [decoder for decoder in (engines, cores) if self._decode(decoder, trial, self._targets)[0]]
         except torch.cuda.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, AttributeError, IndexError) as error:  # the latter three: another version
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:  # of another version, too
             problem = f"{name} does not work here; {OLDEST} or newer is needed, and nvJPEG"
             raise BackendUnavailable(f"{problem}: {first_line(error)}") from error
         if not self._decoders:
@@ -75,23 +111,26 @@ class NvImageCodec:
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
         """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
-        # NOTE: now, since the stream has been waited for: to release an image before that is to wait for it alone,
-        # which takes twice as long as to decode it (117 µs an image of 500×375, against 42, on an H200).
-        self._last.clear()
+        self._trim()
+        self._targets += [_Target() for _ in range(len(encoded) - len(self._targets))]
         images: list[Any] = [None] * len(encoded)
         for decoder in self._decoders:
             missing = [place for place, image in enumerate(images) if image is None]
             if not missing:
                 break
-            decoded = self._decoded(decoder, [encoded[place] for place in missing])
+            targets = [self._targets[place] for place in missing]
+            is_decoded = self._decode(decoder, [encoded[place] for place in missing], targets)
             if len(missing) > 1:
                 # NOTE: alone once more, so that what becomes of an image does not depend on those beside it.
                 for number, place in enumerate(missing):
-                    if decoded[number] is None:
-                        decoded[number] = self._decoded(decoder, [encoded[place]])[0]
-            done = {place: image for place, image in zip(missing, decoded, strict=True) if image is not None}
-            for place, image in zip(done, self._copies(list(done.values())), strict=True):
+                    if not is_decoded[number]:
+                        (is_decoded[number],) = self._decode(decoder, [encoded[place]], [targets[number]])
+            done = list(compress(missing, is_decoded))
+            for place, image in zip(done, self._copies(list(compress(targets, is_decoded))), strict=True):
                 images[place] = image
+        for target, image in zip(self._targets, images, strict=False):
+            if image is None:
+                target.clear()  # whatever a decoder that failed left behind is not decoded into again
         return [
             DecodeError(f"{len(content)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=2 makes it say why)")
             if image is None
@@ -99,20 +138,44 @@ class NvImageCodec:
             for content, image in zip(encoded, images, strict=True)
         ]
 
-    def _copies(self, images: list[Any]) -> Sequence[Any]:
-        """In PyTorch's memory: what follows keeps that from being used again too early, by PyTorch's means."""
-        tensors = [self._as_tensor(image, device=self._device) for image in images]
+    def _trim(self) -> None:
+        """Keep ``KEPT_BYTES`` of memory, the smaller images; nothing of a version that cannot decode into images.
+
+        NOTE: before a call, since the stream has been waited for then: to release an image sooner is to wait for it
+        alone, which takes twice as long as to decode it (117 µs an image of 500×375, against 42, on an H200).
+        """
+        if not self._reuses:
+            for target in self._targets:
+                target.clear()
+        while sum(target.capacity for target in self._targets) > KEPT_BYTES:
+            max(self._targets, key=lambda target: target.capacity).clear()
+
+    def _copies(self, targets: Sequence[_Target]) -> Sequence[Any]:
+        """In PyTorch's memory: what follows keeps that from being used again too early, by PyTorch's means.
+
+        The library's is safe as it is: the next call decodes in the order of the stream, after these copies.
+        """
+        # NOTE: no tensor that is not needed: as it goes, PyTorch hands Python's lock to whoever waits for it.
+        tensors = [target.tensor(self._as_tensor, self._device) for target in targets]
         if len({tensor.shape for tensor in tensors}) == 1:
-            # NOTE: no tensor more than one for each: as it goes, PyTorch hands Python's lock to whoever waits for it.
             copies: Sequence[Any] = self._stack(tensors).split(1)
             return copies
-        return [tensor.clone()[None] for tensor in tensors]
+        return [self._stack([tensor]) for tensor in tensors]
 
-    def _decoded(self, decoder: Any, encoded: Sequence[bytes]) -> list[Any]:
-        """An image of the library for each, or ``None``."""
-        images: list[Any] = decoder.decode(list(encoded), params=self._params, cuda_stream=self._stream)
-        self._last += images
-        return images
+    def _decode(self, decoder: Any, encoded: Sequence[bytes], targets: Sequence[_Target]) -> list[bool]:
+        """Decode each into the target beside it; whether that was possible."""
+        options: dict[str, Any] = {"params": self._params, "cuda_stream": self._stream}
+        if self._reuses:
+            try:
+                images = decoder.decode(list(encoded), images=[target.image for target in targets], **options)
+            except TypeError:  # a version that cannot decode into images
+                self._reuses = False
+        if not self._reuses:
+            images = decoder.decode(list(encoded), **options)
+        for target, image in zip(targets, images, strict=True):
+            if image is not None:
+                target.put(image)
+        return [image is not None for image in images]
 
 
 def package(torch: Any) -> str:
