@@ -77,8 +77,8 @@ class Sequential(Backend):
 
     ``(filter)Backend`` puts a filter in front of a child; without one it is ``swap``, and ``Run`` for the first.
     The skips beyond ``Skip`` mean ``Break``, which ends the sequence for that item. The range of the sequence is that
-    of the child that takes the largest batches; another one gets them in pieces that it takes. Of a batch each item goes
-    through all children that work item by item before the next does.
+    of the child that takes the largest batches; another one gets them in pieces that it takes. Of a batch each item
+    goes through all children that work item by item before the next does.
     """
 
     children = (1, None)
