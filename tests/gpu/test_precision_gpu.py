@@ -23,9 +23,9 @@ NORMALISE = {"mean": ", ".join(map(str, MEAN)), "std": ", ".join(map(str, STD))}
 
 
 def quantised_model(path: Path, channels: int = 32) -> str:
-    """A convolution between QuantizeLinear and DequantizeLinear, of its input and of its weights, which are floats."""
+    """A convolution of a quantised input with int8 weights."""
     arrays = {
-        "weight": np.random.default_rng(0).uniform(-1.27, 1.27, (channels, 3, 3, 3)).astype(np.float32),
+        "weight": np.random.default_rng(0).integers(-127, 128, (channels, 3, 3, 3), dtype=np.int8),
         "scale": np.float32(0.05),
         "weight_scale": np.full(channels, 0.01, np.float32),
         "zero": np.int8(0),
@@ -34,9 +34,8 @@ def quantised_model(path: Path, channels: int = 32) -> str:
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["steps"]),
         helper.make_node("DequantizeLinear", ["steps", "scale", "zero"], ["rounded"]),
-        helper.make_node("QuantizeLinear", ["weight", "weight_scale", "weight_zero"], ["weight_steps"], axis=0),
-        helper.make_node("DequantizeLinear", ["weight_steps", "weight_scale", "weight_zero"], ["real"], axis=0),
-        helper.make_node("Conv", ["rounded", "real"], ["y"], name="conv", pads=[1, 1, 1, 1]),
+        helper.make_node("DequantizeLinear", ["weight", "weight_scale", "weight_zero"], ["real"], axis=0),
+        helper.make_node("Conv", ["rounded", "real"], ["y"], name="conv", kernel_shape=[3, 3], pads=[1] * 4),
     ]
     shapes = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", count, 16, 16])

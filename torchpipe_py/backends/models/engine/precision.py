@@ -50,7 +50,8 @@ def multiplying_layers(trt: Any, engine: Any, shapes: Mapping[str, Sequence[int]
     if context is not None and all(context.set_input_shape(name, tuple(shape)) for name, shape in shapes.items()):
         inspector.execution_context = context
     try:
-        information = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+        # NOTE: not strict, since TensorRT 8.6 leaves a control character (0x1e) between the ONNX nodes of a layer.
+        information = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON), strict=False)
     except ValueError as error:
         logger.info("TensorRT tells of the layers in what is no JSON: %s", error)
         return []
