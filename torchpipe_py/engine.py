@@ -357,7 +357,8 @@ def _outcome(before: Data, data: Data) -> ItemOutcome:
         data.pop(TASK_NODE_NAME_KEY, None)  # a backend may have cleared the dict
     if TASK_RESULT_KEY in data and TASK_DATA_KEY in data:
         data[TASK_DATA_KEY] = before[TASK_DATA_KEY]
-    return ItemOutcome.of(before, _on_cpu(data), keeps_arrays=True)
+    outcome = ItemOutcome.of(before, data, keeps_arrays=True)
+    return ItemOutcome(outcome.kept, _on_cpu(outcome.changed))
 
 
 def _on_cpu(data: Data) -> Data:
@@ -367,10 +368,9 @@ def _on_cpu(data: Data) -> Data:
         return data
 
     def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.cpu()
-        if type(value) in (list, tuple):
-            return type(value)(map(moved, value))
-        return value
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return kind([moved(each) for each in value])
+        return value.cpu() if isinstance(value, torch.Tensor) else value
 
     return {key: moved(value) for key, value in data.items()}

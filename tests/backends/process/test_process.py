@@ -295,7 +295,7 @@ def test_large_values_stay_out_of_the_pickle(inspect: Process, monkeypatch: pyte
     worker, sizes = inspect._worker, []
 
     def write(call: Call, *where: int, write: Any = worker.write) -> None:
-        sizes.append(call.packed.pickled.nbytes)
+        sizes.append(len(call.packed.pickled))
         write(call, *where)
 
     monkeypatch.setattr(worker, "write", write)

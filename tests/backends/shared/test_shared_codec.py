@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
 
 from torchpipe_py.backends.process.outcome import ItemOutcome
-from torchpipe_py.backends.process.transport import INLINE, Packed
+from torchpipe_py.backends.process.transport import INLINE, Packed, padded
 from torchpipe_py.backends.shared.codec import FLAT, pack, unpack
 
 
@@ -41,10 +41,13 @@ class Key(str, enum.Enum):
 
 
 def through(packed: Packed) -> Any:
-    """What comes out at the other end, which reads the parts of a flat message and arrays as arrays of bytes."""
-    arrays = [np.frombuffer(part, np.uint8).copy() for part in packed.parts]
-    parts = [each if at < packed.arrays else each.tobytes() for at, each in enumerate(arrays)]
-    return unpack(bytes(packed.pickled), parts, packed.arrays)
+    """What comes out at the other end, which finds the parts in one buffer."""
+    buffer = bytearray()
+    for part in packed.parts:
+        buffer += bytes(padded(part.nbytes))
+        start = len(buffer) - padded(part.nbytes)
+        buffer[start : start + part.nbytes] = np.frombuffer(part, np.uint8).tobytes()
+    return unpack(packed.head, packed.pickled, packed.arrays, buffer, 0, copies=True)
 
 
 def shown(value: Any) -> Any:

@@ -157,7 +157,7 @@ class WorkerProcess(Slots[Call]):
         while self._dropped:
             slot = self._dropped.popleft()
             del self._read_in_place[slot]
-            self.memory.release(slot)
+            self.memory.release(slot, self.memory.reply(slot))
             self.free.append(slot)
         super().take_slot(call)
         self.room -= 1
@@ -193,7 +193,7 @@ class WorkerProcess(Slots[Call]):
                 error = TypeError(f"{self._label}: the answer of its worker process: {first_line(failure)}")
                 error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
         if slot not in self._read_in_place:
-            self.memory.release(slot)
+            self.memory.release(slot, row)
         return Answer(row.kind, outcomes, error, row.first, row.second, self.instance)
 
     def call(self, packed: Packed, count: int, timeout: float | None) -> Any:

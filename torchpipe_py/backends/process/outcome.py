@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from torchpipe_py.keys import TASK_DATA_KEY
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
 
 
-@dataclass(frozen=True)
-class ItemOutcome:
+class ItemOutcome(NamedTuple):
     """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
 
     kept: dict[Any, Any]
@@ -29,12 +27,22 @@ class ItemOutcome:
         Where the other process ``keeps_arrays`` for itself, arrays and tensors stay too under the key they had,
         whatever it does with them. Under another key, as a result, say, they are what it has made of them.
         """
-        sources = {id(value): key for key, value in before.items() if type(value) in _IMMUTABLE}
-        kept = {key: sources[id(value)] for key, value in after.items() if id(value) in sources}
-        if keeps_arrays:
-            types = (np.ndarray, *_tensors())
-            kept |= {key: key for key, value in before.items() if type(value) in types and after.get(key) is value}
-        return cls(kept, {key: value for key, value in after.items() if key not in kept})
+        kept, changed = {}, {}
+        arrays = (np.ndarray, *_tensors()) if keeps_arrays else ()
+        for key, value in after.items():
+            kind = type(value)
+            if kind in _IMMUTABLE:
+                for source in (key, *before):
+                    if source in before and before[source] is value:
+                        kept[key] = source
+                        break
+                else:
+                    changed[key] = value
+            elif kind in arrays and key in before and before[key] is value:
+                kept[key] = key
+            else:
+                changed[key] = value
+        return cls(kept, changed)
 
     def apply(self, item: Data, sent: Data) -> None:
         """Make the dict what the other process made of what was sent of it; what was not sent stays."""

@@ -22,16 +22,15 @@ def padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def pack_sizes(sizes: Sequence[int]) -> bytes:
-    """The sizes of parts, as they stand in a message."""
-    return struct.pack(f"<{len(sizes)}Q", *sizes)
-
-
 class Packed(NamedTuple):
-    """A message as a pickle, and what is large in it: first ``arrays`` buffers of arrays, then those of ``bytes``."""
+    """A message as a pickle, and what is large in it: first ``arrays`` buffers of arrays, then those of ``bytes``.
 
-    pickled: memoryview
-    parts: list[memoryview]
+    ``head`` tells the other end how large these parts are, which are objects with a contiguous buffer, and ``nbytes``.
+    """
+
+    head: bytes
+    pickled: bytes
+    parts: Sequence[Any]
     arrays: int
 
     @classmethod
@@ -40,8 +39,15 @@ class Packed(NamedTuple):
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(message)
+        parts = [*pickler.buffers, *pickler.blobs]
+        head = struct.pack(f"<{len(parts)}Q", *[part.nbytes for part in parts])
         # NOTE: not getbuffer(): where an error keeps that in a cycle, the collector crashes (CPython 3.12).
-        return cls(memoryview(file.getvalue()), [*pickler.buffers, *pickler.blobs], len(pickler.buffers))
+        return cls(head, file.getvalue(), parts, len(pickler.buffers))
+
+
+def sizes_in(head: bytes) -> tuple[int, ...]:
+    """How large the parts of a message are that ``Packed.of`` made."""
+    return struct.unpack(f"<{len(head) // 8}Q", head)
 
 
 def unpack(

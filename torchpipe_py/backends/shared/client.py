@@ -121,7 +121,8 @@ class Engine:
     def _send(self, link: Link, call: Call) -> None:
         """Write a call into the slot it has; what cannot be sent ends it."""
         try:
-            link.memory.ask(call.slot, call.number, call.packed, call.section, perf_counter(), call.deadline)
+            call.sent = perf_counter()
+            link.memory.ask(call.slot, call.number, call.packed, call.section, call.sent, call.deadline)
         except Exception as error:
             self._free(link, call)
             self._tell(call, None, error)
@@ -132,7 +133,8 @@ class Engine:
         """Its slot is free for the next call that waits."""
         with self._lock:
             link.free_slot(call.slot)
-        self._send_waiting(link)
+        if self._waiting:
+            self._send_waiting(link)
 
     def _send_waiting(self, link: Link) -> None:
         while True:
@@ -212,8 +214,8 @@ class Engine:
                     answer, error = None, answer.error()
             except Exception as failure:
                 answer, error = None, failure
-            self.figures.answered(call.asked, link.memory.request(slot), reply)
-            link.memory.release(slot)
+            self.figures.answered(call, reply)
+            link.memory.release(slot, reply)
             self._free(link, call)
             self._tell(call, answer, error)
 
@@ -249,15 +251,15 @@ class Figures:
         self.slot_wait = self.there = self.in_engine = self.back = 0.0
         self.recent = 0.0  # of one call from its start to its answer, the last ones more than those before
 
-    def answered(self, asked: float, request: Row, reply: Row) -> None:
+    def answered(self, call: Call, reply: Row) -> None:
         """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
+        now, taken, done = perf_counter(), reply.first, reply.second
         self.requests += 1
-        self.slot_wait += request.first - asked
-        self.there += reply.first - request.first
-        self.in_engine += reply.second - reply.first
-        now = perf_counter()
-        self.back += now - reply.second
-        self.recent += _WEIGHT * (now - asked - self.recent)
+        self.slot_wait += call.sent - call.asked
+        self.there += taken - call.sent
+        self.in_engine += done - taken
+        self.back += now - done
+        self.recent += _WEIGHT * (now - call.asked - self.recent)
 
     def as_dict(self) -> dict[str, float]:
         """Totals, in milliseconds."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchpipe_py.backends.process.transport import Packed, pack_sizes, padded
+from torchpipe_py.backends.process.transport import Packed, padded
 from torchpipe_py.backends.shared import codec
 from torchpipe_py.errors import InvalidRequest
 
@@ -35,9 +35,8 @@ FAILURE_BYTES = 2**16
 SLEEP_SECONDS = 0.1
 """After which a sleeper looks for work by itself."""
 
-_ROW = struct.Struct("<IIIIQdd")
+_ROW = struct.Struct("<IIIIQQdd")
 _SMALL = 2**20
-_SIZE = struct.Struct("<Q")
 _WORDS = 4 * SLOTS
 _ROWS = -(-_ROW.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
 _ASLEEP = mmap.PAGESIZE  # a word of who asks, and in another cache line one of who answers
@@ -47,7 +46,7 @@ _CONTENT = _ANSWERS + _ROWS
 
 
 class Row(NamedTuple):
-    """What is said of a message: its ``kind``, the sizes of what it is made of, and where it stands in the slot.
+    """What is said of a message: its ``kind``, the sizes of what it is made of, and from where to where it stands.
 
     What ``kind`` means the two sides agree on: of a request, which section is to run it, or how many items it has; of
     an answer, whether it is a failure, or was not run. The times are seconds of
@@ -56,10 +55,11 @@ class Row(NamedTuple):
     """
 
     kind: int
+    head: int
     pickled: int
     arrays: int
-    parts: int
     start: int
+    end: int
     first: float
     second: float
 
@@ -147,7 +147,7 @@ def told_with(memory_fd: int) -> bytes:
 
 def changed(before: bytes, after: bytes) -> list[int]:
     """The indexes of the words that differ."""
-    found: list[int] = np.flatnonzero(np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).tolist()
+    found: list[int] = (np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).nonzero()[0].tolist()
     return found
 
 
@@ -233,79 +233,70 @@ class LinkMemory:
 
     def answer(self, slot: int, number: int, packed: Packed, kind: int, taken: float, now: float) -> None:
         """Write an answer behind its request; ``TooLargeError`` where there is no room for it."""
-        request = self.request(slot)
-        start = request.start + self._sizes(slot, request)[1]
-        self._write(_ANSWERS, slot, packed, kind, start, taken, now)
+        self._write(_ANSWERS, slot, packed, kind, self.request(slot).end, taken, now)
         self._answered[slot] = number
 
     def request(self, slot: int) -> Row:
         """What is said of the request in a slot."""
-        return Row(*_ROW.unpack_from(self._map, _REQUESTS + slot * _ROW.size))
+        return Row._make(_ROW.unpack_from(self._map, _REQUESTS + slot * _ROW.size))
 
     def reply(self, slot: int) -> Row:
         """What is said of the answer in a slot."""
-        return Row(*_ROW.unpack_from(self._map, _ANSWERS + slot * _ROW.size))
+        return Row._make(_ROW.unpack_from(self._map, _ANSWERS + slot * _ROW.size))
 
     def read(self, slot: int, row: Row, copies: bool) -> Any:
         """The message; raises whatever unpickling raises. Its arrays lie in the slot, unless it ``copies`` them."""
-        return self._read(slot, row, copies)[0]
+        return self._read(slot, row, self._map, self._start_of(slot) + row.start, copies)
 
     def read_in_place(self, slot: int, row: Row) -> tuple[Any, np.ndarray]:
         """The message, and an array that lives as long as any of its arrays, which lie in the slot."""
-        return self._read(slot, row, False)
-
-    def _read(self, slot: int, row: Row, copies: bool) -> tuple[Any, np.ndarray]:
-        sizes, total = self._sizes(slot, row)
-        begin = _CONTENT + slot * self.slot_bytes + row.start
+        start = self._start_of(slot) + row.start
         # NOTE: an array of its own, since it is the ``base`` of all views of it.
-        content = np.frombuffer(self._map, np.uint8, total, begin)
-        first = _SIZE.size * row.parts
-        offset = padded(first + row.pickled)
-        parts: list[Any] = []
-        for index, size in enumerate(sizes):
-            part = content[offset : offset + size]
-            parts.append(part.tobytes() if index >= row.arrays else part.copy() if copies else part)
-            offset += padded(size)
-        pickled = self._map[begin + first : begin + first + row.pickled]
-        return codec.unpack(pickled, parts, row.arrays, self.before_main), content
+        content = np.frombuffer(self._map, np.uint8, row.end - row.start, start)
+        return self._read(slot, row, content, 0, copies=False), content
 
-    def release(self, slot: int) -> None:
+    def _read(self, slot: int, row: Row, buffer: Any, offset: int, copies: bool) -> Any:
+        start = self._start_of(slot) + row.start
+        middle = start + row.head
+        head, pickled = self._map[start:middle], self._map[middle : middle + row.pickled]
+        offset += padded(row.head + row.pickled)
+        return codec.unpack(head, pickled, row.arrays, buffer, offset, copies, self.before_main)
+
+    def release(self, slot: int, reply: Row) -> None:
         """Give back the memory that a large request and its answer took; the slot is free."""
-        reply = self.reply(slot)
-        end = reply.start + self._sizes(slot, reply)[1]
-        if end > self.kept_bytes:
+        if reply.end > self.kept_bytes:
             with suppress(OSError):  # gVisor cannot: what was taken stays taken
-                start = _CONTENT + slot * self.slot_bytes + self.kept_bytes
-                self._map.madvise(mmap.MADV_REMOVE, start, _whole_pages(end - self.kept_bytes))
+                start = self._start_of(slot) + self.kept_bytes
+                self._map.madvise(mmap.MADV_REMOVE, start, _whole_pages(reply.end - self.kept_bytes))
 
-    def _sizes(self, slot: int, row: Row) -> tuple[tuple[int, ...], int]:
-        """Of the parts of a message, and of all that it takes."""
-        sizes = struct.unpack_from(f"<{row.parts}Q", self._map, _CONTENT + slot * self.slot_bytes + row.start)
-        return sizes, padded(_SIZE.size * row.parts + row.pickled) + sum(map(padded, sizes))
+    def _start_of(self, slot: int) -> int:
+        return _CONTENT + slot * self.slot_bytes
 
     def _write(self, rows: int, slot: int, packed: Packed, kind: int, start: int, first: float, second: float) -> None:
-        sizes = [part.nbytes for part in packed.parts]
-        head = pack_sizes(sizes)
-        small = len(head) + packed.pickled.nbytes
-        total = padded(small) + sum(map(padded, sizes))
+        head, pickled, parts, arrays = packed
+        small = len(head) + len(pickled)
+        size = padded(small)
+        for part in parts:
+            size += padded(part.nbytes)
         left = self.slot_bytes - (start if rows == _ANSWERS else FAILURE_BYTES)
-        if total > left:
+        if size > left:
             what = "an answer" if rows == _ANSWERS else "a request"
             raise TooLargeError(
-                f"{what} of {total} bytes is too large for another process: {left} bytes are left for it"
+                f"{what} of {size} bytes is too large for another process: {left} bytes are left for it"
             )
-        offset = _CONTENT + slot * self.slot_bytes + start
+        offset = self._start_of(slot) + start
         self._map[offset : offset + len(head)] = head
-        self._map[offset + len(head) : offset + small] = packed.pickled
+        self._map[offset + len(head) : offset + small] = pickled
         offset += padded(small)
-        for part, size in zip(packed.parts, sizes, strict=True):
+        for part in parts:
+            end = offset + part.nbytes
             # NOTE: NumPy lets other threads run meanwhile: for what takes microseconds, waiting for them takes longer.
-            if size <= _SMALL:
-                self._map[offset : offset + size] = part
+            if part.nbytes <= _SMALL:
+                self._map[offset:end] = part
             else:
-                self._bytes[offset : offset + size] = np.frombuffer(part, np.uint8)
-            offset += padded(size)
-        row = kind, packed.pickled.nbytes, packed.arrays, len(sizes), start, first, second
+                self._bytes[offset:end] = np.frombuffer(part, np.uint8)
+            offset += padded(part.nbytes)
+        row = kind, len(head), len(pickled), arrays, start, start + size, first, second
         _ROW.pack_into(self._map, rows + slot * _ROW.size, *row)
 
 
