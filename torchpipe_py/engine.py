@@ -7,16 +7,13 @@ import pickle
 import select
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
@@ -29,6 +26,7 @@ from torchpipe_py.backends.shared.memory import (
     Bell,
     BellMemory,
     LinkMemory,
+    Row,
     TooLargeError,
     barrier,
     changed,
@@ -124,14 +122,9 @@ class EngineServer:
             barrier()
             return self._has_work()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """A worker is rung once for the answers that the calling thread writes to it in a row."""
-        self._answered.begin()
-        try:
-            yield
-        finally:
-            self._answered.end()
+        return self._answered
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -165,23 +158,23 @@ class EngineServer:
         with self.together():
             for link in self._links.values():
                 try:
-                    if link.has_work():
-                        self._take_from(link)
+                    self._take_from(link)
                     link.answer_given_up()
                 except Exception as error:
                     log_failure("what comes from a worker cannot be taken", error)
 
     def _take_from(self, link: _Link) -> None:
+        if not link.has_work():
+            return
         asked, given_up = link.take()
-        for slot, number in asked:
-            self._begin(link, slot, number)
+        for row, slot, number in asked:
+            self._begin(link, row, slot, number)
         for slot, number in given_up:
             link.give_up(slot, number)
 
-    def _begin(self, link: _Link, slot: int, number: int) -> None:
+    def _begin(self, link: _Link, row: Row, slot: int, number: int) -> None:
         now = perf_counter()
         try:
-            row = link.memory.request(slot)
             item: Data = link.memory.read(slot, row, copies=False)[0]
             before = dict(item)
             item[TASK_NODE_NAME_KEY] = self._heads[row.kind]
@@ -202,16 +195,16 @@ class EngineServer:
         link.answer(slot, number, message, isinstance(message, Failure), taken)
 
 
-class _Answered(threading.local):
+class _Answered(threading.local, AbstractContextManager[None]):
     """The worker that a thread has answered and not rung yet. To wake another process may take as long as an answer."""
 
     _waits = False
     _last: _Link | None = None
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         self._waits = True
 
-    def end(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._waits = False
         self.ring(None)
 
@@ -271,18 +264,18 @@ class _Link:
         """Whether the worker asks for anything new."""
         return self._has_met and self.memory.from_asker() != self._words
 
-    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def take(self) -> tuple[list[tuple[Row, int, int]], list[tuple[int, int]]]:
         """Slot and number of each new request, the first first, and of each that nobody waits for any more."""
         before, self._words = self._words, self.memory.from_asker()
-        numbers = np.frombuffer(self._words, np.uint32).tolist()
+        numbers = memoryview(self._words).cast("I")
         asked, given_up = [], []
         for index in changed(before, self._words):
             if index < SLOTS:
-                asked.append((index, numbers[index]))
+                asked.append((self.memory.request(index), index, numbers[index]))
             else:
                 given_up.append((index - SLOTS, numbers[index]))
         if len(asked) > 1:
-            asked.sort(key=lambda request: self.memory.request(request[0]).first)
+            asked.sort(key=lambda request: request[0].first)
         return asked, given_up
 
     def keep(self, slot: int, number: int, ticket: Ticket) -> None:
