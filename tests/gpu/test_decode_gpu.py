@@ -109,6 +109,21 @@ def test_nvimgcodec_decodes_batch_after_batch_as_it_decodes_one_image() -> None:
             assert number == broken or torch.equal(item["result"], alone[number])
 
 
+@needs_nvimgcodec
+@pytest.mark.parametrize("count", [1, 4])
+def test_without_jpeg_engines_a_broken_file_shows_nothing_of_other_images(count: int) -> None:
+    """The engines do: what is missing has the pixels of an image that they decoded before."""
+    whole = jpeg(photo(400, 600, 0))
+    broken = [whole[: int(len(whole) * part)] + whole[-2:] for part in (0.2, 0.5, 0.8)]
+    plain = [jpeg(np.full((400, 600, 3), level, np.uint8)) for level in (0, 255)]
+    with backend_of({"backend": "DecodeTensor", "decoder": "nvimgcodec_cuda", "max": count}) as backend:
+        for data in broken:
+            shown = [forward(backend, [before] * count) and forward(backend, [data] * count) for before in plain]
+            for first, second in zip(*shown, strict=True):
+                assert ("result" in first) == ("result" in second)
+                assert "result" not in first or torch.equal(first["result"], second["result"])
+
+
 @decoders
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_as_opencv_does(orientation: int, decoder: str) -> None:

@@ -1,7 +1,4 @@
-"""A file of ``torchpipe quantize`` by TensorRT, beside ONNX Runtime's int8 and TensorRT's fp16.
-
-It has not been run yet: it was written where there is no GPU.
-"""
+"""A file of ``torchpipe quantize`` by TensorRT, beside ONNX Runtime's int8 and TensorRT's fp16."""
 
 from __future__ import annotations
 

@@ -162,6 +162,16 @@ def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
     assert library.calls == [("engines", [b"2x3", b"4x5"])]
 
 
+def test_the_cores_alone_decode_all_where_engines_are_not_wanted(
+    library: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec = nvjpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
+    library.calls.clear()
+    assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 1), (4, 5, 1)]
+    assert library.calls == [("cores", [b"2x3", b"4x5"])]
+    assert not caplog.records
+
+
 def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:
     codec = NvImageCodec(CPU, STREAM, TRIAL)
     first, second, third = described(codec.decode([b"2x3", b"poison", b"4x5"]))

@@ -60,12 +60,13 @@ class _Target:
 class NvImageCodec:
     """Decodes on ``device``, in the order of ``stream``; chroma is smoothed, as OpenCV does it.
 
-    What the JPEG engines do not take, progressive files for one, is decoded on the cores. ``trial``: small JPEGs to
-    begin with, as many as a batch has. The library's images, 3 bytes a pixel, are decoded into again by the next call:
-    what is given are copies. ``BackendUnavailable`` where the library is not installed or does not work.
+    What the JPEG engines do not take, progressive files for one, is decoded on the cores; all is without
+    ``uses_engines``. ``trial``: small JPEGs to begin with, as many as a batch has. The library's images, 3 bytes a
+    pixel, are decoded into again by the next call: what is given are copies. ``BackendUnavailable`` where the library
+    is not installed or does not work.
     """
 
-    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes], uses_engines: bool = True) -> None:
         import torch
 
         try:
@@ -88,17 +89,19 @@ class NvImageCodec:
                 sample_format=library.SampleFormat.P_RGB,
             )
             # NOTE: two decoders, since one that has both shares a batch out among them, and their pixels differ a bit.
-            engines, cores = (
+            *engines, cores = (
                 library.Decoder(
                     device_id=device.index,
                     max_num_cpu_threads=CPU_THREADS,
                     backends=[library.Backend(kind) for kind in some],
                     options=":fancy_upsampling=1",
                 )
-                for some in ([kinds.HW_GPU_ONLY], [kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU])
+                for some in [[kinds.HW_GPU_ONLY]] * uses_engines + [[kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]]
             )
             _keep_memory(device, KEPT_BYTES)
-            self._decoders = [decoder for decoder in (engines, cores) if self._decode(decoder, trial, self._targets)[0]]
+            self._decoders = [
+                decoder for decoder in (*engines, cores) if self._decode(decoder, trial, self._targets)[0]
+            ]
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:  # of another version, too
@@ -106,7 +109,7 @@ class NvImageCodec:
             raise BackendUnavailable(f"{problem}: {first_line(error)}") from error
         if not self._decoders:
             raise BackendUnavailable(f"{name} does not work here: it cannot decode a small JPEG")
-        if engines not in self._decoders:
+        if self._decoders == [cores] and uses_engines:
             logger.warning("%s finds no JPEG engines on %s, and decodes on its cores", name, device)
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:

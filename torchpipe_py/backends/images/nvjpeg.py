@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torchpipe_py.backends.base import Data, Isolation, Param
@@ -90,6 +91,7 @@ def best_decoder(device: Any, stream: Any, trial: Sequence[bytes]) -> JpegDecode
 DECODERS: dict[str, Callable[[Any, Any, Sequence[bytes]], JpegDecoder]] = {
     "auto": best_decoder,
     "nvimgcodec": NvImageCodec,
+    "nvimgcodec_cuda": partial(NvImageCodec, uses_engines=False),
     "torchvision": Torchvision,
 }
 
@@ -105,7 +107,8 @@ class DecodeTensor(GuardedBackend):
     ``decoder``: the library that calls nvJPEG. With ``torchvision`` pixels differ from OpenCV's where chroma is
     subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it; ``auto`` is the latter
     where it works, else the former. ``torchpipe parity`` shows the differences. Images of one size from one call of
-    ``nvimgcodec`` share memory.
+    ``nvimgcodec`` share memory. Where the compressed data of a file ends too early, the GPU's JPEG engines, which both
+    take, show pixels of an image that they decoded before. ``nvimgcodec_cuda`` does not: it decodes without them.
     """
 
     needs_cuda = True
