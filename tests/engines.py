@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torchpipe_py.backends.shared.client import Watch
 from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.plan.build import plan_pipeline
 
@@ -16,8 +17,8 @@ class Worker:
 
     way: socket.socket
 
-    def __init__(self, config: Any, server: EngineServer) -> None:
-        self.engine, self.server = Engine(), server
+    def __init__(self, config: Any, server: EngineServer, watch: Watch | None = None) -> None:
+        self.engine, self.server = Engine(watch), server
         link(self, server)
         try:
             self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ from service import eventually
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.backends.shared import client, memory
+from torchpipe_py.backends.shared import link as link_module
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
@@ -387,6 +389,56 @@ def test_an_engine_that_is_gone_fails_what_it_had(register: Register, monkeypatc
     assert ends == Counter(range(200))
     ran = Counter(data for batch in gate.batches for data in batch)
     assert ran == Counter([0, *range(memory.SLOTS, 200), "more"])
+
+
+def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few at a time; from the next engine process as well, once the first one is gone."""
+    monkeypatch.setattr(link_module, "SLEEP_SECONDS", WAIT)
+    monkeypatch.setattr(client, "_TURN_SECONDS", 0.0)
+    watched: dict[int, Any] = {}
+    ended: list[int] = []
+    threads: list[int] = []
+
+    def watch(fd: int, take: Any) -> None:
+        if take is not None:
+            watched[fd] = take
+        else:
+            ended.append(fd)
+
+    def answer(futures: list[Any]) -> None:
+        """Take the answers, one each time that the bell has rung."""
+        ((fd, take),) = watched.items()
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        for done in range(1, len(futures) + 1):
+            assert poller.poll(1000 * WAIT)
+            take()
+            assert sum(future.done() for future in futures) == done
+
+    gate = Gate(8, blocks=lambda data: data == 0)
+    config = shared(register(gate.backend))
+    with gate, engine_of(config) as server:
+        worker = Worker(config, server, watch)
+        for is_next in (False, True):
+            if is_next:
+                link(worker, server)
+            eventually(lambda: watched)
+            futures = [gate.hold(worker.pipe, {"data": 0})]
+            futures += [worker.pipe.submit({"data": number}) for number in (1, 2)]
+            for future in futures:
+                future.add_done_callback(lambda _: threads.append(threading.get_ident()))
+            eventually(lambda: queued(server) == 2)
+            gate.open()
+            answer(futures)
+            lose(worker, server)
+            eventually(lambda: worker.engine._link is None)
+            assert ended == [*watched]
+            watched.clear()
+            ended.clear()
+            gate.opened.clear()
+        assert worker.pipe._runtime.nodes["a"].current_instance() is None, "a close here would not wait for its end"
+        worker.close()
+    assert threads == 6 * [threading.get_ident()]
 
 
 def test_without_an_engine_a_request_waits_for_a_while(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
 from torchpipe_server.serving.http import Routes
 from torchpipe_server.serving.journal import Journal
-from torchpipe_server.serving.loop import Loop
+from torchpipe_server.serving.loop import READ, Loop
 from torchpipe_server.serving.protocols import Served
 from torchpipe_server.worker.channel import Channel, Said
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
@@ -82,7 +82,7 @@ def run_process(start: Start, work: Callable[[Start], object]) -> None:
 def _work(start: Start) -> None:
     choose_device(start)
     die_with_parent(True)
-    engine = None
+    engine, loop = None, Loop()
     try:
         from torchpipe_py import pipe
 
@@ -91,7 +91,7 @@ def _work(start: Start) -> None:
         if has_engine(start.options, start.tables):
             from torchpipe_py.engine import Engine, pipe_of_worker
 
-            engine = Engine()
+            engine = Engine(partial(_watch, loop))
             while not engine.meet(next_link(start.sock)):
                 pass  # it has died meanwhile, and another one will be there
             run = pipe_of_worker(plan, engine)
@@ -105,7 +105,7 @@ def _work(start: Start) -> None:
             provider = tracing.set_up()
             run.instrument(provider, starts_traces=False)
             served = tracing.traced(served, provider, start.options.trace_ratio)
-        worker = Worker(start, run, served, engine)
+        worker = Worker(start, loop, run, served, engine)
     except Exception as error:
         say_failed(start.sock, error)
         return
@@ -125,11 +125,11 @@ def _work(start: Start) -> None:
 class Worker:
     """Serves the connections that come through the channel, and says what becomes of them."""
 
-    def __init__(self, start: Start, run: pipe, served: Served, engine: Engine | None = None) -> None:
+    def __init__(self, start: Start, loop: Loop, run: pipe, served: Served, engine: Engine | None = None) -> None:
         from torchpipe_server.serving.server import Server
 
         self._run, self._tables, self._engine = run, start.tables, engine
-        self._loop = Loop()
+        self._loop = loop
         self._loop.steps.append(self._step)
         self._journal = start.journal
         self._server = Server(self._loop, served, start.options, self._gone)
@@ -194,6 +194,16 @@ class Worker:
             stats["nodes"] = {name: node for name, node in stats["nodes"].items() if name not in self._engine.sections}
             stats["hand_over"] = self._engine.figures.as_dict()
         return {**stats, "log_lines_dropped": dropped_lines(), "gpus": used_gpus()}
+
+
+def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
+    """Have what ``fd`` announces taken on the loop, before it reads more from clients; ``None`` ends that."""
+
+    def ready(events: int) -> None:
+        if take is not None:
+            take()
+
+    loop.call(lambda: loop.watch(fd, 0 if take is None else READ, ready, is_urgent=True))
 
 
 def make_plan(options: Options, tables: Any) -> Pipeline:

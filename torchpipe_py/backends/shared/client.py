@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torchpipe_py.backends.shared.link import Call, Link
 from torchpipe_py.backends.shared.memory import SLOTS, Row
@@ -18,17 +20,31 @@ HOLD_SECONDS = 0.4
 """How long a request waits for the next engine process when one has died."""
 
 START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
+_TURN_SECONDS = 0.02  # for answers; then the thread of ``watch`` looks after the other things that it waits for
 _WEIGHT = 1 / 16  # of the last call in what a call takes
+
+
+class Watch(Protocol):
+    """Has ``take()`` called on one thread, whenever the descriptor can be read, from now on; ``None`` ends that.
+
+    It may be called from any thread, and it keeps ``take`` until it has ended that.
+    """
+
+    def __call__(self, fd: int, take: Callable[[], object] | None) -> object: ...
 
 
 class Engine:
     """Takes calls from any thread; a thread of its own receives the answers and tells them.
 
+    Where there is a ``watch``, its thread does that, which is awake anyway where it waits for other things as well;
+    the own one then takes what that has left every ``SLEEP_SECONDS``.
     ``attach(sock)`` gives it the way to an engine process: the first one, or the next when one has died.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._lock = threading.Lock()
+        self._taking = threading.Lock()  # of answers
         self._changed = threading.Condition(self._lock)
         self._link: Link | None = None
         self._next: socket.socket | None = None
@@ -184,6 +200,8 @@ class Engine:
             for call in self._waiting:
                 call.until = inf
             self._changed.notify_all()
+        if self._watch is not None:
+            self._watch(link.leave_bell(), partial(self._take_rung, link))
         self._send_waiting(link)
 
     def _meets(self) -> bool:
@@ -201,23 +219,42 @@ class Engine:
             error = EngineUnavailable("the engine process has died, and the next one is not ready yet")
             self._tell(call, None, error)
 
-    def _take_answers(self, link: Link) -> None:
-        for slot in link.take_answered():
-            call = link.calls[slot]
-            assert call is not None
-            reply = link.memory.reply(slot)
-            answer: Any = None
-            error: BaseException | None = None
-            try:
-                answer = link.memory.read(slot, reply, copies=True)
-                if reply.kind:
-                    answer, error = None, answer.error()
-            except Exception as failure:
-                answer, error = None, failure
-            self.figures.answered(call, reply)
-            link.memory.release(slot, reply)
-            self._free(link, call)
-            self._tell(call, answer, error)
+    def _take_rung(self, link: Link) -> None:
+        """On the thread of ``watch``: the engine process has rung."""
+        try:
+            link.heed_bell()
+            if not self._take_answers(link, _TURN_SECONDS):
+                link.wake()
+        except Exception as error:
+            log_failure("what comes from the engine process cannot be taken", error)
+
+    def _take_answers(self, link: Link, seconds: float = inf) -> bool:
+        """Tell the answers that are there, for about so long; whether that were all."""
+        with self._taking:
+            end = perf_counter() + seconds
+            link.answered += link.take_answered()
+            while link.answered:
+                self._take_answer(link, link.answered.popleft())
+                if perf_counter() >= end:
+                    break
+            return not link.answered
+
+    def _take_answer(self, link: Link, slot: int) -> None:
+        call = link.calls[slot]
+        assert call is not None
+        reply = link.memory.reply(slot)
+        answer: Any = None
+        error: BaseException | None = None
+        try:
+            answer = link.memory.read(slot, reply, copies=True)
+            if reply.kind:
+                answer, error = None, answer.error()
+        except Exception as failure:
+            answer, error = None, failure
+        self.figures.answered(call, reply)
+        link.memory.release(slot, reply)
+        self._free(link, call)
+        self._tell(call, answer, error)
 
     def _tell(self, call: Call, answer: Any, error: BaseException | None) -> None:
         """End a call, unless nobody waits for it any more."""
@@ -230,6 +267,8 @@ class Engine:
 
     def _lose(self, link: Link) -> None:
         """The engine process has died: fail what it had, and let the rest wait for the next one."""
+        if self._watch is not None:
+            self._watch(link.bell_fd, None)
         self._take_answers(link)
         with self._lock:
             self._link = None

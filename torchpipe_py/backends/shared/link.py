@@ -13,7 +13,15 @@ from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchpipe_py.backends.process.transport import Packed
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, Bell, LinkMemory, attach_bell, changed, told_with
+from torchpipe_py.backends.shared.memory import (
+    SLEEP_SECONDS,
+    Bell,
+    LinkMemory,
+    attach_bell,
+    changed,
+    told_with,
+    wait_for,
+)
 from torchpipe_py.backends.signature import Signature
 
 Done = Callable[[Any, BaseException | None], object]
@@ -90,6 +98,8 @@ class Link(Slots[Call]):
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fds.append(fd)
         self._own_bell = Bell(self.memory.asker_asleep, fd)
+        self._has_left_bell = False
+        self.answered: deque[int] = deque()  # slots whose answers are not taken yet
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
         sock.setblocking(False)
@@ -107,9 +117,30 @@ class Link(Slots[Call]):
         self.bell = attach_bell(*descriptors)
         self._poller.register(fd, select.POLLIN)
 
+    def has_answers(self) -> bool:
+        return bool(self.answered) or super().has_answers()
+
     def is_gone(self) -> bool:
         """Sleep until something comes from the engine process; whether that is its end."""
+        if self._has_left_bell:
+            return bool(wait_for((), self._poller, SLEEP_SECONDS))
         return bool(self._own_bell.sleep(self._poller, self.has_answers))
+
+    @property
+    def bell_fd(self) -> int:
+        """Can be read when there are answers."""
+        return self._own_bell.fd
+
+    def leave_bell(self) -> int:
+        """Leave the bell to another thread, which reads its descriptor from now on; ``is_gone`` sleeps without it."""
+        self._has_left_bell = True
+        self._poller.unregister(self.bell_fd)
+        self._own_bell.await_ring(True)
+        return self.bell_fd
+
+    def heed_bell(self) -> None:
+        """The bell was rung, and is heard; the answers are looked for after that."""
+        os.eventfd_read(self.bell_fd)
 
     def wake(self) -> None:
         """Have ``is_gone`` return."""

@@ -40,6 +40,16 @@ class HandOverLane(Lane):
     def _finish(self, request: Request, error: BaseException | None, ran: Ran | None = None) -> None:
         instance = self.instances[0 if ran is None else ran[0]]
         instance.stand_in = threading.get_ident()  # a callback may close the pipe here
+        try:
+            self._end(instance, request, error, ran)
+        finally:
+            instance.stand_in = 0
+        # NOTE: only after delivery, so that a request is always visible in some node's load.
+        self._under_way.discard(request)
+        if self._waiting:
+            self._wake_leaders()
+
+    def _end(self, instance: Instance, request: Request, error: BaseException | None, ran: Ran | None) -> None:
         if ran is not None:
             instance.record.single(request, ran[1], ran[2])
         elif instance.record.traces:
@@ -54,10 +64,6 @@ class HandOverLane(Lane):
             self._fail_closed(request)
         else:
             self._fail_defect(instance, request, error)
-        # NOTE: only after delivery, so that a request is always visible in some node's load.
-        self._under_way.discard(request)
-        if self._waiting:
-            self._wake_leaders()
 
     def close(self) -> None:
         super().close()
