@@ -174,7 +174,7 @@ def test_a_flag_that_is_needed_and_misspelt_is_told(capsys: pytest.CaptureFixtur
 
 def test_a_parameters_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "DecodeTensor"]) == 0
-    assert "the library that calls nvJPEG: auto, nvimgcodec, torchvision" in capsys.readouterr().out
+    assert "the library that calls nvJPEG: auto, nvimgcodec, nvimgcodec_cuda, torchvision" in capsys.readouterr().out
 
 
 def test_a_reader_that_has_had_enough_is_no_traceback():
