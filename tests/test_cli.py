@@ -136,12 +136,13 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torchpipe_py {torchpipe_py.__version__}\n"
 
 
+@pytest.mark.parametrize("flag", ["--total_numbr=5", "--total_num=5"])
 @pytest.mark.parametrize("command", [["bench", "x.toml"], ["load"]])
-def test_the_nearest_flag_is_told(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_flag_is_told(command: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([*command, "--img_dir=x", "--total_numbr=5"])
+        main([*command, "--img_dir=x", flag])
     assert caught.value.code == 2
-    assert "unrecognized arguments: --total_numbr=5; did you mean '--total_number'?" in capsys.readouterr().err
+    assert f"unrecognized arguments: {flag}; did you mean '--total_number'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_flag_that_is_needed_and_misspelt_is_told(capsys: pytest.CaptureFixtur
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
-        main(["quantize", "--keep", "3", "--img", "images"])
+        main(["quantize", "--keep", "3", "--img_dir", "images"])
     assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG.toml\n")
 
 

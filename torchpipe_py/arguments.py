@@ -11,7 +11,11 @@ from torchpipe_py.errors import nearest
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Names the nearest flag, command or choice for one that it does not know."""
+    """Takes flags by their whole names; names the nearest flag, command or choice for one that it does not know."""
+
+    def __init__(self, **settings: Any) -> None:
+        # NOTE: the beginning of a flag may mean another one, or nothing, in the next version.
+        super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -37,9 +41,9 @@ class ArgumentParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; {hint}")
 
     def _hint(self, argument: str) -> str:
-        """The flag that an unknown one may stand for; empty where it is none, or the beginning of one."""
+        """The flag that an unknown one may stand for; empty where it is none, or a known one."""
         flag = argument.split("=", 1)[0]
         valid = self._option_string_actions
-        if not flag.startswith("--") or flag == "--" or any(each.startswith(flag) for each in valid):
+        if not flag.startswith("--") or flag == "--" or flag in valid:
             return ""
         return nearest(flag, valid)

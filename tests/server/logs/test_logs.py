@@ -340,6 +340,13 @@ def test_flags_with_underscores_work_as_well():
     assert (made.max_connections, made.log_format) == (3, "json")
 
 
+def test_the_beginning_of_a_flag_is_none(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_options(["x.toml", "--engine", "2"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --engine 2; did you mean '--engines'?\n")
+
+
 def test_at_the_edges():
     made = parse_options(
         ["x.toml", "--port=65535", "--http-port=0", "--workers=1024", "--max-depth=2", "--max-items=16"]
