@@ -10,7 +10,7 @@ from conftest import Register
 
 import torchpipe_py
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, Overloaded, SetupError, TorchpipeError, pipe
-from torchpipe_py.errors import EngineUnavailable, nearest
+from torchpipe_py.errors import EngineUnavailable, counted, nearest
 
 EXPORTED = [getattr(torchpipe_py, name) for name in torchpipe_py.__all__]
 ERRORS = [each for each in EXPORTED if isinstance(each, type) and issubclass(each, BaseException)]
@@ -60,3 +60,17 @@ def test_what_keeps_a_pipe_from_being_built(register: Register, kind: type[Excep
 )
 def test_the_nearest_names(name: str, valid: list[str], clause: str) -> None:
     assert nearest(name, valid) == clause
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "said"),
+    [
+        (0, "item", "0 items"),
+        (1, "item", "1 item"),
+        (2, "item", "2 items"),
+        (1, "class", "1 class"),
+        (3, "class", "3 classes"),
+    ],
+)
+def test_one_of_something_is_no_plural(count: int, noun: str, said: str) -> None:
+    assert counted(count, noun) == said

@@ -12,7 +12,7 @@ from torchpipe_py import registry
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import REQUIRED, Backend, Param
 from torchpipe_py.encryption import options as encryption_options
-from torchpipe_py.errors import ConfigError, TorchpipeError, nearest
+from torchpipe_py.errors import ConfigError, TorchpipeError, counted, nearest
 from torchpipe_py.export import options as export_options
 from torchpipe_py.idl import idl_path
 from torchpipe_py.loadtest import options as loadtest_options
@@ -106,8 +106,7 @@ def _check(config: str) -> None:
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
         jumps = f", runs {', '.join(graph.jumps[name])}" if name in graph.jumps else ""
         print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}")
-    count = len(graph.order)
-    print(f"{config}: ok, {count} node{'s' if count > 1 else ''}")
+    print(f"{config}: ok, {counted(len(graph.order), 'node')}")
 
 
 def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:

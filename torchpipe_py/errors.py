@@ -264,6 +264,11 @@ def shown(value: object, depth: int = 2) -> str:
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
 
 
+def counted(count: int, noun: str) -> str:
+    """How many of something, for a message: ``1 class``, ``2 classes``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 _LISTED = 12
 """The most names that a message lists."""
 

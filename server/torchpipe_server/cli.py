@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
 from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
@@ -144,7 +145,8 @@ def _fit(options: Options, files: int) -> Options:
     if most >= options.max_connections:
         return options
     if not most:
-        raise CannotServeError(f"only {files} files may be open (ulimit -n), too few for {options.workers} workers")
+        workers = counted(options.workers, "worker")
+        raise CannotServeError(f"only {files} files may be open (ulimit -n), too few for {workers}")
     logger.warning(
         "--max-connections is %d instead of %d: only %d files may be open (ulimit -n)",
         most, options.max_connections, files,

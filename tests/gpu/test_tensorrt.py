@@ -343,7 +343,7 @@ def test_what_tensorrt_cannot_take_is_said(tmp_path: Path) -> None:
         ({"precision::fp32": "konv"}, "no layer 'konv'; did you mean 'conv'"),
         ({"precision": "int8"}, "needs a quantised model"),
         ({"max": 2, "min": 4}, "min = 4 is larger than max = 2"),
-        ({"max": "4;8"}, "min has 1 profiles, max has 2"),
+        ({"max": "4;8"}, "min has 1 profile, max has 2"),
         ({"max": "4x3x9x9", "min": "1x3x9x9"}, "input 'input' is \\?x3x8x8, min and max say 1x3x9x9"),
         ({"device_id": 64}, "device_id = 64: there are"),
     ],

@@ -234,7 +234,7 @@ NOISE = random.Random(0)
         ([5 + call / 10 for call in range(1000)], {}, "a queue builds up"),
         ([5.0] * 1000, {"window": 11.0}, "90.9 images/s were answered of 100.0 offered"),
         ([5.0] * 1000, {"window": 10.4}, None),
-        ([5.0] * 1000, {"unsent": 3}, "3 images were never sent"),
+        ([5.0] * 1000, {"unsent": 3}, "never sent: 3 images"),
         ([1.0, 1000.0], {}, None),  # two calls are no trend
         ([0.1] * 50 + [5.0] * 50, {}, None),  # a growth of less than 10 ms is none
     ],

@@ -358,7 +358,7 @@ def test_equal_configurations_do_not_differ(parity: Parity, write: Write, images
     assert run.json["agreement"]["share"] == 1.0
     assert run.json["worst"] == []
     assert [bar["ok"] for bar in run.json["bars"]] == [True, True]
-    assert "All 5 images: 0." in run.html
+    assert "0 for 5 images." in run.html
 
 
 @pytest.mark.parametrize("other", [AREA, PILLOW])

@@ -89,7 +89,7 @@ def test_a_bad_sample_on_one_rank_stops_both_at_its_step(told: list[dict[str, An
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fewer_samples_than_ranks", "the dataset has 1 samples for 2 ranks"),
+        ("fewer_samples_than_ranks", "the dataset has 1 sample for 2 ranks"),
         ("no_local_rank", "needs local_rank"),
         ("no_distributed_sampler", "gives every rank all samples"),
         ("seeds_differ", "the ranks differ in seed: 0, 1"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchpipe_py import registry
 from torchpipe_py.backends.models.postprocess import read_labels, uses
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.export.config import followed_by, model_node, read_preprocessing
 from torchpipe_py.export.errors import ExportError
 from torchpipe_py.export.files import Files
@@ -48,14 +48,16 @@ def run_export(args: argparse.Namespace) -> int:
         pixels = f"{transform} ({source.origin if transform == source.transform else 'as the options say'})"
     for name, numbers in (("mean", transform.mean), ("std", transform.std)):
         if len(numbers) not in (1, size[0]):
-            raise ExportError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {size[0]} channel(s)")
+            channels = counted(size[0], "channel")
+            raise ExportError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
     outputs = check_batch(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     postprocessor = postprocessor if classes is not None else ""
     labels = _labels(args.labels, source, classes)
     if args.labels is None and not uses(postprocessor, "labels"):
         labels = ()
-    title = f"{source.name}, {'no classifier' if classes is None else f'{classes} classes'}, {source.weights}"
+    kind = "no classifier" if classes is None else counted(classes, "class")
+    title = f"{source.name}, {kind}, {source.weights}"
     with tempfile.TemporaryDirectory() as folder:
         made = Files(Path(folder, files.name.name))
         difference = export_checked(source.model, made.model, size=size, opset=args.opset, axes=_axes(len(outputs)))
@@ -149,7 +151,9 @@ def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[
     if classes is None:
         raise ExportError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
     if len(labels) != classes:
-        raise ExportError(f"--labels {path}: {len(labels)} lines, {source.name} has {classes} classes")
+        raise ExportError(
+            f"--labels {path}: {counted(len(labels), 'line')}, {source.name} has {counted(classes, 'class')}"
+        )
     return labels
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest, NoResult, nearest
+from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
 from torchpipe_py.http.errors import Bound, RequestTooLargeError
 from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
 
@@ -84,7 +84,7 @@ def tensor_from(key: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
 def shaped(where: str, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """The array in another shape; ``InvalidRequest`` where that has another size, or none can have it."""
     if array.size != math.prod(shape):
-        raise InvalidRequest(f"{where}{array.size} numbers do not fit shape {list(shape)}")
+        raise InvalidRequest(f"{where}shape {list(shape)} does not fit {counted(array.size, 'number')}")
     try:
         return array.reshape(shape)
     except ValueError as error:  # more elements in a dimension than NumPy can count, where another one is 0

@@ -6,7 +6,7 @@ import re
 import struct
 from typing import NamedTuple
 
-from torchpipe_py.errors import DecodeError
+from torchpipe_py.errors import DecodeError, counted
 from torchpipe_py.images.jpeg import Bytes
 
 
@@ -156,7 +156,7 @@ def read_tiff(data: Bytes) -> Size:
     if _WIDTH not in tags or _HEIGHT not in tags:
         raise DecodeError("TIFF: it does not say its size")
     if tags[_CHANNELS] > 4 or not 1 <= tags[_BITS] <= 64:
-        raise DecodeError(f"TIFF: {tags[_CHANNELS]} channels of {tags[_BITS]} bits")
+        raise DecodeError(f"TIFF: {counted(tags[_CHANNELS], 'channel')} of {tags[_BITS]} bits")
     width, height, tile_w, tile_h = (tags[tag] for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
     if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
         raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")

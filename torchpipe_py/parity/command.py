@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from torchpipe_py.errors import counted
 from torchpipe_py.parity.compare import agreement, judge
 from torchpipe_py.parity.page import html_report
 from torchpipe_py.parity.record import Parity, ParityError
@@ -33,7 +34,7 @@ def run_parity(args: argparse.Namespace) -> int:
 def _problem(parity: Parity) -> str:
     """Why this report says nothing; empty where it does."""
     if not parity.compared:
-        listed = f"{len(parity.refused)} images refused, {len(parity.shapes_differ)} of different shapes"
+        listed = f"{counted(len(parity.refused), 'image')} refused, {len(parity.shapes_differ)} of different shapes"
         return f"nothing could be compared: {listed}"
     if parity.model is not None and agreement(parity.compared) is None:
         return f"{parity.model}: no image has a class on both sides"

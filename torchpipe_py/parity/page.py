@@ -8,6 +8,7 @@ from html import escape
 
 import numpy as np
 
+from torchpipe_py.errors import counted
 from torchpipe_py.html import document, table
 from torchpipe_py.parity.compare import AMPLIFICATION, disagreeing, histogram
 from torchpipe_py.parity.record import Compared, Parity, ParityError, Refused, View
@@ -53,7 +54,7 @@ def _parts(parity: Parity) -> Iterator[str]:
 def _pairs(parity: Parity) -> Iterator[str]:
     if not parity.views:
         return
-    yield f"<h2>The {len(parity.views)} worst images, by mean absolute difference</h2>"
+    yield f"<h2>Worst images, by mean absolute difference ({len(parity.views)})</h2>"
     yield (
         f'<p class="hint">The third picture is the absolute difference, {AMPLIFICATION} times as strong. Large results'
         " are shown smaller: of the difference each block keeps its largest value.</p>"
@@ -114,7 +115,8 @@ def _chart(means: Sequence[float]) -> str:
     """A histogram as inline SVG; each bar says its range and count when pointed at."""
     counts, top = histogram(means)
     if top == 0:
-        return f'<p class="hint">All {len(means)} images: 0.</p>'
+        zero = f"0 for {counted(len(means), 'image')}."
+        return f'<p class="hint">{zero}</p>'
     step, most = (CHART_WIDTH - CHART_LEFT) / len(counts), max(counts)
     parts = [_bar(index, count, most, step, top / len(counts)) for index, count in enumerate(counts) if count]
     parts.append(f'<line x1="{CHART_LEFT}" y1="{CHART_BASE}" x2="{CHART_WIDTH}" y2="{CHART_BASE}"></line>')
@@ -123,7 +125,7 @@ def _chart(means: Sequence[float]) -> str:
         parts.append(f'<text x="{x:.0f}" y="{CHART_BASE + 18}" text-anchor="{anchor}">{top * share:.3g}</text>')
     parts.append(f'<text x="{CHART_LEFT - 8}" y="20" text-anchor="end">{most}</text>')
     parts.append(f'<text x="{CHART_LEFT - 8}" y="{CHART_BASE}" text-anchor="end">0</text>')
-    label = f"histogram of the mean absolute difference of {len(means)} images, 0 to {top:.3g}"
+    label = f"histogram of the mean absolute difference of {counted(len(means), 'image')}, 0 to {top:.3g}"
     size = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" width="{CHART_WIDTH}" height="{CHART_HEIGHT}"'
     return f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
@@ -131,5 +133,5 @@ def _chart(means: Sequence[float]) -> str:
 def _bar(index: int, count: int, most: int, step: float, width: float) -> str:
     height = max(1.0, (CHART_BASE - 12) * count / most)
     place = f'x="{CHART_LEFT + index * step + 1:.1f}" y="{CHART_BASE - height:.1f}"'
-    title = f"<title>{index * width:.3g} to {(index + 1) * width:.3g}: {count} images</title>"
+    title = f"<title>{index * width:.3g} to {(index + 1) * width:.3g}: {counted(count, 'image')}</title>"
     return f'<rect {place} width="{step - 2:.1f}" height="{height:.1f}">{title}</rect>'

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_py.parity.compare import Share, accuracy, agreement, disagreeing, spreads
 from torchpipe_py.parity.record import ACCEPTED, Bar, Compared, Difference, Parity, Prediction, Refused
 from torchpipe_py.parity.results import shape_text
@@ -82,7 +83,7 @@ def model_rows(parity: Parity) -> list[tuple[str, str]]:
         drop = f"{right.drop:.2f} points (95 % interval {right.low:.2f} to {right.high:.2f}, of the same images)"
         rows.append(("B loses", drop))
     if parity.unclassified:
-        rows.append(("without a class", f"{len(parity.unclassified)} images"))
+        rows.append(("without a class", counted(len(parity.unclassified), "image")))
     return rows
 
 
@@ -93,7 +94,7 @@ def _share_text(right: Share) -> str:
 
 def bar_text(bar: Bar) -> str:
     """``--max-mean 1: 0.8120 over 200 images, ok``."""
-    value = "nothing to compare" if bar.value is None else f"{bar.value:.4f} over {bar.images} images"
+    value = "nothing to compare" if bar.value is None else f"{bar.value:.4f} over {counted(bar.images, 'image')}"
     return f"{bar.option} {bar.limit:g}: {value}, {'ok' if bar.ok else 'missed'}"
 
 

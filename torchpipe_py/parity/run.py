@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.errors import TorchpipeError, UnknownNode
+from torchpipe_py.errors import TorchpipeError, UnknownNode, counted
 from torchpipe_py.images.files import find_images, label_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.parity.compare import difference, labelled, pictures
@@ -165,7 +165,7 @@ class Side:
     def notes(self) -> Iterator[str]:
         """A line for each origin, with a count where there are several."""
         for origin, count in self.origins.most_common():
-            yield f"{self.letter}: {origin}" + (f" ({count} images)" if len(self.origins) > 1 else "")
+            yield f"{self.letter}: {origin}" + (f" ({counted(count, 'image')})" if len(self.origins) > 1 else "")
 
 
 class Comparison:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchpipe_py.errors import counted
 from torchpipe_py.files import replace_file
 from torchpipe_py.parity.compare import accuracy, agreement, judge
 from torchpipe_py.parity.report import WIDTH, clip, text_report
@@ -32,7 +33,7 @@ def run_quantize(args: argparse.Namespace) -> int:
         raise QuantizeError(f"--out {args.out}: this is the model to quantise; give another name")
     calibration, held_out = divide(images_of(args.img_dir), args.calibrate)
     if len(calibration) < FEWEST:
-        few = f"{len(calibration)} images to calibrate with and {len(held_out)} to check with are too few"
+        few = f"{counted(len(calibration), 'image')} to calibrate with and {len(held_out)} to check with are too few"
         raise QuantizeError(f"--img_dir {args.img_dir}: {few}: at least {FEWEST} of each; hundreds tell more")
     with tempfile.TemporaryDirectory() as name:
         candidate = Path(name, args.out.name)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchpipe_py.errors import counted
 from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, plain
 
 Values = Sequence[Any]
@@ -39,7 +40,7 @@ class Column:
         if self.place is None:
             return self.form.value(written)
         if not isinstance(written, (list, tuple)) or len(written) != self.places:
-            raise ValueError(f"expected {self.places} values, got {_kind(written)}")
+            raise ValueError(f"expected {counted(self.places, 'value')}, got {_kind(written)}")
         return self.form.value(written[self.place])
 
 
@@ -106,7 +107,7 @@ class Ragged:
     def value(self, given: Any) -> np.ndarray:
         array = to_array(given) if is_array(given) else None
         if array is None or (array.dtype, array.ndim) != (self.dtype, self.ndim):
-            raise ValueError(f"expected {self.dtype} of {self.ndim} dimensions, got {_kind(given)}")
+            raise ValueError(f"expected {self.dtype} of {counted(self.ndim, 'dimension')}, got {_kind(given)}")
         return array
 
     def array(self, values: Values) -> np.ndarray:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, log_failure
+from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure
 from torchpipe_py.http.answers import failure, to_line
 from torchpipe_py.http.errors import Bound, RequestTooLargeError, RouteError, reason
 from torchpipe_py.http.infer import answer_of, read_request
@@ -66,7 +66,7 @@ class Served:
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:
-            logger.warning("%d requests were not finished after %g s", self._requests, seconds)
+            logger.warning("%s not finished after %g s", counted(self._requests, "request"), seconds)
         await asyncio.get_running_loop().run_in_executor(None, self.pipe.close, seconds)
 
 

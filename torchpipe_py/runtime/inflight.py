@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.errors import BackendError, NoResult, Overloaded, PipeClosed, describe, log_failure
+from torchpipe_py.errors import BackendError, NoResult, Overloaded, PipeClosed, counted, describe, log_failure
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.request import Branches, Request, is_own, nobody_waits
 from torchpipe_py.runtime.routes import Enter
@@ -91,8 +91,9 @@ class InFlight:
             else:
                 self.rejected += len(requests)
         if not is_admitted:
+            running = counted(len(self), "request")
             raise Overloaded(
-                f"{len(self)} requests in flight, {len(requests)} more would pass max_inflight = {self.most}",
+                f"{running} in flight, {len(requests)} more would pass max_inflight = {self.most}",
                 retry_after_ms=self._retry_after_ms() if len(requests) <= self.most else None,
             )
 

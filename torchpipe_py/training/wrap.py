@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import counted, nearest
 from torchpipe_py.training.batches.batcher import Batcher
 from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.batches.reader import BatchReader
@@ -153,7 +153,7 @@ def length_of(sized: Any) -> int | None:
 
 def _check_ranks(dataloader: Any, ranks: RankGroup) -> None:
     if len(dataloader.dataset) < ranks.count:
-        raise TrainingError(f"the dataset has {len(dataloader.dataset)} samples for {ranks.count} ranks")
+        raise TrainingError(f"the dataset has {counted(len(dataloader.dataset), 'sample')} for {ranks.count} ranks")
     sampler = next((sampler for sampler in samplers_of(dataloader) if hasattr(sampler, "num_replicas")), None)
     if sampler is None:
         problem = "the DataLoader's sampler gives every rank all samples"

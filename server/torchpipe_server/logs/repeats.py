@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_server.logs.formats import message_of
 
 BURST = 50  # lines at once from one place in the code
@@ -113,5 +114,5 @@ def _summary(place: _Place) -> logging.LogRecord:
     record, held = place.first, place.held
     assert record is not None
     place.first, place.held = None, 0
-    record.msg = f"{record.msg} (repeated {held} times)"
+    record.msg = f"{record.msg} (repeated {counted(held, 'time')})"
     return record

@@ -12,6 +12,8 @@ from collections import deque
 from time import monotonic
 from typing import Any
 
+from torchpipe_py.errors import counted
+
 logger = logging.getLogger("stderr")
 
 REST_BYTES = 2000  # so much without an end is taken for a line
@@ -63,7 +65,7 @@ class StderrLines:
         self._kept.extend((now, line) for line in lines[-KEPT_LINES:])
         if now >= self._second_ends:
             if self._skipped:
-                self._log(f"[... {self._skipped} lines ...]")
+                self._log(f"[... {counted(self._skipped, 'line')} ...]")
             self._second_ends, self._left, self._skipped = now + 1, LINES_A_SECOND, 0
         logged = lines[: self._left]
         self._left -= len(logged)

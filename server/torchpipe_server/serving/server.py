@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
-from torchpipe_py.errors import DeadlineExceeded, Overloaded
+from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
 from torchpipe_server.options import Options
 from torchpipe_server.serving.connection import (
     CLOSED,
@@ -142,7 +142,7 @@ class Server:
         """
         busy = sum(connection.has_work for connection in self._connections)
         if busy:
-            logger.warning("%d connections still busy after drain_seconds", busy)
+            logger.warning("%s still busy after drain_seconds", counted(busy, "connection"))
         for connection in list(self._connections):
             self._guard(connection, self._abandon if connection.work is RUNNING else self._drop)
         self._loop.steps.remove(self._step)
@@ -398,7 +398,8 @@ class Server:
             if connection.is_refused:
                 connection.end_after_replies()
                 service.method(message)  # what is wrong with the message itself comes first
-                raise Overloaded(f"more than {self._options.max_connections} connections", retry_after_ms=1000)
+                most = counted(self._options.max_connections, "connection")
+                raise Overloaded(f"more than {most}", retry_after_ms=1000)
             method, args = service.decode(message)
             head = message.without_body()  # what the answer needs; the image is not kept until then
             decoded_bytes = service.decoded_bytes

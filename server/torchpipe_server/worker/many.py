@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py import Overloaded, pipe
+from torchpipe_py.errors import counted
 from torchpipe_server.serving.service import Cancellable
 
 ROUNDS = 24
@@ -67,7 +68,8 @@ class Turns:
             if call.items:
                 self._calls.append(call)
         for index, data in enumerate(refused, last):
-            call.finish(index, data, Overloaded(f"{waiting} images would wait, with room for {waiting - excess}", 1000))
+            why = f"{counted(waiting, 'image')} would wait, with room for {waiting - excess}"
+            call.finish(index, data, Overloaded(why, 1000))
         self._advance(0)
 
     def gather(

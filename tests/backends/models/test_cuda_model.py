@@ -153,7 +153,7 @@ def test_bytes_are_no_mat_where_the_input_is_no_image(make: Any) -> None:
     [
         (np.zeros((4, 4, 1), np.uint8), "takes 1x3x.x., got 4x4x1"),
         (torch.zeros(2, 3, 4, 4), "takes one item, 1x…, got 2x3x4x4"),
-        (["a", "b"], "the model has 1 inputs, data holds 2"),
+        (["a", "b"], "the model has 1 input, data holds 2"),
         ([[0]] * 65, "data holds 65 inputs, more than the 64 that a model may have"),
     ],
 )

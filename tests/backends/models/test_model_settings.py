@@ -40,7 +40,7 @@ def labels(tmp_path: Path) -> str:
         ({"min": 8, "max": 4}, "key 'min': min = 8 is larger than max = 4"),
         ({"min": 4}, "key 'min': min = 4 is larger than max = 1, its default"),
         ({"min": "1x3x64x64", "max": "4x3x32x64"}, "key 'min': min = 1x3x64x64 is larger than max = 4x3x32x64"),
-        ({"max": "4;8"}, "key 'min': min has 1 profiles, max has 2"),
+        ({"max": "4;8"}, "key 'min': min has 1 profile, max has 2"),
         ({"instance_num": 100_000}, "key 'instance_num': expected at most 1024, got 100000: each instance is a thread"),
         ({"k": 3}, "key 'k': nothing uses it without a postprocessor that does: TopK"),
         ({"threshold": 0.1, "postprocessor": "TopK"}, r"key 'threshold': nothing uses it without a .* does: Sigmoid"),

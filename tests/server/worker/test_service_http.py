@@ -228,7 +228,10 @@ WRONG_JSON = {
         b'{"inputs": {"data": {"dtype": "uint8", "shape": [0, 9223372036854775808], "data": []}}}',
         "'data': shape [0,",
     ),
-    "sizes": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}', "1 numbers do not fit shape [3]"),
+    "sizes": (
+        b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}',
+        "shape [3] does not fit 1 number",
+    ),
     "ragged": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [[1], 2]}}}', "lists of several depths"),
     "too large": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": [256]}}}', "256"),
     "words": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [1], "data": ["a"]}}}', "has texts"),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Data, Param
 from torchpipe_py.backends.control.basic import Wrapper
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, counted
 from torchpipe_py.filters import Filter
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_float, to_floats, to_int, to_ints, to_str, to_strings
@@ -129,7 +129,7 @@ def _take(results: Any, items: Sequence[Data], name: str) -> None:
     if not isinstance(results, (list, tuple)):
         raise ValueError(f"{name}.forward returned {_kind(results)}; {_EXPECTED}")
     if len(results) != len(items):
-        counts = f"{len(results)} results for {len(items)} item{'s' if len(items) > 1 else ''}"
+        counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
         raise ValueError(f"{name}.forward returned a list of {counts}; {_EXPECTED}")
     for item, result in zip(items, results, strict=True):
         if result is not item:  # the dicts that it was given hold their results themselves

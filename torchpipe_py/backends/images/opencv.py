@@ -14,7 +14,7 @@ import numpy as np
 from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
 from torchpipe_py.backends.images.geometry import MAX_SIDE
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
-from torchpipe_py.errors import DecodeError, InvalidRequest, first_line
+from torchpipe_py.errors import DecodeError, InvalidRequest, counted, first_line
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, Size, declared_size, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -201,7 +201,8 @@ class cvtColorMat(StatelessBackend):
         color = "gray" if channels == 1 else item.get(TASK_COLOR_KEY, "bgr")
         if color != self.color:
             if channels not in (1, 3, 4) or color not in (COLORS if channels > 1 else MAT_COLORS):
-                raise InvalidRequest(f"a Mat of {channels} channels and color {color!r} cannot become {self.color}")
+                mat_is = f"a Mat of {counted(channels, 'channel')} and color {color!r}"
+                raise InvalidRequest(f"{mat_is} cannot become {self.color}")
             mat = as_mat(self._convert(mat, self._codes[color]))
             item[TASK_COLOR_KEY] = self.color
         item[TASK_RESULT_KEY] = mat

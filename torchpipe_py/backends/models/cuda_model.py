@@ -18,7 +18,7 @@ from torchpipe_py.backends.models.batch_check import check_rows
 from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, looks_like_mat, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import InvalidRequest, counted
 from torchpipe_py.keys import TASK_ERROR_KEY
 
 Dims = tuple[int | None, ...]
@@ -285,7 +285,7 @@ class CudaModel(GuardedBackend, ModelBackend):
                 raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_INPUTS} that a model may have")
             specs = self.input_specs(len(row))
             if len(specs) != len(row):
-                raise InvalidRequest(f"the model has {len(specs)} inputs, data holds {len(row)}")
+                raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")
             self._specs_of[len(row)] = specs
         if len(row) == 1:
             return (specs[0].row_shape(row[0]),)

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
-from torchpipe_py.errors import InvalidRequest, nearest, shown
+from torchpipe_py.errors import InvalidRequest, counted, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 
 Shapes = TypeVar("Shapes")
@@ -55,7 +55,9 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     else:
         values = [data]
     if inputs and len(values) != len(inputs):
-        raise InvalidRequest(f"the model has {len(inputs)} inputs, data holds {len(values)}: {_listed(inputs)}")
+        raise InvalidRequest(
+            f"the model has {counted(len(inputs), 'input')}, data holds {len(values)}: {_listed(inputs)}"
+        )
     return values
 
 

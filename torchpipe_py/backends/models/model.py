@@ -24,7 +24,7 @@ from torchpipe_py.backends.models.postprocess import (
 from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import InvalidRequest, counted
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
@@ -125,7 +125,9 @@ class ModelBackend(Backend):
             return
         numbers = max(len(self.mean), len(self.std))
         if numbers and (len(shapes[0]) < 3 or numbers not in (1, shapes[0][-3])):
-            raise InvalidRequest(f"mean and std are for CxHxW, {numbers} numbers here; got {shown_dims(shapes[0])}")
+            raise InvalidRequest(
+                f"mean and std are for CxHxW, {counted(numbers, 'number')} here; got {shown_dims(shapes[0])}"
+            )
         if not allows(self.min_batch, self.max_batch, shapes):
             given = ", ".join(map(shown_dims, shapes))
             raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
@@ -177,7 +179,8 @@ class ModelBackend(Backend):
     def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
         """Give each item its result; ``ValueError`` where a postprocessor gave more or fewer."""
         if len(results) != len(items):
-            raise ValueError(f"{self.postprocessor.__name__} gave {len(results)} results for {len(items)} items")
+            counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
+            raise ValueError(f"{self.postprocessor.__name__} gave {counts}")
         for item, result in zip(items, results, strict=True):
             if isinstance(result, Written):
                 item.update(result)
@@ -197,7 +200,7 @@ def _key_remarks(file: ModelFile) -> Iterator[Remark]:
 
 def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Remark]:
     if len(least.profiles) != len(most.profiles):
-        yield Remark("min", f"min has {len(least.profiles)} profiles, max has {len(most.profiles)}")
+        yield Remark("min", f"min has {counted(len(least.profiles), 'profile')}, max has {len(most.profiles)}")
     elif least.exceeds(most):
         default = "" if says_max else ", its default"
         yield Remark("min", f"min = {least} is larger than max = {most}{default}")
@@ -211,9 +214,8 @@ def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
     if channels is not None:
         for key, count in counts.items():
             if count != channels:
-                yield Remark(
-                    key, f"{count} numbers, and the input of {params['model']} has {channels} channels{expected}"
-                )
+                has = f"the input of {params['model']} has {counted(channels, 'channel')}"
+                yield Remark(key, f"{count} numbers, and {has}{expected}")
     elif len(set(counts.values())) > 1:
         yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}{expected}")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchpipe_py.encryption.external_data import outside_files
 from torchpipe_py.encryption.model_file import UNSAID, ModelFile
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import ConfigError, counted, nearest
 
 
 def keep_telemetry_off() -> None:
@@ -176,5 +176,5 @@ def _per_channel(
     """``values`` as an array 1×C×1×1, to be broadcast over N×C×H×W."""
     numbers = tuple(values) or (default,)
     if channels is not None and len(numbers) not in (1, channels):
-        raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {channels} channels")
+        raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {counted(channels, 'channel')}")
     return np.array(numbers, dtype).reshape(1, -1, 1, 1)

@@ -11,7 +11,7 @@ import numpy as np
 from torchpipe_py.backends.base import Param, Postprocessors
 from torchpipe_py.backends.models.inputs import to_numpy
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import ConfigError, counted, nearest
 
 
 class Postprocessor:
@@ -145,8 +145,8 @@ class Labelling(Postprocessor):
         if shape[1] < self.least_classes:
             raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
         if self._labels is not None and len(self._labels) != shape[1]:
-            lines = f"{self._path} has {len(self._labels)} lines"
-            raise ConfigError(f"labels: {lines}, the model has {shape[1]} classes")
+            lines = f"{self._path} has {counted(len(self._labels), 'line')}"
+            raise ConfigError(f"labels: {lines}, the model has {counted(shape[1], 'class')}")
 
 
 class SoftmaxMax(Labelling):

@@ -25,6 +25,7 @@ from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
+from torchpipe_py.errors import counted
 from torchpipe_py.loadtest.errors import ReplyError
 
 _UUID_FORMAT = b"%04x-%08x-%04x"  # client, sequence id, position in the call
@@ -191,7 +192,7 @@ def answers_of(result: Any, count: int) -> list[Any]:
     if not isinstance(success, list):
         return [success]
     if len(success) != count:
-        raise ReplyError(f"{len(success)} results for {count} images")
+        raise ReplyError(f"{counted(len(success), 'result')} for {counted(count, 'image')}")
     missing = TApplicationException(TApplicationException.MISSING_RESULT)
     return [outcome.result or outcome.error or missing for outcome in success]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from torchpipe_py.errors import counted
+
 _TOTALS = ("requests", "batches", "failed", "expired")
 _TIMES = ("queue_ms", "batch_wait_ms", "compute_ms")
 
@@ -46,5 +48,5 @@ def _line(node: dict[str, Any]) -> str:
     if not node["requests"]:
         return f"0 requests{failures}"
     times = "  ".join(f"{key.removesuffix('_ms').replace('_', ' ')} {node[key]:.2f}" for key in _TIMES)
-    instances = f"{node['instances']} instance{'s' if node['instances'] > 1 else ''}, {node['busy']:.0%} busy"
+    instances = f"{counted(node['instances'], 'instance')}, {node['busy']:.0%} busy"
     return f"{node['requests']} requests, mean batch {node['mean_batch']:.2f}{failures}; {times}  ms each; {instances}"

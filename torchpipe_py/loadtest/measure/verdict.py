@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_py.loadtest.records import Records
 
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -113,7 +114,7 @@ class Stability:
     def reasons(self) -> list[str]:
         reasons = []
         if self.unsent:
-            reasons.append(f"{self.unsent} images were never sent: the run was too far behind its schedule")
+            reasons.append(f"never sent: {counted(self.unsent, 'image')}, as the run was too far behind its schedule")
         if self.achieved < ACHIEVED_LIMIT * self.offered:
             reasons.append(f"{self.achieved:.1f} images/s were answered of {self.offered:.1f} offered")
         if self.first_ms is not None and self.second_ms is not None and self._grows(self.first_ms, self.second_ms):

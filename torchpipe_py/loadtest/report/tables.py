@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_py.loadtest.measure.service import service_rows
 from torchpipe_py.loadtest.measure.verdict import verdict
 
@@ -89,7 +90,7 @@ def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "
     for key, title in (("actual", "latency from send"), ("failed", "latency of failed calls")):
         if report.get(f"latency_{key}_ms"):
             rows.append((title, _latency(report[f"latency_{key}_ms"])))
-    rows.append(("errors", f"{report['images_failed']} images"))
+    rows.append(("errors", counted(report["images_failed"], "image")))
     rows += [(f"  {kind}", str(count)) for kind, count in report["errors"].items()]
     rows += cpu
     if report["other_cpu_percent"] is not None:
@@ -103,7 +104,7 @@ def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "
         rows.append(("run", "INVALID: it measures the tester itself"))
     else:
         failed = report["images_failed"]
-        rows.append(("run", f"valid as a measurement, but {failed} images failed" if failed else "valid"))
+        rows.append(("run", f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -126,7 +127,7 @@ def print_report(report: dict[str, Any], table: str) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     if report["errors"]:
         kinds = ", ".join(f"{kind} {images}" for kind, images in report["errors"].items())
-        print(f"{report['images_failed']} images failed: {kinds}", file=sys.stderr)
+        print(f"{counted(report['images_failed'], 'image')} failed: {kinds}", file=sys.stderr)
 
 
 # --- several runs

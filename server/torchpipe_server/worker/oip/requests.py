@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchpipe_py import InvalidRequest, TensorSpec
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import counted, nearest
 from torchpipe_py.http.errors import Bound
 from torchpipe_py.http.infer import check_encoding, milliseconds
 from torchpipe_py.http.json_values import parse_json
@@ -152,7 +152,9 @@ def _rows(inputs: Sequence[Mapping[str, Any]], binary: memoryview, most: int) ->
         if form.items > most:
             raise InvalidRequest(f"{form.where}a batch of {form.items}; the limit is {most} (--max-batch)")
         if form.items * len(inputs) > MOST_ITEM_VALUES:
-            raise InvalidRequest(f"{len(inputs)} inputs of {form.items} items; the limit is {MOST_ITEM_VALUES} values")
+            raise InvalidRequest(
+                f"{counted(len(inputs), 'input')} of {form.items} items; the limit is {MOST_ITEM_VALUES} values"
+            )
         rows = rows or [{} for _ in range(form.items)]
         if form.items != len(rows):
             raise InvalidRequest(f"{form.where}a batch of {form.items}, and of {len(rows)} in another input")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import counted, nearest
 from torchpipe_py.http.json_values import NUMBER_BYTES, array_from, from_json, shaped
 from torchpipe_py.http.values import MOST_DIMENSIONS
 
@@ -75,7 +75,7 @@ def rows_of_json(form: Form, data: Any) -> list[Any]:
         raise InvalidRequest(f"{form.where}the data is no list")
     elements = [element[0] if isinstance(element, list) and len(element) == 1 else element for element in data]
     if len(elements) != form.items:
-        raise InvalidRequest(f"{form.where}{len(elements)} elements do not fit shape {list(form.shape)}")
+        raise InvalidRequest(f"{form.where}shape {list(form.shape)} does not fit {counted(len(elements), 'element')}")
     return [_element(form, element) for element in elements]
 
 

@@ -318,7 +318,7 @@ def test_without_a_gpu_it_is_unavailable(classifier: str) -> None:
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [({"max": "1;4"}, "min has 1 profiles, max has 2"), ({"min": 4}, "min = 4 is larger than max = 1")],
+    [({"max": "1;4"}, "min has 1 profile, max has 2"), ({"min": 4}, "min = 4 is larger than max = 1")],
 )
 def test_ranges_that_do_not_fit(classifier: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
