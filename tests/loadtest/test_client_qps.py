@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import socketserver
 import struct
 import subprocess
 import sys
@@ -384,6 +385,25 @@ def test_images_over_http(http_port: int, images: Callable[..., Path]) -> None:
 def test_what_answers_no_http_is_told(serve: Serve, images: Callable[..., Path], capsys) -> None:
     why = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, "--transport", "http")
     assert "does not answer OPTIONS /infer over HTTP: ConnectionClosed: closed by the server" in why
+
+
+class OnlyHttp(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        self.request.recv(2**16)
+
+
+@pytest.mark.parametrize("transport", ["buffered", "framed"])
+def test_what_answers_http_is_told(transport: str, images: Callable[..., Path], capsys) -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), OnlyHttp) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        port = server.server_address[1]
+        why = refused(capsys, "--img_dir", images(a="ok:a"), "--port", port, "--transport", transport)
+        thread.join()
+    assert f"127.0.0.1:{port} does not answer ping ({transport} transport): ReplyError: it answers HTTP: " in why
+    assert "--transport http" in why
 
 
 class Pieces:

@@ -73,6 +73,10 @@ class Connection:
             raise ConnectionClosed("closed by the server")
         return chunk
 
+    def peek(self, size: int) -> bytes:
+        """What `read` returns next; empty when the server has closed."""
+        return self._sock.recv(size, socket.MSG_PEEK)
+
     def close(self) -> None:
         """Closes the socket; may be called again."""
         self._sock.close()

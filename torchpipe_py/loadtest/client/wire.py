@@ -32,6 +32,7 @@ _UUID_FORMAT = b"%04x-%08x-%04x"  # client, sequence id, position in the call
 _UUID_BLANK = "0" * len(_UUID_FORMAT % (0, 0, 0))
 _FRAME_LENGTH = struct.Struct(">i")
 _SEQUENCE = struct.Struct(">i")
+_HTTP = b"HTTP/"
 
 _APPLICATION_ERRORS = {
     value: name.lower() for name, value in vars(TApplicationException).items() if name.isupper() and value is not None
@@ -86,7 +87,8 @@ class Wire(Protocol):
         """A call that says whether there is a service."""
 
     def reader(self, source: Any) -> Answers:
-        """Of the replies on a connection: `source.read(n)` returns at most `n` bytes, and at least one."""
+        """Of the replies on a connection: `source.read(n)` returns at most `n` bytes, and at least one, and
+        `source.peek(n)` leaves them there."""
 
 
 class ThriftWire:
@@ -153,6 +155,7 @@ class ReplyReader:
     """Decodes the replies of one connection, to calls of `method`."""
 
     def __init__(self, idl: ModuleType, source: Any, framed: bool, method: str) -> None:
+        self._source = source
         self._protocol = TCyBinaryProtocol((TCyFramedTransport if framed else TCyBufferedTransport)(source))
         self._service, self._method = idl.InferenceService, method
 
@@ -162,6 +165,10 @@ class ReplyReader:
         Raises `ReplyError` for a reply to another call, and what thriftpy2 and `source` raise.
         """
         if not count:
+            if self._source.peek(len(_HTTP)) == _HTTP:
+                raise ReplyError(
+                    "it answers HTTP: give --transport http, or the service's --port where this is its --http-port"
+                )
             return [self._read("ping", sequence)]
         return answers_of(self._read(self._method, sequence), count)
 
