@@ -21,6 +21,7 @@ from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.models.cuda_model import InputSpec, batch_sizes
 from torchpipe_py.backends.models.torch_model import load_module
 from torchpipe_py.encryption.model_file import ModelFile
+from torchpipe_py.plan.build import plan_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -73,8 +74,18 @@ def test_an_encrypted_model_gives_what_the_plain_one_gives(model: str, tmp_path:
             run(item := {"data": picture(32, 32)})
         results.append(item["result"])
     assert torch.equal(*results)
-    with pytest.raises(ConfigError, match="set trusted = true"):
-        pipe({"backend": "TorchTensor", **keys})
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_model_that_is_not_trusted_is_told_before_anything_starts(
+    model: str, tmp_path: Path, is_encrypted: bool
+) -> None:
+    config = {"backend": "TorchTensor", **(encrypt(model, folder=tmp_path) if is_encrypted else {"model": model})}
+    with pytest.raises(ConfigError, match=r"node 'node': key 'trusted': model .*: loading it .*; set trusted = true "):
+        plan_pipeline(config)
+    plan_pipeline({**config, "trusted": True})
+    with pytest.raises(ConfigError, match="set trusted = true"):  # whoever asks for it
+        load_module(ModelFile(model), torch.device("cpu"), is_trusted=False)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Literal
 
-from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.base import Data, Param, Remark
 from torchpipe_py.backends.models.batch_check import BFLOAT16, EXACT, HALF, TF32, check_rows
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.models.model import Shapes
@@ -25,6 +25,8 @@ _RUNS = {
     "export": "unpickles its sample inputs, which can run any command",
     "aotinductor": "loads its shared library, which is native code",
 }
+
+_UNSEEN = "runs code that stands in it"
 
 _DTYPES = ("float32", "float16", "bfloat16", "uint8")
 
@@ -48,6 +50,18 @@ class TorchTensor(CudaModel):
     input_type = Param(to_str, "float32", choices=_DTYPES, doc="dtype of the model's inputs")
     cuda_graph = Param(to_bool, True, doc="capture a CUDA graph for each batch size")
     trusted = Param(to_bool, False, doc="the model file may run code of its own, which loading it does")
+
+    @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from super().remarks(params, own)
+        if params["trusted"]:
+            return
+        file = ModelFile(params["model"], params["key_file"], params["key_env"])
+        try:
+            what_runs = _UNSEEN if file.has_key else _RUNS[_kind(file, file.path)]
+        except ConfigError:
+            return  # no such file: setup says what it is
+        yield Remark("trusted", _distrust(file.path, what_runs))
 
     def setup_guarded(self) -> None:
         super().setup_guarded()
@@ -149,10 +163,7 @@ def load_module(file: ModelFile, device: Any, is_trusted: bool) -> LoadedModule:
             "TorchScript, torch.export's .pt2 and ONNX can"
         )
     if not is_trusted:
-        raise ConfigError(
-            f"model {path}: loading it {_RUNS[kind]}, with the rights of this process; set trusted = true in its node "
-            "if you trust whoever made the file, or export it to ONNX, which is data"
-        )
+        raise ConfigError(_distrust(path, _RUNS[kind]))
     try:
         if kind == "aotinductor":
             return LoadedModule(_load_package(torch, path, device))
@@ -168,6 +179,13 @@ def load_module(file: ModelFile, device: Any, is_trusted: bool) -> LoadedModule:
     except Exception as error:
         told = file.without_words(error)
         raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(told)}") from told
+
+
+def _distrust(path: str, what_runs: str) -> str:
+    return (
+        f"model {path}: loading it {what_runs}, with the rights of this process; set trusted = true in its node "
+        "if you trust whoever made the file, or export it to ONNX, which is data"
+    )
 
 
 def _script_inputs(script: Any) -> tuple[TensorSpec, ...]:
