@@ -9,25 +9,24 @@ import socket
 import threading
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
-from torchpipe_py.backends.process.transport import Packed, loaded_torch
+from torchpipe_py.backends.process.outcome import ItemOutcome
+from torchpipe_py.backends.process.transport import loaded_torch
 from torchpipe_py.backends.shared.client import Engine
-from torchpipe_py.backends.shared.codec import pack
+from torchpipe_py.backends.shared.codec import pack_outcomes
 from torchpipe_py.backends.shared.memory import (
+    DONE,
     SLEEP_SECONDS,
     SLOTS,
     Bell,
     BellMemory,
     LinkMemory,
     Row,
-    TooLargeError,
     barrier,
     changed,
     wait_for,
@@ -181,7 +180,7 @@ class EngineServer:
             answer = partial(self._answer, link, slot, number, before, now)
             link.keep(slot, number, self.pipe.dispatch(item, answer, None if row.second == inf else row.second - now))
         except Exception as error:
-            link.answer(slot, number, Failure.of(error), True, now)
+            link.answer(slot, number, Failure.of(error), now)
 
     def _answer(
         self, link: _Link, slot: int, number: int, before: Data, taken: float, data: Data, error: BaseException | None
@@ -189,10 +188,10 @@ class EngineServer:
         if isinstance(error, _GivenUpError):
             return  # see ``_Link.give_up``
         try:
-            message: Any = _outcome(before, data) if error is None else Failure.of(error)
+            message = _outcome(before, data) if error is None else Failure.of(error)
         except Exception as failure:
             message = Failure.of(failure)
-        link.answer(slot, number, message, isinstance(message, Failure), taken)
+        link.answer(slot, number, message, taken)
 
 
 class _Answered(threading.local, AbstractContextManager[None]):
@@ -301,24 +300,20 @@ class _Link:
                 if ticket.is_running:
                     self._given_up.append((slot, number, ticket))
                 else:
-                    self.answer(slot, number, Failure.of(_GivenUpError()), True, perf_counter())
+                    self.answer(slot, number, Failure.of(_GivenUpError()), perf_counter())
 
-    def answer(self, slot: int, number: int, message: Any, is_failure: bool, taken: float) -> None:
+    def answer(self, slot: int, number: int, message: ItemOutcome | Failure, taken: float) -> None:
         """Tell the worker what came of a request."""
         self._tickets[slot] = None
         if self._is_over:
             return
-        try:
-            packed = Packed.of(message) if is_failure else pack(message.changed, message.kept)
-        except Exception as error:
-            is_failure, message = True, Failure.of(stuck([message], error))
-            packed = Packed.of(message)
-        try:
-            self.memory.answer(slot, number, packed, is_failure, taken, perf_counter())
-        except TooLargeError as error:
-            # NOTE: for this one there is always room: nothing of what led to it is in it.
-            small = replace(message, trace="", pickled=b"") if is_failure else Failure.of(TooLargeError(str(error)))
-            self.memory.answer(slot, number, Packed.of(small), True, taken, perf_counter())
+        if isinstance(message, ItemOutcome):
+            try:
+                self.memory.answer(slot, number, pack_outcomes([message]), DONE, taken, perf_counter())
+            except Exception as error:
+                message = Failure.of(error)
+        if isinstance(message, Failure):
+            self.memory.fail(slot, number, message, taken)
         self._answered.ring(self)
 
     def ring(self) -> None:

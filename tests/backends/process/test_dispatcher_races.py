@@ -13,11 +13,11 @@ import pytest
 import torch
 from fakes import WAIT, eventually
 
-from torchpipe_py.backends.process.child import AHEAD, DONE, NOT_RUN, Answer, Call, WorkerMemory, WorkerProcess
+from torchpipe_py.backends.process.child import AHEAD, Answer, Call, WorkerMemory, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher
 from torchpipe_py.backends.shared import codec
 from torchpipe_py.backends.shared.link import Slots
-from torchpipe_py.backends.shared.memory import Bell
+from torchpipe_py.backends.shared.memory import DONE, NOT_RUN, Bell
 from torchpipe_py.errors import WorkerDied
 
 Data = dict[str, Any]

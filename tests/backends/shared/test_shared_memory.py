@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torchpipe_py.backends.process.transport import INLINE, Packed
 from torchpipe_py.backends.shared import memory
 from torchpipe_py.backends.shared.memory import BellMemory, LinkMemory, TooLargeError, attach_bell, changed
+from torchpipe_py.errors import Failure
 
 KIBIBYTE, MEBIBYTE = 2**10, 2**20
 
@@ -201,6 +202,21 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
             ends.back(bytes(2**17), slot=1)
         assert ends.worker._answered[1] == 0
         assert ends.back("x" * 60_000, slot=1) == "x" * 60_000
+    finally:
+        ends.close()
+
+
+@pytest.mark.parametrize(("size", "has_trace"), [(100, True), (10**5, False)])
+def test_a_failure_always_fits(monkeypatch: pytest.MonkeyPatch, size: int, has_trace: bool) -> None:
+    monkeypatch.setattr(memory.LinkMemory, "slot_bytes", 2**18)
+    ends = Ends()
+    try:
+        ends.there(bytes(2**18 - memory.FAILURE_BYTES - KIBIBYTE))
+        ends.engine.fail(0, ends.number, Failure("", "Odd", "what was wrong", "t" * size, b""), 2.5)
+        row = ends.worker.reply(0)
+        told = ends.worker.read(0, row, copies=True)
+        assert (row.kind, told.name, told.message) == (memory.FAILED, "Odd", "what was wrong")
+        assert bool(told.trace) == has_trace
     finally:
         ends.close()
 

@@ -21,11 +21,8 @@ import numpy as np
 from torchpipe_py.backends.process.interpreter import describe_ending, import_path, interpreter_flags
 from torchpipe_py.backends.process.transport import Packed
 from torchpipe_py.backends.shared.link import Slots
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, Bell, LinkMemory
+from torchpipe_py.backends.shared.memory import DONE, FAILED, NOT_RUN, SLEEP_SECONDS, Bell, LinkMemory
 from torchpipe_py.errors import Failure, WorkerDied, first_line
-
-DONE, FAILED, NOT_RUN = range(3)
-"""The kinds of an answer. ``NOT_RUN``: the call was given up, or its deadline had passed, before it began."""
 
 _CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
 

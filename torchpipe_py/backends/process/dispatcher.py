@@ -11,8 +11,8 @@ from itertools import count
 from operator import attrgetter
 from time import perf_counter
 
-from torchpipe_py.backends.process.child import AHEAD, NOT_RUN, Answer, Call, WorkerProcess, is_interrupt
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, barrier, sleep_by
+from torchpipe_py.backends.process.child import AHEAD, Answer, Call, WorkerProcess, is_interrupt
+from torchpipe_py.backends.shared.memory import NOT_RUN, SLEEP_SECONDS, barrier, sleep_by
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed, WorkerDied, log_failure
 
 _LOSSES = 3  # worker processes that may die before they begin a call; then it fails

@@ -54,6 +54,19 @@ class ItemOutcome(NamedTuple):
         item.update(self.changed)
 
 
+def take_outcome(item: Data, sent: Data, packed: Any) -> BaseException | None:
+    """``apply`` to the dict what was packed of its outcome; what that raises is given back.
+
+    NOTE: the dict may be of a class of the caller's own, and whoever takes answers goes on whatever that does.
+    """
+    try:
+        changed, kept = packed
+        ItemOutcome(kept, changed).apply(item, sent)
+    except BaseException as error:
+        return error
+    return None
+
+
 def _tensors() -> tuple[type, ...]:
     torch = loaded_torch()
     return () if torch is None else (torch.Tensor,)

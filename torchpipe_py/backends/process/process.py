@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from torchpipe_py.backends.base import BackendConfig, Data, HandedOver, HandOverBackend, Param, tensor_key
-from torchpipe_py.backends.process.child import NOT_RUN, Answer, Call, WorkerProcess
+from torchpipe_py.backends.process.child import Answer, Call, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher
-from torchpipe_py.backends.process.outcome import ItemOutcome
+from torchpipe_py.backends.process.outcome import ItemOutcome, take_outcome
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.backends.shared.codec import pack_sent
+from torchpipe_py.backends.shared.memory import NOT_RUN
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
@@ -194,13 +195,7 @@ class Process(HandOverBackend):
             self._worker, self._has_entered = None, True
 
     def _finish(self, item: Data, sent: Data, done: HandedOver, answer: Answer) -> None:
-        error = answer.error
-        if error is None:
-            try:
-                changed, kept = answer.outcomes
-                ItemOutcome(kept, changed).apply(item, sent)
-            except BaseException as failure:  # the dict may be of a class of the caller's own
-                error = failure
+        error = take_outcome(item, sent, answer.outcomes) if answer.error is None else answer.error
         done(error, None if answer.kind == NOT_RUN else (answer.instance, answer.begun, answer.ended))
 
     def _is_large(self, item: Data) -> bool:

@@ -19,13 +19,13 @@ import numpy as np
 
 from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, BatchRange, Data
-from torchpipe_py.backends.process.child import DONE, FAILED, NOT_RUN, WorkerMemory
+from torchpipe_py.backends.process.child import WorkerMemory
 from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
-from torchpipe_py.backends.process.outcome import ItemOutcome, stuck
+from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.process.setup import Setup, load_main
 from torchpipe_py.backends.process.transport import Packed, unpack
-from torchpipe_py.backends.shared import codec
-from torchpipe_py.backends.shared.memory import SLOTS, Bell, TooLargeError, barrier, changed
+from torchpipe_py.backends.shared.codec import pack_outcomes
+from torchpipe_py.backends.shared.memory import DONE, FAILED, NOT_RUN, SLOTS, Bell, Row, barrier, changed
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, Failure
 
@@ -104,34 +104,21 @@ class _BackendServer:
         barrier()
         row, begun = self._memory.request(slot), perf_counter()
         if self._memory.is_given_up(slot, number) or begun >= row.second:
-            kind, packed = NOT_RUN, Packed.of(None)
+            self._memory.answer(slot, number, Packed.of(None), NOT_RUN, begun, perf_counter())
         else:
-            kind, packed = self._forward(slot)
-        try:
-            self._memory.answer(slot, number, packed, kind, begun, perf_counter())
-        except TooLargeError as error:
-            # NOTE: for this one there is always room: nothing of what led to it is in it.
-            small = Packed.of(Failure.of(TooLargeError(str(error))))
-            self._memory.answer(slot, number, small, FAILED, begun, perf_counter())
+            try:
+                packed = pack_outcomes(self._forward(slot, row))
+                self._memory.answer(slot, number, packed, DONE, begun, perf_counter())
+            except BaseException as error:
+                self._memory.fail(slot, number, Failure.of(error), begun)
         self._parents_bell.ring()
 
-    def _forward(self, slot: int) -> tuple[int, Packed]:
-        """The kind of an answer, and its message."""
-        try:
-            row = self._memory.request(slot)
-            message = self._memory.read(slot, row, copies=True)
-            items: list[Data] = [message[0]] if row.kind == 1 else message
-            before = [dict(item) for item in items]
-            self._backend.forward(items)
-            outcomes = list(map(ItemOutcome.of, before, items))
-        except BaseException as error:
-            return FAILED, Packed.of(Failure.of(error))
-        try:
-            if len(outcomes) == 1:
-                return DONE, codec.pack(outcomes[0].changed, outcomes[0].kept)
-            return DONE, Packed.of([(outcome.changed, outcome.kept) for outcome in outcomes])
-        except Exception as error:
-            return FAILED, Packed.of(Failure.of(stuck(outcomes, error)))
+    def _forward(self, slot: int, row: Row) -> list[ItemOutcome]:
+        message = self._memory.read(slot, row, copies=True)
+        items: list[Data] = [message[0]] if row.kind == 1 else message
+        before = [dict(item) for item in items]
+        self._backend.forward(items)
+        return list(map(ItemOutcome.of, before, items))
 
     # -- setup and close ----------------------------------------------------------------------------------------
 

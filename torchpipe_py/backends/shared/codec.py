@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.process.outcome import visible
+from torchpipe_py.backends.process.outcome import ItemOutcome, stuck, visible
 from torchpipe_py.backends.process.transport import INLINE, Packed, loaded_torch, padded, sizes_in
 from torchpipe_py.backends.process.transport import unpack as unpack_any
 
@@ -37,6 +37,20 @@ def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
     except Exception:
         sent = [visible(item, label) for item in items]
         return sent, _packed(sent)
+
+
+def pack_outcomes(outcomes: list[ItemOutcome]) -> Packed:
+    """What became of items, of each as ``take_outcome`` takes it, in a list unless it is one.
+
+    Raises whatever pickling raises, and ``TypeError`` where a key has what cannot be sent.
+    """
+    try:
+        if len(outcomes) == 1:
+            return pack(outcomes[0].changed, outcomes[0].kept)
+        return Packed.of([(outcome.changed, outcome.kept) for outcome in outcomes])
+    except Exception as error:
+        failure = stuck(outcomes, error)
+    raise failure
 
 
 def _packed(items: list[Data]) -> Packed:

@@ -12,13 +12,15 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchpipe_py.backends.process.transport import Packed, padded
 from torchpipe_py.backends.shared import codec
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import Failure, InvalidRequest
 
 SLOTS = 128
 """Requests that a worker has in an engine process at most; further ones wait in the worker."""
@@ -31,6 +33,9 @@ KEPT_BYTES = 2**19
 
 FAILURE_BYTES = 2**16
 """Of a slot, kept for the answer that there is no room for another."""
+
+DONE, FAILED, NOT_RUN = range(3)
+"""The kinds of an answer. ``NOT_RUN``: the call was given up, or its deadline had passed, before it began."""
 
 SLEEP_SECONDS = 0.1
 """After which a sleeper looks for work by itself."""
@@ -48,8 +53,8 @@ _CONTENT = _ANSWERS + _ROWS
 class Row(NamedTuple):
     """What is said of a message: its ``kind``, the sizes of what it is made of, and from where to where it stands.
 
-    What ``kind`` means the two sides agree on: of a request, which section is to run it, or how many items it has; of
-    an answer, whether it is a failure, or was not run. The times are seconds of
+    What ``kind`` means of a request the two sides agree on: which section is to run it, or how many items it has; of
+    an answer it is ``DONE``, ``FAILED`` or ``NOT_RUN``. The times are seconds of
     ``perf_counter``, which is one clock for all processes: of a request, when it was sent, and its deadline (infinity:
     none); of an answer, when the request was taken, and when it was answered.
     """
@@ -235,6 +240,15 @@ class LinkMemory:
         """Write an answer behind its request; ``TooLargeError`` where there is no room for it."""
         self._write(_ANSWERS, slot, packed, kind, self.request(slot).end, taken, now)
         self._answered[slot] = number
+
+    def fail(self, slot: int, number: int, failure: Failure, taken: float) -> None:
+        """Write a failure for an answer; one that is too large without where and with what it was raised."""
+        try:
+            self.answer(slot, number, Packed.of(failure), FAILED, taken, perf_counter())
+        except TooLargeError:
+            # NOTE: for this one there is always room: nothing of what led to it is in it.
+            small = Packed.of(replace(failure, trace="", pickled=b""))
+            self.answer(slot, number, small, FAILED, taken, perf_counter())
 
     def request(self, slot: int) -> Row:
         """What is said of the request in a slot."""

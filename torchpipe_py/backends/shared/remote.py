@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchpipe_py.backends.base import Data, HandedOver, HandOverBackend
-from torchpipe_py.backends.process.outcome import ItemOutcome
+from torchpipe_py.backends.process.outcome import take_outcome
 from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.codec import pack_sent
 from torchpipe_py.backends.shared.link import Call
@@ -31,13 +31,7 @@ class Remote(HandOverBackend):
         [sent], packed = pack_sent([item], self.config.label)
 
         def finish(outcome: tuple[Data, Any] | None, error: BaseException | None) -> None:
-            if outcome is not None:
-                try:
-                    changed, kept = outcome
-                    ItemOutcome(kept, changed).apply(item, sent)
-                except Exception as failure:  # the dict may be of a class of the caller's own
-                    error = failure
-            done(error)
+            done(take_outcome(item, sent, outcome) if error is None else error)
 
         call = Call(self._section, packed, request.deadline, finish)
         request.linked().give_up.append(lambda: self._engine.give_up(call))
