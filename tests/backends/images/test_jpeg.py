@@ -175,5 +175,7 @@ def test_decode_tensor_gives_each_item_its_image_or_its_error(color: str) -> Non
 
 
 def test_a_decoder_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="expected one of auto, nvimgcodec, torchvision, got 'nvjpeg'"):
+    with pytest.raises(
+        ConfigError, match="expected one of auto, nvimgcodec, nvimgcodec_cuda, torchvision, got 'nvjpeg'"
+    ):
         pipe({"backend": "DecodeTensor", "decoder": "nvjpeg"})
