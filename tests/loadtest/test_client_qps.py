@@ -94,7 +94,7 @@ class ShortSender:
     def setsockopt(self, *_: object) -> None:
         pass
 
-    def recv(self, _: int) -> bytes:
+    def recv(self, _: int, flags: int = 0) -> bytes:
         raise BlockingIOError
 
 
