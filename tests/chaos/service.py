@@ -120,7 +120,16 @@ class Service:
     @property
     def workers(self) -> list[int]:
         """Of those that are ready."""
-        return [one["pid"] for one in self.stats()["workers"] if one["state"] == "ready"]
+        return self._ready("workers")
+
+    @property
+    def children(self) -> list[int]:
+        """The workers and the engine processes that are ready."""
+        return self._ready("workers", "engines")
+
+    def _ready(self, *kinds: str) -> list[int]:
+        stats = self.stats()
+        return [one["pid"] for kind in kinds for one in stats[kind] if one["state"] == "ready"]
 
     def processes(self) -> list[psutil.Process]:
         """The supervisor's and all below it."""
@@ -144,15 +153,15 @@ class Service:
         return [one for one in self._seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
     def memory(self) -> int:
-        """Bytes that are resident, of the supervisor and the workers."""
-        return sum(psutil.Process(pid).memory_info().rss for pid in (self.pid, *self.workers))
+        """Bytes that are resident, of the supervisor and its children."""
+        return sum(psutil.Process(pid).memory_info().rss for pid in (self.pid, *self.children))
 
     def descriptors(self) -> int:
-        return sum(psutil.Process(pid).num_fds() for pid in (self.pid, *self.workers))
+        return sum(psutil.Process(pid).num_fds() for pid in (self.pid, *self.children))
 
     def threads(self) -> int:
         # The page's threads, one for each question, come and go.
-        return sum(psutil.Process(pid).num_threads() for pid in self.workers)
+        return sum(psutil.Process(pid).num_threads() for pid in self.children)
 
     @property
     def stderr(self) -> str:
