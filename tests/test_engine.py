@@ -21,9 +21,12 @@ from fakes import WAIT, Gate, error_of, in_threads, outcome
 from service import eventually
 
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
+from torchpipe_py import engine as engine_module
 from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.backends.shared import client, memory
 from torchpipe_py.backends.shared import link as link_module
+from torchpipe_py.backends.shared.codec import pack
+from torchpipe_py.backends.shared.link import Call
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
@@ -439,6 +442,41 @@ def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkey
         assert worker.pipe._runtime.nodes["a"].current_instance() is None, "a close here would not wait for its end"
         worker.close()
     assert threads == 6 * [threading.get_ident()]
+
+
+def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written when the worker has lost the engine process, and the thread that watches has not heard of that."""
+    watched: dict[int, Any] = {}
+    inside, goes_on = threading.Event(), threading.Event()
+    pack_outcomes = engine_module.pack_outcomes
+
+    def pack_late(outcomes: Any) -> Any:
+        inside.set()
+        assert goes_on.wait(WAIT)
+        return pack_outcomes(outcomes)
+
+    monkeypatch.setattr(engine_module, "pack_outcomes", pack_late)
+    config = {"a": {"backend": "Identity", "shared": True}}
+    told: list[Any] = []
+    with engine_of(config) as server:
+        worker = Worker(config, server, lambda fd, take: watched.update({fd: take} if take else {}))
+        section, _ = worker.engine.section("a")
+        eventually(lambda: watched)
+        worker.engine.ask(Call(section, pack({"data": "x"}), None, lambda *outcome: told.append(outcome)))
+        assert inside.wait(WAIT)
+        (way,) = server._links.values()
+        way._sock.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: told)
+        goes_on.set()
+        ((fd, take),) = watched.items()
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(1000 * WAIT)
+        take()
+        worker.close()
+    ((answered, error),) = told
+    assert answered is None
+    assert isinstance(error, WorkerDied)
 
 
 def test_without_an_engine_a_request_waits_for_a_while(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,19 +89,18 @@ class NvImageCodec:
                 sample_format=library.SampleFormat.P_RGB,
             )
             # NOTE: two decoders, since one that has both shares a batch out among them, and their pixels differ a bit.
-            *engines, cores = (
+            engines, cores = [kinds.HW_GPU_ONLY], [kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]
+            decoders = [
                 library.Decoder(
                     device_id=device.index,
                     max_num_cpu_threads=CPU_THREADS,
                     backends=[library.Backend(kind) for kind in some],
                     options=":fancy_upsampling=1",
                 )
-                for some in [[kinds.HW_GPU_ONLY]] * uses_engines + [[kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]]
-            )
-            _keep_memory(device, KEPT_BYTES)
-            self._decoders = [
-                decoder for decoder in (*engines, cores) if self._decode(decoder, trial, self._targets)[0]
+                for some in ([engines, cores] if uses_engines else [cores])
             ]
+            _keep_memory(device, KEPT_BYTES)
+            self._decoders = [decoder for decoder in decoders if self._decode(decoder, trial, self._targets)[0]]
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:  # of another version, too
@@ -109,7 +108,7 @@ class NvImageCodec:
             raise BackendUnavailable(f"{problem}: {first_line(error)}") from error
         if not self._decoders:
             raise BackendUnavailable(f"{name} does not work here: it cannot decode a small JPEG")
-        if self._decoders == [cores] and uses_engines:
+        if uses_engines and decoders[0] not in self._decoders:
             logger.warning("%s finds no JPEG engines on %s, and decodes on its cores", name, device)
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:

@@ -140,17 +140,20 @@ class Engine:
             call.sent = perf_counter()
             link.memory.ask(call.slot, call.number, call.packed, call.section, call.sent, call.deadline)
         except Exception as error:
-            self._free(link, call)
-            self._tell(call, None, error)
+            if self._free(link, call):
+                self._tell(call, None, error)
             return
         link.bell.ring()
 
-    def _free(self, link: Link, call: Call) -> None:
-        """Its slot is free for the next call that waits."""
+    def _free(self, link: Link, call: Call) -> bool:
+        """Its slot is free for the next call that waits; ``False`` where it has none since the link is lost."""
         with self._lock:
+            if link.calls[call.slot] is not call:
+                return False
             link.free_slot(call.slot)
         if self._waiting:
             self._send_waiting(link)
+        return True
 
     def _send_waiting(self, link: Link) -> None:
         while True:
@@ -241,7 +244,8 @@ class Engine:
 
     def _take_answer(self, link: Link, slot: int) -> None:
         call = link.calls[slot]
-        assert call is not None
+        if call is None:  # the link is lost, and its calls have failed
+            return
         reply = link.memory.reply(slot)
         answer: Any = None
         error: BaseException | None = None
@@ -253,8 +257,8 @@ class Engine:
             answer, error = None, failure
         self.figures.answered(call, reply)
         link.memory.release(slot, reply)
-        self._free(link, call)
-        self._tell(call, answer, error)
+        if self._free(link, call):
+            self._tell(call, answer, error)
 
     def _tell(self, call: Call, answer: Any, error: BaseException | None) -> None:
         """End a call, unless nobody waits for it any more."""
@@ -275,7 +279,9 @@ class Engine:
             until = perf_counter() + HOLD_SECONDS
             for call in self._waiting:
                 call.until = until
-        lost = [call for call in link.calls if call is not None]
+            # NOTE: taken from it, so that an answer that comes all the same is not a second one.
+            lost = [call for call in link.calls if call is not None]
+            link.calls[:] = [None] * len(link.calls)
         link.close()
         del link  # NOTE: an error that is told may keep this frame for a while, and that the link's memory
         for call in lost:

@@ -39,11 +39,11 @@ class HandOverLane(Lane):
 
     def _finish(self, request: Request, error: BaseException | None, ran: Ran | None = None) -> None:
         instance = self.instances[0 if ran is None else ran[0]]
-        instance.stand_in = threading.get_ident()  # a callback may close the pipe here
+        before, instance.stand_in = instance.stand_in, threading.get_ident()  # a callback may close the pipe here
         try:
             self._end(instance, request, error, ran)
         finally:
-            instance.stand_in = 0
+            instance.stand_in = before
         # NOTE: only after delivery, so that a request is always visible in some node's load.
         self._under_way.discard(request)
         if self._waiting:
