@@ -394,6 +394,24 @@ def test_an_engine_that_is_gone_fails_what_it_had(register: Register, monkeypatc
     assert ran == Counter([0, *range(memory.SLOTS, 200), "more"])
 
 
+def test_a_backend_may_keep_what_it_gets(register: Register) -> None:
+    class Before(Backend):
+        """``result`` is ``data`` of the request before."""
+
+        kept: Any = None
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                item["result"], self.kept = self.kept, item["data"]
+
+    with workers_of(shared(register(Before))) as (worker,):
+        items: list[Data] = [{"data": np.full((50, 50), number)} for number in range(4)]
+        for item in items:
+            worker.pipe(item)
+    assert items[0]["result"] is None
+    assert [int(item["result"].max()) for item in items[1:]] == [0, 1, 2]
+
+
 def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few at a time; from the next engine process as well, once the first one is gone."""
     monkeypatch.setattr(link_module, "SLEEP_SECONDS", WAIT)

@@ -63,6 +63,8 @@ class EngineServer:
         heads = [section.head for section in sections(pipeline)]
         self.pipe = pipe(engine_part(pipeline))
         self._heads = heads
+        # NOTE: what may keep an array beyond its ``forward`` gets a copy, since the next request comes into the slot.
+        self._copies = self.pipe.has_own_code
         told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(heads)}
         self._memory = BellMemory(pickle.dumps(told))
         self._bell = self._memory.bell
@@ -174,7 +176,7 @@ class EngineServer:
     def _begin(self, link: _Link, row: Row, slot: int, number: int) -> None:
         now = perf_counter()
         try:
-            item: Data = link.memory.read(slot, row, copies=False)[0]
+            item: Data = link.memory.read(slot, row, self._copies)[0]
             before = dict(item)
             item[TASK_NODE_NAME_KEY] = self._heads[row.kind]
             answer = partial(self._answer, link, slot, number, before, now)

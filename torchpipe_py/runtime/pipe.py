@@ -146,6 +146,11 @@ class pipe:
         self._runtime.inflight.submit((request,))
         return Ticket(self._runtime, request)
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether a backend is none of this package's."""
+        return self._runtime.has_own_code
+
     def draw_from(self, source: Source) -> bool:
         """Before the first request: have the nodes that requests enter fetch them there when they form a batch.
 

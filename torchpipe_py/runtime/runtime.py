@@ -261,6 +261,11 @@ class Runtime:
                 return
         yield
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether a backend is none of this package's."""
+        return any(node.has_own_code for node in self.nodes.values())
+
     def draw_from(self, source: Source) -> bool:
         """Have what enters the pipe fetched from there, before the first request; see ``pipe.draw_from``."""
         for node in self.nodes.values():
