@@ -73,14 +73,14 @@ def unpack(
     if arrays != FLAT:
         parts: list[Any] = []
         for size in sizes_in(head):
-            part = np.ndarray((size,), np.uint8, buffer, offset)
+            part: Any = np.ndarray((size,), np.uint8, buffer, offset)
             parts.append(part.tobytes() if len(parts) >= arrays else part.copy() if copies else part)
             offset += padded(size)
         return unpack_any(pickled, parts, arrays, before_main)
     values, also = pickle.loads(pickled)
     if head:
         for key, form, dtype, shape, start in _places(head):
-            array = np.ndarray(shape, dtype, buffer, offset + start)
+            array: Any = np.ndarray(shape, dtype, buffer, offset + start)
             if form == _BYTES:
                 values[key] = array.tobytes()
                 continue
