@@ -108,11 +108,13 @@ class Sequential(Backend):
         for filter_, child in zip(filters, self.config.children, strict=True):
             one = child.forward_one()
             # NOTE: the default filter is None here, and done in place: its call would take longer than it does.
-            step = None if filter_ is swap else filter_, child, one or _alone(_padded(child))
+            forward = child.forward if child.min() == 1 else partial(run_padded, child)
+            step = None if filter_ is swap else filter_, child, one or _alone(forward)
             self._single_steps.append(step)
             if one is None:
                 walked = None
-                self._stages.append(partial(_in_batches, filter_, child))
+                most = sys.maxsize if child.any_batch else child.max()
+                self._stages.append(partial(_in_batches, filter_, child, forward, most))
             elif walked is None:
                 walked = [step]
                 self._stages.append(partial(_item_by_item, walked))
@@ -196,8 +198,14 @@ def _walk(steps: Sequence[_Step], item: Data) -> bool:
     return True
 
 
-def _in_batches(filter_: Callable[[Data], Any], child: Backend, items: list[Data]) -> list[Data]:
-    """Items through one step, in batches that the child takes; those that go on."""
+def _in_batches(
+    filter_: Callable[[Data], Any],
+    child: Backend,
+    forward: Callable[[list[Data]], object],
+    most: int,
+    items: list[Data],
+) -> list[Data]:
+    """Items through one step, in batches of ``most`` items, which the child takes; those that go on."""
     running = []
     going = []
     for item in items:
@@ -212,15 +220,9 @@ def _in_batches(filter_: Callable[[Data], Any], child: Backend, items: list[Data
             going.append(item)
         elif status not in _ENDS:
             raise _bad_status(status, child)
-    forward, most = _padded(child), sys.maxsize if child.any_batch else child.max()
     for start in range(0, len(running), most):
         forward(running[start : start + most])
     return going
-
-
-def _padded(child: Backend) -> Callable[[list[Data]], None]:
-    """``forward`` of any number up to ``max()``."""
-    return child.forward if child.min() == 1 else partial(run_padded, child)
 
 
 def _alone(forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:
