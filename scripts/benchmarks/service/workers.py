@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Report, interleave, machine, test_jpeg
-from benchmarks.service.over_http import ONE_NODE, WORK
+from benchmarks.service.over_http import WORK, serving_one_node
 from benchmarks.service.peer import SAME_BATCH, Peer, is_installed, litserve, mosec
-from benchmarks.service.servers import run_clients, serving
+from benchmarks.service.servers import run_clients
 
 CLIENTS = (10, 40)
 
@@ -56,7 +56,7 @@ def workers(seconds: float, rounds: int) -> Report:
 
 @contextmanager
 def _ours(workers: int) -> Iterator[tuple[int, list[str]]]:
-    with serving(ONE_NODE, ["--workers", str(workers)]) as port:
+    with serving_one_node(workers) as port:
         yield port, ["--transport", "http"]
 
 
