@@ -101,6 +101,19 @@ def test_check_says_what_it_found(good: str, capsys: pytest.CaptureFixture[str])
     assert lines[-1] == f"{good}: ok, 6 nodes"
 
 
+def test_shared_nodes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "shared.toml"
+    path.write_text('[a]\nnext = "b"\n[b]\nshared = true\nnext = "c"\n[c]\n', encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "a: Identity x1 -> b",
+        "b: Identity x1 -> c, shared",
+        "c: Identity x1",
+    ]
+    assert main(["graph", str(path)]) == 0
+    assert [line.count("<br/>shared") for line in capsys.readouterr().out.splitlines()[1:4]] == [0, 1, 0]
+
+
 def test_graph_prints_mermaid(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["graph", good]) == 0
     text = capsys.readouterr().out

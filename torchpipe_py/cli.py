@@ -105,7 +105,8 @@ def _check(config: str) -> None:
     for name, plan in pipeline.plans.items():
         after = f" -> {', '.join(graph.successors[name])}" if graph.successors[name] else ""
         jumps = f", runs {', '.join(graph.jumps[name])}" if name in graph.jumps else ""
-        print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}")
+        shared = ", shared" if plan.spec.shared else ""
+        print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}{shared}")
     print(f"{config}: ok, {counted(len(graph.order), 'node')}")
 
 

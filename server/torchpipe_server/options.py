@@ -79,6 +79,11 @@ class Options:
         """``devices``, one by one; none where all are visible to each worker."""
         return [part.strip() for part in self.devices.split(",") if part.strip()]
 
+    def device_of(self, index: int) -> str:
+        """That of the worker, or engine process, of this number; empty where all are visible to each."""
+        numbers = self.device_numbers
+        return numbers[index % len(numbers)] if numbers else ""
+
 
 _SETTINGS = [option for option in fields(Options) if option.default is not MISSING]
 

@@ -53,7 +53,7 @@ def pictures(draw: st.DrawFn) -> Picture:
         ["", "2", "1..8", "SubGraphSkip", "S[DecodeMat,ResizeMat,cvtColorMat,SyncTensor]", *HOSTILE]
     )
     boxes = tuple(
-        Box(name, *(draw(texts) for _ in range(5)), is_root=draw(st.booleans()), live=draw(st.booleans()))
+        Box(name, *(draw(texts) for _ in range(5)), *(draw(st.booleans()) for _ in range(3)))
         for name in draw(st.permutations(names))
     )
     arrows, jumps = [], []
@@ -155,6 +155,7 @@ def test_every_text_is_there_and_harmless(picture: Picture) -> None:
         assert element.get("data-node") == clean(box.name)
         for text in (box.name, box.alias_of, box.backend, box.instances, box.range, box.filter):
             assert squeezed(clean(text)) in shown
+        assert ("shared" in shown) >= box.shared
     words = squeezed("".join(root.itertext()))
     assert all(squeezed(clean(arrow.label)) in words for arrow in picture.arrows)
 
@@ -209,13 +210,16 @@ def test_mermaid_lines_are_only_of_the_known_forms(picture: Picture) -> None:
 def test_mermaid_of_a_chain() -> None:
     picture = Picture(
         "chain",
-        (Box("decode", "DecodeMat", "8", "1..1", is_root=True), Box("net", "S[A,B]", "2&1", "", filter="or")),
+        (
+            Box("decode", "DecodeMat", "8", "1..1", is_root=True),
+            Box("net", "S[A,B]", "2&1", "", filter="or", shared=True),
+        ),
         (Arrow("decode", "net", "next"), Arrow("decode", "net", "map", "data:image, box:box")),
     )
     assert mermaid(picture) == (
         "flowchart LR\n"
         '  n0(["<b>decode</b><br/>DecodeMat<br/>x8 1..1"])\n'
-        '  n1["<b>net</b><br/>S[A,B]<br/>x2#38;1<br/>filter or"]\n'
+        '  n1["<b>net</b><br/>S[A,B]<br/>x2#38;1<br/>shared<br/>filter or"]\n'
         "  n0 --> n1\n"
         '  n0 -.->|"data:image, box:box"| n1\n'
     )

@@ -11,7 +11,7 @@ from torchpipe_py import ConfigError, import_code, parse_toml
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
-from torchpipe_py.plan.sharing import Section, engine_part, has_shared, sections, worker_part
+from torchpipe_py.plan.sharing import Section, engine_part, sections, shared_nodes, worker_part
 
 
 def node(after: str = "", shared: bool = True, **keys: Any) -> dict[str, Any]:
@@ -192,16 +192,16 @@ def test_all_nodes_can_be_shared_by_default() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"a": own(), "b": node()}, True),
-        ({"a": own(), "b": own()}, False),
-        ({"global": {"shared": "1"}, "a": {}}, True),
-        ({"global": {"shared": True}, "a": {"shared": False}}, False),
-        ({"backend": "Identity", "shared": True}, True),
-        ({"a": {"backend": "Unheard", "shared": True}}, True),
-        ({"a": {"shared": "maybe"}, "b": node()}, False),
-        ({}, False),
+        ({"a": own(), "b": node()}, ["b"]),
+        ({"a": own(), "b": own()}, []),
+        ({"global": {"shared": "1"}, "a": {}}, ["a"]),
+        ({"global": {"shared": True}, "a": {"shared": False}}, []),
+        ({"backend": "Identity", "shared": True}, ["node"]),
+        ({"a": {"backend": "Unheard", "shared": True}}, ["a"]),
+        ({"a": {"shared": "maybe"}, "b": node()}, []),
+        ({}, []),
     ],
 )
-def test_whether_any_is_shared(config: dict[str, Any], expected: bool) -> None:
+def test_which_are_shared(config: dict[str, Any], expected: list[str]) -> None:
     """A supervisor asks before anything is imported; the workers tell what is wrong."""
-    assert has_shared(config) is expected
+    assert shared_nodes(config) == expected

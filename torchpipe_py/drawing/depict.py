@@ -42,6 +42,7 @@ def _box(plan: NodePlan, graph: Graph, live: bool) -> Box:
         alias_of=spec.owner if spec.owner != spec.name else "",
         is_root=spec.name in graph.roots,
         live=live and spec.owner == spec.name,
+        shared=spec.shared,
     )
 
 

@@ -61,6 +61,7 @@ def _node(name: str, box: Box) -> str:
     lines = [f"<b>{quoted(box.name)}</b>"]
     lines += [f"= {quoted(box.alias_of)}"] if box.alias_of else []
     lines += [quoted(box.backend), quoted(f"x{box.instances} {box.range}".strip())]
+    lines += ["shared"] if box.shared else []
     lines += [f"filter {quoted(box.filter)}"] if box.filter else []
     text = "<br/>".join(lines)
     return f'{name}(["{text}"])' if box.is_root else f'{name}["{text}"]'

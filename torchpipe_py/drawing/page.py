@@ -11,7 +11,7 @@ from torchpipe_py.drawing.svg import svg
 from torchpipe_py.drawing.text import clean, markup
 from torchpipe_py.html import document, table
 
-HEADS = ("name", "backend", "instances", "range", "filter", "next", "map")
+HEADS = ("name", "backend", "instances", "range", "shared", "filter", "next", "map")
 
 STYLE = """body { max-width: 100rem; } .picture { overflow-x: auto; } .picture svg { display: block; }
 table { width: 100%; } td.code { overflow-wrap: anywhere; min-width: 14rem;
@@ -37,4 +37,5 @@ def _cells(picture: Picture, box: Box) -> Sequence[str]:
     following = ", ".join(arrow.end for arrow in picture.arrows if arrow.kind == "next" and arrow.start == box.name)
     mapped = [arrow for arrow in picture.arrows if arrow.kind == "map" and arrow.end == box.name]
     sources = ", ".join(f"{arrow.start}[{arrow.label}]" if arrow.label else arrow.start for arrow in mapped)
-    return name, box.backend, box.instances, box.range, box.filter, following, sources
+    shared = "yes" if box.shared else ""
+    return name, box.backend, box.instances, box.range, shared, box.filter, following, sources

@@ -27,6 +27,8 @@ class Box:
     is_root: bool = False
     live: bool = False
     """Whether to keep room at its foot for figures that a page fills in."""
+    shared: bool = False
+    """Whether an engine process runs it for all workers of a service."""
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def face(box: Box) -> Face:
     alias = wrap(f"= {box.alias_of}") if box.alias_of else ()
     backend = wrap(box.backend)
     facts = wrap(f"x{box.instances}") if not box.range else _facts(box)
+    facts += ("shared",) if box.shared else ()
     badge = wrap(box.filter, BADGE_COLUMNS) if box.filter else ()
     bare = Face(name, alias, backend, facts, badge, 0.0, 0.0)
     facts_width = max(text_width(line, SMALL_SIZE) for line in facts)

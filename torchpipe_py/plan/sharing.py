@@ -35,12 +35,12 @@ class Section:
         return self.nodes[0]
 
 
-def has_shared(tables: Mapping[str, Any]) -> bool:
-    """Whether a node of the configuration is shared; of one that cannot be read, whoever plans it tells why."""
+def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
+    """Names in file order; none of a configuration that cannot be read: whoever plans it tells why."""
     try:
-        return any(node.shared for node in load_config(tables).nodes.values())
+        return [node.name for node in load_config(tables).nodes.values() if node.shared]
     except ConfigError:
-        return False
+        return []
 
 
 def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

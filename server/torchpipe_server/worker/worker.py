@@ -225,9 +225,9 @@ def make_plan(options: Options, tables: Any) -> Pipeline:
 
 def has_engine(options: Options, tables: Any) -> bool:
     """Whether an engine process runs the shared nodes of the configuration."""
-    from torchpipe_py.plan.sharing import has_shared
+    from torchpipe_py.plan.sharing import shared_nodes
 
-    return options.workers > 1 and has_shared(tables)
+    return options.workers > 1 and bool(shared_nodes(tables))
 
 
 def next_link(sock: socket.socket) -> socket.socket:
@@ -292,9 +292,9 @@ def die_with_parent(is_wanted: bool) -> None:
 
 
 def choose_device(start: Start) -> None:
-    devices = start.options.device_numbers
-    if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[start.index % len(devices)]
+    device = start.options.device_of(start.index)
+    if device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
 
 
 def say_failed(sock: socket.socket, error: Exception) -> None:

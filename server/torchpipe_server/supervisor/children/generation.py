@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torchpipe_py.plan.sharing import same_shared, shared_files
+from torchpipe_py.errors import counted
+from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.children.forker import Role
@@ -71,9 +72,22 @@ class Generation:
                         options.engines, count, most,
                     )  # fmt: skip
                 self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
+                self._tell_engines(options)
         elif options.engines > 1:
             reason = "no node has shared = true" if options.workers > 1 else "it takes --workers of 2 or more"
             logger.warning("--engines %d does nothing: %s", options.engines, reason)
+
+    def _tell_engines(self, options: Options) -> None:
+        devices = [options.device_of(engine.index) for engine in self.engines]
+        named = [
+            f"{engine.name} on CUDA device {device}" if device else engine.name
+            for engine, device in zip(self.engines, devices, strict=True)
+        ]
+        logger.info(
+            "shared nodes (%s) run in %s for %d workers: %s",
+            ", ".join(shared_nodes(self._tables)), counted(len(named), "engine process"), options.workers,
+            ", ".join(named),
+        )  # fmt: skip
 
     def _shares_with(self, before: Generation) -> bool:
         """Whether the engine processes of the generation before run what those of this one would."""

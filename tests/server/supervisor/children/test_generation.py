@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from torchpipe_server.options import parse_options
 from torchpipe_server.supervisor.children.generation import Generation
@@ -49,4 +51,27 @@ def test_engines_that_are_not_started_are_told(
 ) -> None:
     tables = {"global": {}, "model": {"backend": "Identity", "shared": shared}}
     Generation(tables, parse_options(["x.toml", *args.split()]))
-    assert caplog.messages == ([line] if line else [])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("args", "lines"),
+    [
+        ("--workers=1", []),
+        ("--workers=2", ["shared nodes (model, rank) run in 1 engine process for 2 workers: engine process 0"]),
+        (
+            "--workers=4 --devices=3,5",
+            [
+                "shared nodes (model, rank) run in 2 engine processes for 4 workers: "
+                "engine process 0 on CUDA device 3, engine process 1 on CUDA device 5"
+            ],
+        ),
+    ],
+)
+def test_the_log_names_the_engine_processes(args: str, lines: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    shared = {"shared": True}
+    tables = {"global": {}, "decode": {"next": "model"}, "model": {**shared, "next": "rank"}, "rank": shared}
+    caplog.set_level(logging.INFO, "torchpipe_server")
+    Generation(tables, parse_options(["x.toml", *args.split()]))
+    assert caplog.messages == lines
