@@ -67,7 +67,7 @@ def infer_batch(host: str, port: int, image: bytes) -> tuple[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ask the service for the label of one image.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Ask the service for the label of one image.")
     parser.add_argument("image", type=Path)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8888)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -199,3 +200,11 @@ def test_the_training_side_needs_no_optional_library() -> None:
 
 def test_public_names_exist() -> None:
     assert [name for name in torchpipe_py.__all__ if not hasattr(torchpipe_py, name)] == []
+
+
+def test_no_command_takes_the_beginning_of_a_flag() -> None:
+    """``--engine`` for ``--engines``, say: a parser is that of ``arguments``, or says so itself."""
+    abbreviating = re.compile(r"from argparse import|argparse\.ArgumentParser\((?!allow_abbrev=False)")
+    folders = ("torchpipe_py", "server", "scripts", "tests/chaos", "tests/fuzz")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert [file for file in files if abbreviating.search(file.read_text(encoding="utf-8"))] == []

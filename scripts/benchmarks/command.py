@@ -37,6 +37,7 @@ from benchmarks.service.over_http import over_http
 from benchmarks.service.sharing import shared
 from benchmarks.service.tracing import tracing
 from benchmarks.service.workers import workers
+from torchpipe_py.arguments import ArgumentParser
 
 Benchmark = Callable[[float, int], Report | list[Report]]
 """Takes the seconds of each measurement and the rounds whose median is shown."""
@@ -113,8 +114,8 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     return _run(benchmarks, args, f"{what}, PyTorch {torch.__version__}, TensorRT {tensorrt.__version__}")
 
 
-def _parser(description: str, names: Iterable[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+def _parser(description: str, names: Iterable[str]) -> ArgumentParser:
+    parser = ArgumentParser(description=description)
     parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements whose median is shown (default: 5)")

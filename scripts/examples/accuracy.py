@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchpipe_client import Client, ClientError, InferenceError
 
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.images.files import find_images, label_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 where enough labels are right, 1 where not, 2 where the service does not answer."""
-    parser = argparse.ArgumentParser(description="Accuracy of a service on labelled images.")
+    parser = ArgumentParser(description="Accuracy of a service on labelled images.")
     parser.add_argument("--img_dir", type=Path, required=True, help="with LABEL/name.jpg or LABEL_name.jpg")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8888)

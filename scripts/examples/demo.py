@@ -8,7 +8,6 @@ network was never trained on. Everything is drawn from ``--seed``; no data set i
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -24,6 +23,7 @@ from torch import nn
 from tqdm import tqdm
 
 from examples.networks import fit, normalise
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.export.onnx_file import export_checked, open_session
 
 Polygons = list[np.ndarray]  # each float32 K×2, (x, y) within the unit disc
@@ -361,8 +361,8 @@ def report(model: Path, held_out: Pictures, image_bytes: int, difference: float)
     return bool(hits.mean() >= ENOUGH)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("configs/demo"), help="folder (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=32, help="passes over the pictures (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of pictures and training (default: %(default)s)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from io import BytesIO
@@ -16,6 +15,7 @@ from PIL import Image
 
 from examples.textures import class_name, write_set
 from torchpipe_py import parse_toml, pipe
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.export.zoo import torchvision_models
 
 CLASSES, TRAIN, VAL = 8, 20, 13  # 104 images to compare
@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # of the largest logit
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when done; 1 where the pipe differs from PyTorch."""
-    parser = argparse.ArgumentParser(description="Train a ResNet-18, or compare a pipe of it with PyTorch.")
+    parser = ArgumentParser(description="Train a ResNet-18, or compare a pipe of it with PyTorch.")
     parser.add_argument("what", choices=("train", "compare"))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args(argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -32,6 +31,7 @@ from examples.drawing import (
 from examples.measure import SceneResult, read_line, recall_and_precision, runner, scene_result
 from examples.networks import CROP, DIGITS, MEAN, STD, train_classifier, train_detector, train_reader
 from examples.shared import postprocess
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.export.errors import ExportError
 from torchpipe_py.export.onnx_file import BATCH_AXES, Axes, Size, export_checked, max_difference
 
@@ -170,8 +170,8 @@ def _total_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Draw, train and write what the example pipelines need.")
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description="Draw, train and write what the example pipelines need.")
     parser.add_argument("--out", type=Path, default=Path("configs/examples"), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of drawings and training (default: %(default)s)")
     parser.add_argument("--scenes", type=int, default=2500, help="to train on (default: %(default)s)")

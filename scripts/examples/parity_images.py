@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFile, ImageFilter
+
+from torchpipe_py.arguments import ArgumentParser
 
 ORIENTATION = 0x0112  # the EXIF tag
 RESTART_SEGMENT = b"\xff\xdd"  # a JPEG that has restart intervals defines them with this marker
@@ -213,8 +214,8 @@ def saved(image: Image.Image, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write JPEGs of every kind a decoder meets.")
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description="Write JPEGs of every kind a decoder meets.")
     parser.add_argument("--out", type=Path, required=True, help="folder, made where there is none")
     parser.add_argument("--count", type=int, default=200, help="images (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")

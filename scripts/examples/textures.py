@@ -7,7 +7,6 @@ is chance. Shrinking with or without smoothing, and how a decoder doubles halved
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ import cv2
 import numpy as np
 
 from examples.files import in_the_place_of
+from torchpipe_py.arguments import ArgumentParser
 
 WIDTH, HEIGHT = 500, 375  # pixels of a picture
 SIDE = 224  # pixels of the network's input, which the picture is shrunk to without keeping its aspect ratio
@@ -195,8 +195,8 @@ def _write(root: Path, seed: int, subsampling: str, picture: tuple[str, int, int
 # --- command -------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Draw a JPEG classification set of fine textures.")
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description="Draw a JPEG classification set of fine textures.")
     parser.add_argument("--out", type=Path, required=True, help="a folder, new or of a run that was stopped")
     parser.add_argument("--train", type=int, default=200, help="images of each class (default: %(default)s)")
     parser.add_argument("--val", type=int, default=50, help="images of each class (default: %(default)s)")

@@ -26,6 +26,7 @@ from recipes.data import Normalise
 from recipes.options import guarded, whole
 from recipes.serving import PRECISIONS, check_preprocessing, load_model, serving_config
 from torchpipe_py import pipe
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.parity.compare import wilson
 from torchpipe_py.training import ImageFolder, UnreadableFile, wrap_dataloader_torchpipe
 
@@ -66,8 +67,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="How good a trained model is on labelled images.")
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description="How good a trained model is on labelled images.")
     parser.add_argument("--checkpoint", type=Path, required=True, help="written by scripts/train.py")
     parser.add_argument("--data", type=Path, required=True, help="a folder of class folders, DIR/val say")
     parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as in training")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchpipe_py import TorchpipeError
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.training.options import BAD_SAMPLES
 
 INTERRUPTED = 130  # as a shell says of Ctrl-C
@@ -18,9 +19,9 @@ def to_device(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def make_parser(description: str | None, toml: bool = True) -> argparse.ArgumentParser:
+def make_parser(description: str | None, toml: bool = True) -> ArgumentParser:
     """All options but those of one script alone; ``toml``: whether a pipe does the preprocessing."""
-    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser = ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
     if toml:
         parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")

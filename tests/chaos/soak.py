@@ -14,6 +14,7 @@ from functools import partial
 from chaos import scenarios
 from chaos.service import MEBIBYTE
 from chaos.tally import Report
+from torchpipe_py.arguments import ArgumentParser
 
 
 def say(line: str) -> None:
@@ -47,7 +48,7 @@ def runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Report]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     names = list(runs(argparse.Namespace(requests=0, calls=0, minutes=0)))
     parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--requests", type=int, default=200_000, help="of mixed (default: 200000)")

@@ -28,6 +28,8 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
+from torchpipe_py.arguments import ArgumentParser
+
 SEEDS = Path(__file__).parent / "seeds" / "images"
 BLOCK = 20_000  # mutants of one child
 MAX_PIXELS = 2**18  # of an image, so that what is slow or large is so without reason
@@ -426,7 +428,7 @@ class Campaign:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)

@@ -9,7 +9,6 @@ does not grow.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import logging
@@ -33,6 +32,7 @@ from torchpipe_server.wire.protocol import ONEWAY, Limits, ProtocolError
 from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import Signature
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.errors import DecodeError, UnknownNode
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -196,7 +196,7 @@ def fuzz(seed: int, mutants: int, seconds: float, protocol: str = "thrift") -> T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--mutants", type=int, default=100_000, help="of all jobs together")
     parser.add_argument("--seed", type=int, default=1)

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.common import Load, interleave, machine, run_threads
 from benchmarks.decoders.decoders import Decoder, NotMeasuredError, by_opencv, subjects
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.images.files import JPEG_SUFFIXES, find_images
 from torchpipe_py.loadtest.options import above_zero, at_least
 
@@ -208,8 +209,8 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compare JPEG decoders on a folder of images.")
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description="Compare JPEG decoders on a folder of images.")
     parser.add_argument("--img_dir", type=Path, required=True, help="a folder of JPEGs, of any depth")
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="most images (default: all)")
     parser.add_argument(

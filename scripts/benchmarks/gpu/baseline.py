@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
 from thriftpy2.transport import TServerSocket
 
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.idl import load_idl
 
 IDL = load_idl()
@@ -165,7 +165,7 @@ def make_server(listener: socket.socket, baseline: Baseline) -> TThreadedServer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then exit with 0; 1 where it cannot run."""
-    parser = argparse.ArgumentParser(description="TensorRT behind a lock: the baseline of the benchmarks.")
+    parser = ArgumentParser(description="TensorRT behind a lock: the baseline of the benchmarks.")
     parser.add_argument("--engine", required=True, metavar="FILE", help="serialized TensorRT engine")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8888, help="0: any free one, which is printed")

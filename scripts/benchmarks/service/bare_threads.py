@@ -5,7 +5,6 @@ Run as a program in a process of its own; prints the best of several thread coun
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import threading
@@ -18,6 +17,7 @@ import cv2
 import numpy as np
 import onnxruntime
 
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.models.onnx_graph import normalized_model
 from torchpipe_py.encryption.model_file import ModelFile
 
@@ -84,7 +84,7 @@ def classifiers(model: str, cores: int) -> dict[int, Classifier]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--size", type=int, required=True, help="input side, pixels")
     parser.add_argument("--jpeg", required=True)

@@ -21,6 +21,7 @@ from recipes.experiments.epochs import SCRIPTS, epochs_table
 from recipes.experiments.report import report
 from recipes.models import make_model
 from recipes.options import guarded
+from torchpipe_py.arguments import ArgumentParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,8 +59,8 @@ def _run(args: argparse.Namespace) -> None:
     print(report(args.work, only=args.name))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     option = parser.add_argument
     option("name", choices=("accuracy", "throughput", "epochs", "report"))
     option("--work", type=Path, required=True, help="a folder for data, checkpoints and figures")

@@ -25,6 +25,7 @@ import torch
 from benchmarks.common import machine
 
 from recipes.experiments.subjects import SUBJECTS, Setting
+from torchpipe_py.arguments import ArgumentParser
 
 LEAST = 3  # batches to warm up with, and to measure
 LONGEST = 10  # times --seconds: how long one measurement may take
@@ -53,7 +54,7 @@ class SubjectRow:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/, of class folders with JPEGs")
     parser.add_argument("--workers", type=numbers, default=[1, 2, 4, 8, 16], help="(default: 1,2,4,8,16)")
     parser.add_argument("--batch-sizes", type=numbers, default=[64, 256], help="(default: 64,256)")
