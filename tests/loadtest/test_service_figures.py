@@ -40,7 +40,7 @@ def told(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def stats_server(answer: Callable[[int], Any] = told) -> Iterator[int]:
+def stats_server(answer: Callable[[int], Any] = told, status: int = 200) -> Iterator[int]:
     """A port where ``/stats`` is answered."""
     asked: list[str] = []
 
@@ -48,7 +48,7 @@ def stats_server(answer: Callable[[int], Any] = told) -> Iterator[int]:
         def do_GET(self) -> None:
             asked.append(self.path)
             body = json.dumps(answer(len(asked))).encode()
-            self.send_response(200 if self.path == "/stats" else 404)
+            self.send_response(status if self.path == "/stats" else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -118,6 +118,17 @@ def test_another_server_is_refused(
         why = refused(capsys, *options)
     assert f"--http-port: http://127.0.0.1:{port}/stats does not tell what the service does" in why
     assert "it is no torchpipe-serve of this version" in why
+
+
+def test_the_port_that_takes_images_is_told_from_that_of_the_figures(
+    serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stats_server(status=404) as port:
+        why = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
+    assert why.endswith(
+        "it answers 404, as the port that takes images does (torchpipe-serve --port); "
+        "give the port of torchpipe-serve --http-port\n"
+    )
 
 
 def test_a_port_where_nobody_listens_is_refused(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 from torchpipe_py.loadtest.errors import CannotRunError
@@ -13,6 +15,10 @@ from torchpipe_py.loadtest.measure.nodes import node_figures, node_rows
 
 HAND_OVER_TIMES = ("slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 _ANSWER_S = 10.0
+_NOT_THERE = (
+    "it answers 404, as the port that takes images does (torchpipe-serve --port); "
+    "give the port of torchpipe-serve --http-port"
+)
 
 
 class ServiceMeter:
@@ -28,7 +34,8 @@ class ServiceMeter:
             try:
                 self._before = self._read()
             except (OSError, HTTPException, ValueError) as error:
-                raise CannotRunError(f"--http-port: {self._url} does not tell what the service does: {error}") from None
+                why = _NOT_THERE if isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND else error
+                raise CannotRunError(f"--http-port: {self._url} does not tell what the service does: {why}") from None
 
     def stop(self) -> dict[str, Any] | None:
         """The span ends; `service_figures`, or None where nothing is known."""
