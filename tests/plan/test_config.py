@@ -310,6 +310,15 @@ REFUSED = [
     ),
     ("[a]\nmax = 4", "node 'a': key 'backend'", "missing; without it the node is Identity, which does not take 'max'"),
     ('[a]\nbakend = "DecodeMat"', "node 'a': key 'bakend'", "unknown key; did you mean 'backend'?"),
+    # options of the service
+    (
+        f"engines = 2\n[a]\n{RESIZE}",
+        "global: key 'engines'",
+        "no node takes it; --engines is an option of torchpipe-serve",
+    ),
+    (f"[a]\n{RESIZE}workers = 2", "node 'a': key 'workers'", "unknown key; --workers is an option of torchpipe-serve"),
+    ("[a]\nhttp_port = 1", "node 'a': key 'http_port'", "unknown key; --http-port is an option of torchpipe-serve"),
+    ("[a]\nhttp-port = 1", "node 'a': key 'http-port'", "unknown key; --http-port is an option of torchpipe-serve"),
     # keys at a wrong level
     (
         '[a]\nbackend = "Identity"\n"Identity::instance_num" = 2',

@@ -12,7 +12,7 @@ from typing import Any
 from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, FilterMaker, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
-from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
+from torchpipe_py.plan.config import NODE_KEYS, SERVICE_FLAGS, NodeSpec, Place, instead_of
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.registry import ALIASES, Registry, canonical
 from torchpipe_py.values import Value, to_str
@@ -295,13 +295,17 @@ class Binder:
             self.problems.add(error)
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
-        """Where no backend is named, say that once, not of each parameter; the keys that are node keys misspelt."""
-        misspelt = [key for key in unused if difflib.get_close_matches(key, NODE_KEYS, 1, 0.75)]
-        params = ", ".join(repr(key) for key in unused if key not in misspelt)
+        """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
+        others = [
+            key
+            for key in unused
+            if key.replace("_", "-") in SERVICE_FLAGS or difflib.get_close_matches(key, NODE_KEYS, 1, 0.75)
+        ]
+        params = ", ".join(repr(key) for key in unused if key not in others)
         if params:
             place = Place(self.node.place.source, self.node.name, "backend")
             self.problems.add(place.error(f"missing; without it the node is Identity, which does not take {params}"))
-        return misspelt
+        return others
 
     def _why_unknown(self, key: str) -> str:
         if key in ("min", "max"):
@@ -310,7 +314,7 @@ class Binder:
         if scope and name in NODE_KEYS:
             return f"unknown key; {name!r} belongs to the node, not to a backend: write it without {scope}::"
         names = {known for known in self.known if ("::" in known) == ("::" in key)}
-        return f"unknown key; {nearest(key, names | set(NODE_KEYS))}"
+        return f"unknown key; {instead_of(key, names | set(NODE_KEYS))}"
 
 
 def _scoped(scope: str, name: str) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpipe_py.backends.base import BatchRange
-from torchpipe_py.errors import Problems, nearest
+from torchpipe_py.errors import Problems
 from torchpipe_py.filters import run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, FilterPlan, expand
 from torchpipe_py.plan.config import (
@@ -19,6 +19,7 @@ from torchpipe_py.plan.config import (
     TABLE_KEYS,
     NodeSpec,
     PipelineSpec,
+    instead_of,
     is_composed,
     read_config,
     split_variants,
@@ -227,4 +228,4 @@ def _check_defaults(
         if key in ignored and key not in used:
             problems.doubt(f"{place}: {ignored[key]}")
         elif key not in used:
-            problems.add(place.error(f"no node takes it; {nearest(key, names)}"))
+            problems.add(place.error(f"no node takes it; {instead_of(key, names)}"))

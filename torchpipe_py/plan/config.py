@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -36,6 +36,11 @@ ISOLATIONS = ("none", "process")
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
+SERVICE_FLAGS = (
+    *("host", "port", "http-host", "http-port", "workers", "devices", "engines", "handler", "import", "deadline-ms"),
+    *("max-connections", "idle-seconds", "drain-seconds", "hang-seconds", "log-level", "trace-ratio"),
+)
+"""Options of ``torchpipe-serve`` that may be taken for keys."""
 
 # Scheduler choices of the C++ library: its default names are what this package does anyway.
 _SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
@@ -345,6 +350,12 @@ def parse_expression_value(value: Value) -> tuple[Call, ...]:
     if not isinstance(value, str):
         raise ValueError(f"expected a backend expression, got {value!r}")
     return parse_expression(value)
+
+
+def instead_of(key: str, valid: Iterable[str]) -> str:
+    """A clause for an error message: what may be meant by a key that nothing takes."""
+    flag = key.replace("_", "-")
+    return f"--{flag} is an option of torchpipe-serve" if flag in SERVICE_FLAGS else nearest(key, valid)
 
 
 def is_composed(key: str) -> bool:
