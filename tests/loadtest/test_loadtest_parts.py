@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 from itertools import pairwise
@@ -31,6 +32,7 @@ from torchpipe_py.loadtest.measure.gpu import summarize_gpus
 from torchpipe_py.loadtest.plans import make_plans
 from torchpipe_py.loadtest.records import NO_REPLY, CallLog, Records, collect
 from torchpipe_py.loadtest.report import compare, plots
+from torchpipe_py.loadtest.report.summary import write_json
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -521,3 +523,10 @@ def test_charts_escape_names_and_stay_in_their_frame() -> None:
     assert "a &amp; b" in text
     assert 'class="rule"' not in text  # above the plot
     assert text.count("<circle") == 2  # points without a neighbour
+
+
+def test_a_report_is_utf_8_whatever_its_paths_are(tmp_path: Path) -> None:
+    report, file = {"images": "größe/\udcff"}, tmp_path / "report.json"
+    write_json(report, file)
+    assert '"images": "größe/\\udcff"' in file.read_text(encoding="utf-8")
+    assert json.loads(file.read_text(encoding="utf-8")) == report

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torchpipe_py.http.errors import ReplyTooLargeError, RouteError, code_of, describe_error
 
-_encode = json.JSONEncoder(allow_nan=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 logger = logging.getLogger("torchpipe_py")
 
 STATUSES = {
@@ -71,4 +71,9 @@ def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = N
 
 def to_line(value: Any) -> bytes:
     """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
-    return f"{_encode(value)}\n".encode()
+    return utf8(f"{_encode(value)}\n")
+
+
+def utf8(text: str) -> bytes:
+    """JSON as bytes. Half of a surrogate pair, which UTF-8 has not, is written as JSON has it: ``\\ud800``."""
+    return text.encode("utf-8", "backslashreplace")

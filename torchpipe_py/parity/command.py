@@ -24,7 +24,7 @@ def run_parity(args: argparse.Namespace) -> int:
     if args.html is not None:
         _write(args.html, html_report(parity))
     if args.json is not None:
-        _write(args.json, json.dumps(to_json(parity), indent=1, allow_nan=False) + "\n")
+        _write(args.json, json.dumps(to_json(parity), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     problem = _problem(parity)
     if problem:
         print(f"torchpipe: {problem}", file=sys.stderr)
@@ -43,6 +43,6 @@ def _problem(parity: Parity) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a path may be no UTF-8
     except OSError as error:
         raise ParityError(f"{path}: cannot be written: {error.strerror}") from None

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchpipe_py.errors import nearest
+from torchpipe_py.http import answers
 from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.http import HttpServer, Reply
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
@@ -158,7 +159,7 @@ class _Figures:
 
     @cached_property
     def stats(self) -> HttpAnswer:
-        return HttpAnswer(200, "application/json", json.dumps(self._figures).encode())
+        return HttpAnswer(200, "application/json", answers.utf8(json.dumps(self._figures, ensure_ascii=False)))
 
     @cached_property
     def metrics(self) -> HttpAnswer:

@@ -94,6 +94,10 @@ def served(shared: Served) -> Served:
     return shared
 
 
+def test_figures_are_utf_8_and_half_a_character_is_escaped():
+    assert status._Figures({"größe": "…\ud800"}).stats.body == r'{"größe": "…\ud800"}'.encode()
+
+
 # -- health ---------------------------------------------------------------------------------------------------------
 
 

@@ -149,3 +149,11 @@ def test_what_json_has_not_can_be_had_as_binary(output: Output):
     with pytest.raises(NoResult, match="ask for it with binary_data"):
         output.to_list()
     assert output.to_binary().endswith((b"\xc0\x7f", b"\xff"))
+
+
+def test_texts_are_utf_8_and_half_a_character_is_escaped():
+    request = asking()._replace(id="…\ud800")
+    outputs = outputs_of([{"result": ["größe", "\ud83d"]}], request, ())
+    body = answer("m", request, outputs, Bound(100, ""), Bound(100, "")).body
+    assert '"id": "…\\ud800"'.encode() in body
+    assert json.loads(json.loads(body)["outputs"][0]["data"][0]) == ["größe", "\ud83d"]

@@ -206,6 +206,27 @@ def test_values(values: LocalServer, value: Any, kind: str, back: Any):
         assert answer["result"] == back
 
 
+def test_texts_are_utf_8_and_half_a_character_is_escaped(values: LocalServer):
+    for text, written in (("größe …", "größe …"), ("猫\ud83d\\", r"猫\ud83d\\"), ("\udc80\ud800", r"\udc80\ud800")):
+        with conversing(values.port) as connection:
+            body = json.dumps({"inputs": {"data": text}}).encode()
+            connection.request("POST", "/infer", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse().read()
+        assert answer == f'{{"result": "{written}"}}\n'.encode()
+        assert json.loads(answer) == {"result": text}
+
+
+def test_an_error_is_told_in_utf_8(register: Register):
+    class Fails(Backend):
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            for item in items:
+                item["error"] = NoResult("keine Größe … \ud800")
+
+    with serving(register(Fails)) as server, conversing(server.port) as connection:
+        connection.request("POST", "/infer", b"x")
+        assert connection.getresponse().read() == '{"error": "keine Größe … ?", "code": "no_result"}\n'.encode()
+
+
 WRONG_JSON = {
     "nothing": (b"", "JSON: "),
     "half": (b'{"inputs": ', "JSON: "),

@@ -146,7 +146,8 @@ def check_output(path: Path | None, flag: str = "--json") -> None:
 
 def write_json(report: dict[str, Any], path: Path) -> None:
     """The whole report as a file."""
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a path may be no UTF-8
 
 
 def write_csv(reports: Sequence[dict[str, Any]], path: Path) -> None:

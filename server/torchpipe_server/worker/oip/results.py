@@ -10,6 +10,7 @@ import numpy as np
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.errors import nearest
+from torchpipe_py.http import answers
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError
 from torchpipe_py.http.json_values import to_text
 from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, output_of
@@ -74,7 +75,7 @@ def answer(
             described.append({**form, "parameters": {"binary_data_size": len(binary[-1])}})
         else:
             described.append({**form, "data": output.to_list()})
-    text = json.dumps(head).encode()
+    text = answers.utf8(json.dumps(head, ensure_ascii=False))
     if not binary:
         return HttpAnswer(200, _JSON, text)
     return HttpAnswer(200, _BINARY, b"".join([text, *binary]), {HEADER_LENGTH: str(len(text))})
@@ -119,7 +120,7 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
                 return Output(name, datatype, [len(values)], np.array(values, dtype))
             except OverflowError:
                 break
-    return texts(name, [to_text(name, value).encode() for value in values])
+    return texts(name, [to_text(name, value) for value in values])
 
 
 _SCALARS: Sequence[tuple[str, Any, Any]] = (
