@@ -151,13 +151,11 @@ class Sequential(Backend):
         return self.config.children[0].is_large(item)
 
 
-_ENDS = (Status.Break, Status.SerialSkip, Status.SubGraphSkip)
-"""What ends a sequence for an item."""
-
-
-def _bad_status(status: Any, child: Backend) -> BackendError:
-    said = "says Error" if status is Status.Error else f"gave {status!r}, which is no Status"
-    return BackendError(f"a filter in front of {child.config.label} {said}")
+def _check_end(status: Any, child: Backend) -> None:
+    """What a filter says instead of ``Run`` and ``Skip`` ends the sequence for the item, or is a ``BackendError``."""
+    if status not in (Status.Break, Status.SerialSkip, Status.SubGraphSkip):
+        said = "says Error" if status is Status.Error else f"gave {status!r}, which is no Status"
+        raise BackendError(f"a filter in front of {child.config.label} {said}")
 
 
 _Step = tuple[Callable[[Data], Any] | None, Backend, Callable[[Data], object]]
@@ -185,8 +183,7 @@ def _walk(steps: Sequence[_Step], item: Data) -> bool:
             if status is SKIP:
                 continue
             if status is not RUN:
-                if status not in _ENDS:
-                    raise _bad_status(status, child)
+                _check_end(status, child)
                 return False
             item.pop(TASK_RESULT_KEY, None)
         if TASK_ERROR_KEY in item:
@@ -218,8 +215,8 @@ def _in_batches(
             going.append(item)
         elif status is SKIP:
             going.append(item)
-        elif status not in _ENDS:
-            raise _bad_status(status, child)
+        else:
+            _check_end(status, child)
     for start in range(0, len(running), most):
         forward(running[start : start + most])
     return going
