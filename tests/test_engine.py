@@ -27,6 +27,7 @@ from torchpipe_py.backends.shared import client, memory
 from torchpipe_py.backends.shared import link as link_module
 from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.shared.link import Call
+from torchpipe_py.backends.shared.memory import LinkMemory, Row
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
@@ -460,6 +461,93 @@ def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkey
         assert worker.pipe._runtime.nodes["a"].current_instance() is None, "a close here would not wait for its end"
         worker.close()
     assert threads == 6 * [threading.get_ident()]
+
+
+class Copying:
+    """Holds back each large answer that is copied, until it ``goes_on``; ``threads`` are those that copy one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on, self.threads = threading.Event(), []
+        read = LinkMemory.read
+
+        def read_late(memory: LinkMemory, slot: int, row: Row, copies: bool) -> Any:
+            if copies and row.end - row.start > link_module.LARGE_BYTES:
+                self.threads.append(threading.current_thread().name)
+                assert self.goes_on.wait(WAIT)
+            return read(memory, slot, row, copies)
+
+        monkeypatch.setattr(LinkMemory, "read", read_late)
+        monkeypatch.setattr(link_module, "LARGE_BYTES", 2**16)
+        monkeypatch.setattr(link_module, "SLEEP_SECONDS", WAIT)
+
+
+class Zeros(ItemBackend):
+    """``result`` is so many zeros."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = np.zeros(item["data"], np.uint8)
+
+
+def test_a_large_answer_keeps_no_other_one_waiting(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the thread that watches: another one copies it."""
+    watched: dict[int, Any] = {}
+    with engine_of(shared(register(Zeros))) as server:
+        copying = Copying(monkeypatch)
+        worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
+        eventually(lambda: watched)
+        ((fd, take),) = watched.items()
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        futures = []
+        for size in (2**17, 1, 2**17, 2):
+            futures.append(worker.pipe.submit({"data": size}))
+            assert poller.poll(1000 * WAIT)
+            take()
+        assert [future.done() for future in futures] == [False, True, False, True]
+        eventually(lambda: copying.threads)
+        copying.goes_on.set()
+        assert [len(outcome(future)["result"]) for future in futures] == [2**17, 1, 2**17, 2]
+        assert copying.threads == 2 * ["torchpipe-engine"]
+        worker.close()
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_large_answers_are_told_once_though_the_engine_dies_meanwhile(
+    is_watched: bool, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is being copied, one waits for that, and one is not computed yet."""
+    gate = Gate(blocks=lambda data: data == HOLD)
+
+    class Mixed(gate.backend):  # type: ignore[misc]
+        """``result`` is so many zeros; blocks on ``hold``."""
+
+        def forward(self, items: list[Data]) -> None:
+            super().forward(items)
+            items[0]["result"] = np.zeros(items[0]["data"], np.uint8)
+
+    config = shared(register(Mixed), instance_num=2)
+    watched: dict[int, Any] = {}
+    ends: Counter[int] = Counter()
+    with gate, engine_of(config) as server:
+        copying = Copying(monkeypatch)
+        watch = (lambda fd, take: watched.update({fd: take} if take else {})) if is_watched else None
+        worker = Worker(config, server, watch)
+        held = gate.hold(worker.pipe, {"data": HOLD})
+        futures = [held, worker.pipe.submit({"data": 2**17}), worker.pipe.submit({"data": 2**18})]
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: ends.update([number]))
+        answered = worker.engine._link.memory.from_answerer
+        eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 2)
+        for take in watched.values():
+            take()
+        eventually(lambda: copying.threads)
+        lose(worker, server)
+        copying.goes_on.set()
+        assert [len(outcome(future)["result"]) for future in futures[1:]] == [2**17, 2**18]
+        assert isinstance(error_of(held), WorkerDied)
+        gate.open()
+        worker.close()
+    assert ends == Counter(range(3))
 
 
 def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:

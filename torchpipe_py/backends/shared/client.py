@@ -37,7 +37,7 @@ class Engine:
     """Takes calls from any thread; a thread of its own receives the answers and tells them.
 
     Where there is a ``watch``, its thread does that, which is awake anyway where it waits for other things as well;
-    the own one then takes what that has left every ``SLEEP_SECONDS``.
+    the own one then takes the large ones, and what that has left every ``SLEEP_SECONDS``.
     ``attach(sock)`` gives it the way to an engine process: the first one, or the next when one has died.
     """
 
@@ -176,6 +176,8 @@ class Engine:
                     self._connect()
                 elif link.has_answers():
                     self._take_answers(link)
+                elif link.large:
+                    self._take_answer(link, link.large.popleft())
                 elif link.is_gone():
                     self._lose(link)
             except Exception as error:
@@ -227,17 +229,21 @@ class Engine:
         try:
             link.heed_bell()
             if not self._take_answers(link, _TURN_SECONDS):
-                link.wake()
+                link.ring_again()
         except Exception as error:
             log_failure("what comes from the engine process cannot be taken", error)
 
     def _take_answers(self, link: Link, seconds: float = inf) -> bool:
-        """Tell the answers that are there, for about so long; whether that were all."""
+        """Tell the answers that are there, for about so long, and leave the large ones; whether that were all."""
         with self._taking:
             end = perf_counter() + seconds
             link.answered += link.take_answered()
             while link.answered:
-                self._take_answer(link, link.answered.popleft())
+                slot = link.answered.popleft()
+                if link.is_large(slot):
+                    link.leave_large(slot)
+                else:
+                    self._take_answer(link, slot)
                 if perf_counter() >= end:
                     break
             return not link.answered
@@ -274,6 +280,8 @@ class Engine:
         if self._watch is not None:
             self._watch(link.bell_fd, None)
         self._take_answers(link)
+        while link.large:
+            self._take_answer(link, link.large.popleft())
         with self._lock:
             self._link = None
             until = perf_counter() + HOLD_SECONDS
@@ -289,9 +297,10 @@ class Engine:
 
 
 class Figures:
-    """Times of calls since the start, in seconds; the thread that takes the answers adds to them."""
+    """Times of calls since the start, in seconds; threads that take answers add to them."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.requests = 0
         self.slot_wait = self.there = self.in_engine = self.back = 0.0
         self.recent = 0.0  # of one call from its start to its answer, the last ones more than those before
@@ -299,12 +308,13 @@ class Figures:
     def answered(self, call: Call, reply: Row) -> None:
         """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
         now, taken, done = perf_counter(), reply.first, reply.second
-        self.requests += 1
-        self.slot_wait += call.sent - call.asked
-        self.there += taken - call.sent
-        self.in_engine += done - taken
-        self.back += now - done
-        self.recent += _WEIGHT * (now - call.asked - self.recent)
+        with self._lock:
+            self.requests += 1
+            self.slot_wait += call.sent - call.asked
+            self.there += taken - call.sent
+            self.in_engine += done - taken
+            self.back += now - done
+            self.recent += _WEIGHT * (now - call.asked - self.recent)
 
     def as_dict(self) -> dict[str, float]:
         """Totals, in milliseconds."""

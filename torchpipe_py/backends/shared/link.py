@@ -20,9 +20,11 @@ from torchpipe_py.backends.shared.memory import (
     attach_bell,
     changed,
     told_with,
-    wait_for,
 )
 from torchpipe_py.backends.signature import Signature
+
+LARGE_BYTES = 2**22
+"""An answer beyond them takes milliseconds to copy: the thread that ``Link.is_gone`` wakes does that alone."""
 
 Done = Callable[[Any, BaseException | None], object]
 """Gets the answer or an error, once."""
@@ -97,9 +99,9 @@ class Link(Slots[Call]):
         self._fds.append(self.memory.fd)
         fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fds.append(fd)
-        self._own_bell = Bell(self.memory.asker_asleep, fd)
-        self._has_left_bell = False
+        self._own_bell = self._waker = Bell(self.memory.asker_asleep, fd)
         self.answered: deque[int] = deque()  # slots whose answers are not taken yet
+        self.large: deque[int] = deque()  # those that are left to the thread of ``is_gone``
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
         sock.setblocking(False)
@@ -120,11 +122,22 @@ class Link(Slots[Call]):
     def has_answers(self) -> bool:
         return bool(self.answered) or super().has_answers()
 
+    def is_large(self, slot: int) -> bool:
+        """Whether the answer in a slot is."""
+        reply = self.memory.reply(slot)
+        return reply.end - reply.start > LARGE_BYTES
+
+    def leave_large(self, slot: int) -> None:
+        """Leave the answer in a slot to the thread of ``is_gone``, from any thread."""
+        self.large.append(slot)
+        self._waker.ring()
+
     def is_gone(self) -> bool:
-        """Sleep until something comes from the engine process; whether that is its end."""
-        if self._has_left_bell:
-            return bool(wait_for((), self._poller, SLEEP_SECONDS))
-        return bool(self._own_bell.sleep(self._poller, self.has_answers))
+        """Sleep until something comes from the engine process, or is left; whether that is its end."""
+        return bool(self._waker.sleep(self._poller, self._has_work, SLEEP_SECONDS))
+
+    def _has_work(self) -> bool:
+        return bool(self.large) or (self._waker is self._own_bell and self.has_answers())
 
     @property
     def bell_fd(self) -> int:
@@ -133,8 +146,11 @@ class Link(Slots[Call]):
 
     def leave_bell(self) -> int:
         """Leave the bell to another thread, which reads its descriptor from now on; ``is_gone`` sleeps without it."""
-        self._has_left_bell = True
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fds.append(fd)
         self._poller.unregister(self.bell_fd)
+        self._poller.register(fd, select.POLLIN)
+        self._waker = Bell(memoryview(bytearray(4)).cast("I"), fd)
         self._own_bell.await_ring(True)
         return self.bell_fd
 
@@ -142,9 +158,13 @@ class Link(Slots[Call]):
         """The bell was rung, and is heard; the answers are looked for after that."""
         os.eventfd_read(self.bell_fd)
 
+    def ring_again(self) -> None:
+        """Have the thread that has the bell come again."""
+        os.eventfd_write(self.bell_fd, 1)
+
     def wake(self) -> None:
         """Have ``is_gone`` return."""
-        os.eventfd_write(self._own_bell.fd, 1)
+        os.eventfd_write(self._waker.fd, 1)
 
     def close(self) -> None:
         """Tell the engine process that nobody takes its answers any more."""
