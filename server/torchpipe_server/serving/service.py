@@ -10,7 +10,8 @@ from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError, code_of, describe_error
-from torchpipe_server.wire.codec import BadArgumentsError, Codec
+from torchpipe_server.wire.codec import Codec
+from torchpipe_server.wire.decoder import BadArgumentsError
 from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, MessageReader
 
 logger = logging.getLogger("torchpipe_server")

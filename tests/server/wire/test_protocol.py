@@ -21,7 +21,8 @@ from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
 from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
 from thriftpy2.thrift import TApplicationException, TPayload
 from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
-from torchpipe_server.wire.codec import BadArgumentsError, Codec
+from torchpipe_server.wire.codec import Codec
+from torchpipe_server.wire.decoder import BadArgumentsError
 from torchpipe_server.wire.protocol import (
     CALL,
     EXCEPTION,
