@@ -1,317 +1,43 @@
-"""The reader and the codec against Apache Thrift's and thriftpy2's own bytes, and against bytes nobody should send."""
+"""The reader against Apache Thrift's and thriftpy2's own bytes, and against bytes nobody should send."""
 
 from __future__ import annotations
 
 import random
 import struct
 import sys
-from typing import ClassVar
 
 import pytest
-import thriftpy2
 import torchpipe_server.wire.protocol
 import torchpipe_server.wire.scanner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thrift.protocol.TBinaryProtocol import TBinaryProtocol
-from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TType
-from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
-from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
-from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
-from thriftpy2.thrift import TApplicationException, TPayload
-from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
+from thrift_messages import (
+    CODEC,
+    EVERYTHING,
+    FRAMINGS,
+    IDL,
+    SERVICE,
+    SMALL,
+    apache_message,
+    batch_args,
+    batch_fields,
+    decode,
+    every_framing,
+    feed_bytes,
+    read_all,
+    refusal,
+    thriftpy2_message,
+)
+from thriftpy2.thrift import TApplicationException
 from torchpipe_server.wire.codec import Codec
 from torchpipe_server.wire.decoder import BadArgumentsError
 from torchpipe_server.wire.protocol import (
-    CALL,
-    EXCEPTION,
-    ONEWAY,
-    REPLY,
     Framing,
     Limits,
-    Message,
     MessageReader,
     ProtocolError,
 )
-
-from torchpipe_py.idl import load_idl
-
-IDL = load_idl()
-SERVICE = IDL.InferenceService
-FRAMINGS = [Framing(framed, protocol) for framed in (False, True) for protocol in ("binary", "binary_old", "compact")]
-SMALL = Limits(message_bytes=4096, string_bytes=2048, items=256, depth=64)
-CODEC = Codec(Limits())
-
-every_framing = pytest.mark.parametrize(
-    "framing", FRAMINGS, ids=lambda f: f"{'framed' if f.framed else 'buffered'}-{f.protocol}"
-)
-
-
-def apache_protocol(framing: Framing, transport):
-    if framing.protocol == "compact":
-        return TCompactProtocol(transport)
-    return TBinaryProtocol(transport, strictRead=False, strictWrite=framing.protocol == "binary")
-
-
-def write_value(protocol, ttype, value):
-    """value: of a struct number -> (type, value), of a list (type, values), of a map (key type, type, dict)."""
-    if ttype == TType.STRUCT:
-        protocol.writeStructBegin("")
-        for number, (field_type, field) in value.items():
-            protocol.writeFieldBegin("", field_type, number)
-            write_value(protocol, field_type, field)
-            protocol.writeFieldEnd()
-        protocol.writeFieldStop()
-        protocol.writeStructEnd()
-    elif ttype == TType.LIST:
-        protocol.writeListBegin(value[0], len(value[1]))
-        for element in value[1]:
-            write_value(protocol, value[0], element)
-        protocol.writeListEnd()
-    elif ttype == TType.SET:
-        protocol.writeSetBegin(value[0], len(value[1]))
-        for element in value[1]:
-            write_value(protocol, value[0], element)
-        protocol.writeSetEnd()
-    elif ttype == TType.MAP:
-        protocol.writeMapBegin(value[0], value[1], len(value[2]))
-        for key, element in value[2].items():
-            write_value(protocol, value[0], key)
-            write_value(protocol, value[1], element)
-        protocol.writeMapEnd()
-    else:
-        names = {
-            TType.BOOL: "Bool",
-            TType.BYTE: "Byte",
-            TType.I16: "I16",
-            TType.I32: "I32",
-            TType.I64: "I64",
-            TType.DOUBLE: "Double",
-        }
-        name = "Binary" if isinstance(value, bytes) else names.get(ttype, "String")
-        getattr(protocol, f"write{name}")(value)
-
-
-def apache_message(framing: Framing, fields, name="infer_batch", kind=CALL, seqid=7) -> bytes:
-    memory = TMemoryBuffer()
-    transport = TFramedTransport(memory) if framing.framed else memory
-    protocol = apache_protocol(framing, transport)
-    protocol.writeMessageBegin(name, kind, seqid)
-    write_value(protocol, TType.STRUCT, fields)
-    protocol.writeMessageEnd()
-    transport.flush()
-    return memory.getvalue()
-
-
-def thriftpy2_message(framing: Framing, args, name, kind=CALL, seqid=7) -> bytes:
-    transport = Thriftpy2Buffer() if framing.protocol == "compact" else thriftpy2.transport.TCyMemoryBuffer()
-    if framing.protocol == "compact":
-        protocol = Thriftpy2Compact(transport)
-    else:
-        protocol = Thriftpy2Binary(transport, strict_write=framing.protocol == "binary")
-    protocol.write_message_begin(name, kind, seqid)
-    args.write(protocol)
-    body = transport.getvalue()
-    return struct.pack(">I", len(body)) + body if framing.framed else body
-
-
-def batch_fields(uuid="a name", data=b"\xff\xd8 data"):
-    return {1: (TType.STRUCT, {1: (TType.STRING, uuid), 2: (TType.STRING, data)})}
-
-
-def batch_args(uuid="a name", data=b"\xff\xd8 data"):
-    return SERVICE.infer_batch_args(params=IDL.InferenceParams(uuid=uuid, data=data))
-
-
-EVERYTHING = {  # fields that no struct of the IDL knows, of every type and nesting
-    1: (TType.BOOL, True),
-    2: (TType.BYTE, -5),
-    3: (TType.I16, -300),
-    40: (TType.I32, 2**31 - 1),
-    41: (TType.I64, -(2**63)),
-    42: (TType.DOUBLE, 0.1),
-    43: (TType.STRING, "text"),
-    44: (TType.LIST, (TType.BOOL, [True, False, True])),
-    45: (TType.LIST, (TType.STRING, ["", "a", "bc"])),
-    46: (TType.LIST, (TType.STRUCT, [])),
-    47: (TType.LIST, (TType.STRUCT, [{}, {3: (TType.BOOL, False)}, {}])),
-    48: (TType.LIST, (TType.LIST, [(TType.I64, [1, -1, 2**40]), (TType.DOUBLE, [1.0])])),
-    49: (TType.SET, (TType.I32, list(range(20)))),
-    50: (TType.MAP, (TType.I32, TType.I64, {1: 2, 3: 4})),
-    51: (TType.MAP, (TType.STRING, TType.BOOL, {"x": True, "y": False})),
-    52: (TType.MAP, (TType.BYTE, TType.STRUCT, {1: {}, 2: batch_fields()})),
-    53: (TType.MAP, (TType.STRING, TType.STRUCT, {})),
-    54: (TType.MAP, (TType.BOOL, TType.DOUBLE, {True: 1.5})),
-    56: (TType.MAP, (TType.BYTE, TType.I32, {1: 300, 2: -300})),
-    57: (TType.MAP, (TType.I64, TType.DOUBLE, {2**50: 1.5})),
-    55: (TType.STRUCT, {1: (TType.STRUCT, {1: (TType.STRUCT, {})})}),
-}
-
-
-class Everything(TPayload):
-    """A struct with the types that the IDL does not use."""
-
-    default_spec: ClassVar = [
-        (name, None) for name in ("flag", "byte", "short", "flags", "map", "set", "lists", "inner", "number")
-    ]
-
-
-Everything.thrift_spec = {
-    1: (TType.BOOL, "flag", False),
-    2: (TType.BYTE, "byte", False),
-    3: (TType.I16, "short", False),
-    4: (TType.LIST, "flags", TType.BOOL, False),
-    5: (TType.MAP, "map", (TType.BOOL, TType.BOOL), False),
-    6: (TType.SET, "set", TType.I32, False),
-    7: (TType.LIST, "lists", (TType.LIST, TType.I64), False),
-    8: (TType.STRUCT, "inner", Everything, False),
-    30: (TType.DOUBLE, "number", False),
-}
-
-
-def read_all(data: bytes, limits: Limits = SMALL) -> list[Message]:
-    reader = MessageReader(limits)
-    messages = list(reader.feed(data))
-    while reader.is_paused:  # within a message of many items
-        messages += reader.feed(b"")
-    return messages
-
-
-def feed_bytes(reader: MessageReader, data: bytes) -> list[Message]:
-    messages = []
-    for byte in data:
-        messages += reader.feed(bytes([byte]))
-        assert reader.pending_bytes <= SMALL.message_bytes + 4
-    return messages
-
-
-def refusal(data: bytes, limits: Limits = SMALL) -> str:
-    with pytest.raises(ProtocolError) as caught:
-        read_all(data, limits)
-    return caught.value.kind
-
-
-def decode(message: Message):
-    return CODEC.decode_args(message, getattr(SERVICE, f"{message.name}_args"))
-
-
-class TestRoundTrip:
-    @every_framing
-    @pytest.mark.parametrize("seqid", [0, 7, 2**31 - 1, -1, -(2**31)])
-    def test_call_of_apache_thrift(self, framing, seqid):
-        (message,) = read_all(apache_message(framing, batch_fields(), seqid=seqid))
-        assert (message.name, message.type, message.seqid, message.framing) == ("infer_batch", CALL, seqid, framing)
-        assert decode(message) == batch_args()
-
-    @every_framing
-    def test_call_of_thriftpy2(self, framing):
-        (message,) = read_all(thriftpy2_message(framing, batch_args(), "infer_batch"))
-        assert message.framing == framing
-        assert decode(message) == batch_args()
-
-    @every_framing
-    def test_oneway_and_no_arguments(self, framing):
-        (message,) = read_all(apache_message(framing, {}, "ping", ONEWAY))
-        assert message.type == ONEWAY
-        assert decode(message) == SERVICE.ping_args()
-
-    @every_framing
-    def test_unknown_fields_are_skipped(self, framing):
-        params = {1: (TType.STRING, "u"), 77: (TType.STRUCT, EVERYTHING), 2: (TType.STRING, b"d")}
-        (message,) = read_all(apache_message(framing, {1: (TType.STRUCT, params), 9: (TType.STRUCT, EVERYTHING)}))
-        assert decode(message) == batch_args("u", b"d")
-
-    @every_framing
-    def test_binary_stays_bytes_and_text_is_text(self, framing):
-        (message,) = read_all(apache_message(framing, batch_fields("ü" * 9, b"plain ASCII")))
-        assert decode(message) == batch_args("ü" * 9, b"plain ASCII")
-
-    @every_framing
-    @pytest.mark.parametrize("seqid", [7, -7])
-    def test_reply_is_read_by_apache_thrift(self, framing, seqid):
-        (message,) = read_all(apache_message(framing, batch_fields(), seqid=seqid))
-        result = SERVICE.infer_batch_result(success=IDL.InferenceResult(label="cat", score=0.25))
-        protocol = self.reply_protocol(framing, CODEC.encode_reply(message, result))
-        assert protocol.readMessageBegin() == ("infer_batch", REPLY, seqid)
-        protocol.readStructBegin()
-        assert protocol.readFieldBegin()[1:] == (TType.STRUCT, 0)
-        protocol.readStructBegin()
-        assert protocol.readFieldBegin()[1:] == (TType.STRING, 1)
-        assert protocol.readString() == "cat"
-        protocol.readFieldEnd()
-        assert protocol.readFieldBegin()[1:] == (TType.DOUBLE, 2)
-        assert protocol.readDouble() == 0.25
-
-    @every_framing
-    def test_exception_is_read_by_apache_thrift(self, framing):
-        from thrift.Thrift import TApplicationException as ApacheException
-
-        (message,) = read_all(apache_message(framing, batch_fields()))
-        error = TApplicationException(TApplicationException.PROTOCOL_ERROR, "why")
-        protocol = self.reply_protocol(framing, CODEC.encode_exception(message, error))
-        assert protocol.readMessageBegin() == ("infer_batch", EXCEPTION, 7)
-        read = ApacheException()
-        read.read(protocol)
-        assert (read.type, read.message) == (ApacheException.PROTOCOL_ERROR, "why")
-
-    @staticmethod
-    def reply_protocol(framing, data):
-        transport = TMemoryBuffer(data)
-        return apache_protocol(framing, TFramedTransport(transport) if framing.framed else transport)
-
-    @every_framing
-    def test_every_declared_type(self, framing):
-        fields = {
-            1: (TType.BOOL, False),
-            2: (TType.BYTE, -128),
-            3: (TType.I16, -300),
-            4: (TType.LIST, (TType.BOOL, [True, False])),
-            5: (TType.MAP, (TType.BOOL, TType.BOOL, {True: False})),
-            6: (TType.SET, (TType.I32, [5, -5])),
-            7: (TType.LIST, (TType.LIST, [(TType.I64, [1]), (TType.I64, [])])),
-            8: (TType.STRUCT, {1: (TType.BOOL, True), 8: (TType.STRUCT, {})}),
-            30: (TType.DOUBLE, -0.5),
-        }
-        (message,) = read_all(apache_message(framing, fields))
-        expected = Everything(False, -128, -300, [True, False], {True: False}, [5, -5], [[1], []], number=-0.5)
-        expected.inner = Everything(flag=True, inner=Everything())
-        assert CODEC.decode_args(message, Everything) == expected
-
-    def test_either_type_of_a_compact_bool_element(self):
-        start = apache_message(Framing(False, "compact"), {})[:-1]
-        (message,) = read_all(start + b"\x49\x22\x01\x02" + b"\x1b\x01\x22\x01\x02" + b"\0")
-        assert CODEC.decode_args(message, Everything) == Everything(flags=[True, False], map={True: False})
-
-    tensors = st.builds(
-        IDL.Tensor,
-        dtype=st.sampled_from(["uint8", "float32"]),
-        shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20),
-        data=st.binary(max_size=20),
-    )
-    values = st.one_of(
-        st.builds(IDL.Value, tensor=tensors),
-        st.builds(IDL.Value, bytes=st.binary(max_size=9)),
-        st.builds(IDL.Value, text=st.text(max_size=9)),
-        st.builds(IDL.Value, number=st.floats(allow_nan=False)),
-        st.builds(IDL.Value, integer=st.integers(-(2**63), 2**63 - 1)),
-        st.builds(IDL.Value, tensors=st.lists(tensors, max_size=20)),
-    )
-    requests = st.builds(
-        IDL.InferRequest,
-        uuid=st.text(max_size=9),
-        inputs=st.dictionaries(st.text(max_size=9), values, max_size=4),
-        node_name=st.none() | st.text(max_size=9),
-        deadline_ms=st.none() | st.integers(-(2**31), 2**31 - 1),
-        outputs=st.none() | st.lists(st.text(max_size=3), max_size=20),
-    )
-
-    @settings(max_examples=60)
-    @given(request=requests, framing=st.sampled_from(FRAMINGS))
-    def test_every_kind_of_value(self, request, framing):
-        args = SERVICE.infer_args(request=request)
-        (message,) = read_all(thriftpy2_message(framing, args, "infer"), Limits())
-        assert decode(message) == args
 
 
 class TestPieces:
@@ -525,54 +251,6 @@ class TestLimits:
         good = struct.pack(">I", len(body)) + body
         with pytest.raises(ProtocolError, match="negative_size"):
             list(MessageReader(SMALL).feed(good + struct.pack(">i", -5)))
-
-
-class TestBadArguments:
-    def refused(self, framing, fields, name="infer_batch"):
-        reader = MessageReader(SMALL)
-        (message,) = reader.feed(apache_message(framing, fields, name))
-        with pytest.raises(BadArgumentsError) as caught:
-            decode(message)
-        (message,) = reader.feed(apache_message(framing, batch_fields()))  # the stream is intact
-        assert decode(message) == batch_args()
-        return str(caught.value)
-
-    @every_framing
-    def test_required_field_missing(self, framing):
-        fields = {1: (TType.STRUCT, {2: (TType.STRING, b"d")})}
-        assert self.refused(framing, fields) == "InferenceParams.uuid is missing"
-
-    @every_framing
-    def test_field_of_another_type(self, framing):
-        fields = {1: (TType.STRUCT, {1: (TType.I64, 5), 2: (TType.STRING, b"d")})}
-        assert "InferenceParams.uuid is of type" in self.refused(framing, fields)
-
-    @every_framing
-    def test_text_that_is_not_utf8(self, framing):
-        assert self.refused(framing, batch_fields(b"\xff\xfe")) == "InferenceParams.uuid is not UTF-8"
-
-    @every_framing
-    def test_list_of_another_type(self, framing):
-        fields = {1: (TType.LIST, (TType.STRING, [b"\x0b\x00\x01\x7f\xff\xff\xff"]))}
-        assert "a list of type" in self.refused(framing, fields, "infer_many")
-
-    @every_framing
-    def test_map_whose_strings_would_be_read_as_structs(self, framing):
-        poison = b"\x7f\xff\xff\xff" * 9  # thriftpy2 would take it for lengths, which no scanner saw
-        request = {1: (TType.STRING, "u"), 2: (TType.MAP, (TType.STRING, TType.STRING, {"k": poison}))}
-        assert "a map of types" in self.refused(framing, {1: (TType.STRUCT, request)}, "infer")
-
-    @every_framing
-    def test_empty_containers_of_another_type_are_empty(self, framing):
-        (message,) = read_all(apache_message(framing, {1: (TType.LIST, (TType.I64, []))}, "infer_many"))
-        assert decode(message).params == []
-
-    def test_number_too_large_for_its_field(self):
-        framing = Framing(False, "compact")
-        data = apache_message(framing, {2: (TType.I64, 2**40)}, "infer_many")
-        (message,) = read_all(data.replace(b"\x26", b"\x25", 1))  # field 2, i64 -> i32
-        with pytest.raises(BadArgumentsError, match="32 bits"):
-            decode(message)
 
 
 class TestLinear:

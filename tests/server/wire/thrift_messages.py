@@ -1,0 +1,163 @@
+"""Messages as Apache Thrift and thriftpy2 write them, and what the reader and the codec make of them."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import thriftpy2
+from thrift.protocol.TBinaryProtocol import TBinaryProtocol
+from thrift.protocol.TCompactProtocol import TCompactProtocol
+from thrift.Thrift import TType
+from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
+from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
+from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
+from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
+from torchpipe_server.wire.codec import Codec
+from torchpipe_server.wire.protocol import (
+    CALL,
+    Framing,
+    Limits,
+    Message,
+    MessageReader,
+    ProtocolError,
+)
+
+from torchpipe_py.idl import load_idl
+
+IDL = load_idl()
+SERVICE = IDL.InferenceService
+FRAMINGS = [Framing(framed, protocol) for framed in (False, True) for protocol in ("binary", "binary_old", "compact")]
+SMALL = Limits(message_bytes=4096, string_bytes=2048, items=256, depth=64)
+CODEC = Codec(Limits())
+
+every_framing = pytest.mark.parametrize(
+    "framing", FRAMINGS, ids=lambda f: f"{'framed' if f.framed else 'buffered'}-{f.protocol}"
+)
+
+
+def apache_protocol(framing: Framing, transport):
+    if framing.protocol == "compact":
+        return TCompactProtocol(transport)
+    return TBinaryProtocol(transport, strictRead=False, strictWrite=framing.protocol == "binary")
+
+
+def write_value(protocol, ttype, value):
+    """value: of a struct number -> (type, value), of a list (type, values), of a map (key type, type, dict)."""
+    if ttype == TType.STRUCT:
+        protocol.writeStructBegin("")
+        for number, (field_type, field) in value.items():
+            protocol.writeFieldBegin("", field_type, number)
+            write_value(protocol, field_type, field)
+            protocol.writeFieldEnd()
+        protocol.writeFieldStop()
+        protocol.writeStructEnd()
+    elif ttype == TType.LIST:
+        protocol.writeListBegin(value[0], len(value[1]))
+        for element in value[1]:
+            write_value(protocol, value[0], element)
+        protocol.writeListEnd()
+    elif ttype == TType.SET:
+        protocol.writeSetBegin(value[0], len(value[1]))
+        for element in value[1]:
+            write_value(protocol, value[0], element)
+        protocol.writeSetEnd()
+    elif ttype == TType.MAP:
+        protocol.writeMapBegin(value[0], value[1], len(value[2]))
+        for key, element in value[2].items():
+            write_value(protocol, value[0], key)
+            write_value(protocol, value[1], element)
+        protocol.writeMapEnd()
+    else:
+        names = {
+            TType.BOOL: "Bool",
+            TType.BYTE: "Byte",
+            TType.I16: "I16",
+            TType.I32: "I32",
+            TType.I64: "I64",
+            TType.DOUBLE: "Double",
+        }
+        name = "Binary" if isinstance(value, bytes) else names.get(ttype, "String")
+        getattr(protocol, f"write{name}")(value)
+
+
+def apache_message(framing: Framing, fields, name="infer_batch", kind=CALL, seqid=7) -> bytes:
+    memory = TMemoryBuffer()
+    transport = TFramedTransport(memory) if framing.framed else memory
+    protocol = apache_protocol(framing, transport)
+    protocol.writeMessageBegin(name, kind, seqid)
+    write_value(protocol, TType.STRUCT, fields)
+    protocol.writeMessageEnd()
+    transport.flush()
+    return memory.getvalue()
+
+
+def thriftpy2_message(framing: Framing, args, name, kind=CALL, seqid=7) -> bytes:
+    transport = Thriftpy2Buffer() if framing.protocol == "compact" else thriftpy2.transport.TCyMemoryBuffer()
+    if framing.protocol == "compact":
+        protocol = Thriftpy2Compact(transport)
+    else:
+        protocol = Thriftpy2Binary(transport, strict_write=framing.protocol == "binary")
+    protocol.write_message_begin(name, kind, seqid)
+    args.write(protocol)
+    body = transport.getvalue()
+    return struct.pack(">I", len(body)) + body if framing.framed else body
+
+
+def batch_fields(uuid="a name", data=b"\xff\xd8 data"):
+    return {1: (TType.STRUCT, {1: (TType.STRING, uuid), 2: (TType.STRING, data)})}
+
+
+def batch_args(uuid="a name", data=b"\xff\xd8 data"):
+    return SERVICE.infer_batch_args(params=IDL.InferenceParams(uuid=uuid, data=data))
+
+
+EVERYTHING = {  # fields that no struct of the IDL knows, of every type and nesting
+    1: (TType.BOOL, True),
+    2: (TType.BYTE, -5),
+    3: (TType.I16, -300),
+    40: (TType.I32, 2**31 - 1),
+    41: (TType.I64, -(2**63)),
+    42: (TType.DOUBLE, 0.1),
+    43: (TType.STRING, "text"),
+    44: (TType.LIST, (TType.BOOL, [True, False, True])),
+    45: (TType.LIST, (TType.STRING, ["", "a", "bc"])),
+    46: (TType.LIST, (TType.STRUCT, [])),
+    47: (TType.LIST, (TType.STRUCT, [{}, {3: (TType.BOOL, False)}, {}])),
+    48: (TType.LIST, (TType.LIST, [(TType.I64, [1, -1, 2**40]), (TType.DOUBLE, [1.0])])),
+    49: (TType.SET, (TType.I32, list(range(20)))),
+    50: (TType.MAP, (TType.I32, TType.I64, {1: 2, 3: 4})),
+    51: (TType.MAP, (TType.STRING, TType.BOOL, {"x": True, "y": False})),
+    52: (TType.MAP, (TType.BYTE, TType.STRUCT, {1: {}, 2: batch_fields()})),
+    53: (TType.MAP, (TType.STRING, TType.STRUCT, {})),
+    54: (TType.MAP, (TType.BOOL, TType.DOUBLE, {True: 1.5})),
+    56: (TType.MAP, (TType.BYTE, TType.I32, {1: 300, 2: -300})),
+    57: (TType.MAP, (TType.I64, TType.DOUBLE, {2**50: 1.5})),
+    55: (TType.STRUCT, {1: (TType.STRUCT, {1: (TType.STRUCT, {})})}),
+}
+
+
+def read_all(data: bytes, limits: Limits = SMALL) -> list[Message]:
+    reader = MessageReader(limits)
+    messages = list(reader.feed(data))
+    while reader.is_paused:  # within a message of many items
+        messages += reader.feed(b"")
+    return messages
+
+
+def feed_bytes(reader: MessageReader, data: bytes) -> list[Message]:
+    messages = []
+    for byte in data:
+        messages += reader.feed(bytes([byte]))
+        assert reader.pending_bytes <= SMALL.message_bytes + 4
+    return messages
+
+
+def refusal(data: bytes, limits: Limits = SMALL) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        read_all(data, limits)
+    return caught.value.kind
+
+
+def decode(message: Message):
+    return CODEC.decode_args(message, getattr(SERVICE, f"{message.name}_args"))
