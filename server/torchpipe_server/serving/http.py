@@ -14,7 +14,8 @@ from torchpipe_py.http import answers, errors
 from torchpipe_py.http.errors import ReplyTooLargeError, RouteError
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, TraceFields, reply_bound
 from torchpipe_server.wire.codec import TEXT_BYTES
-from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
+from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpRequest
+from torchpipe_server.wire.http_reader import HttpReader
 from torchpipe_server.wire.protocol import ProtocolError
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

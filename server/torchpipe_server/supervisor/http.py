@@ -13,7 +13,8 @@ from time import monotonic
 
 from torchpipe_server.serving.loop import LONGEST_WAIT, READ, WRITE, Loop
 from torchpipe_server.supervisor.acceptor import Acceptor
-from torchpipe_server.wire.http import MAX_HEAD_BYTES, HttpAnswer, HttpError, HttpReader, HttpRequest
+from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpRequest
+from torchpipe_server.wire.http_reader import MAX_HEAD_BYTES, HttpReader
 
 logger = logging.getLogger("torchpipe_server")
 
