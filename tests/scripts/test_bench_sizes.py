@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from benchmarks.common import Load, Report
 from benchmarks.gpu.engines import Engines
-from benchmarks.gpu.sharing import CPU, GPU, add_choice, choice_of, service_of
+from benchmarks.gpu.sharing import CPU, GPU, add_choice, choice_of, services_of
 from benchmarks.gpu.sizes import CORRUPT, Case, Measured, config_of, image_sets, judge
 from benchmarks.service.sharing import Service
 
@@ -57,7 +57,7 @@ def test_image_sets_are_what_they_are_called() -> None:
     assert len(mats[CORRUPT]) == 100
 
 
-@pytest.mark.parametrize(("what", "shared"), [(CPU, [("model",)]), (GPU, [("decode", "fallback", "model")])])
+@pytest.mark.parametrize(("what", "shared"), [(CPU, [("model",)]), (GPU, [("model", "fallback")])])
 def test_services_can_be_planned_and_share_what_they_should(
     what: str, shared: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
@@ -66,5 +66,5 @@ def test_services_can_be_planned_and_share_what_they_should(
     add_choice(parser)
     choice = choice_of(parser.parse_args([]))
     for is_shared, nodes in ((False, []), (True, shared)):
-        plan = plan_pipeline(config_of(service_of(Engines(str(tmp_path)), choice, what, 2, is_shared)))
+        plan = plan_pipeline(config_of(services_of(Engines(str(tmp_path)), choice, what, 2, is_shared)[0]))
         assert [section.nodes for section in sections(plan)] == nodes

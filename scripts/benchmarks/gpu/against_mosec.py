@@ -18,7 +18,7 @@ from benchmarks.common import Attempts, Load, Report, median_load, test_jpeg
 from benchmarks.gpu.engines import SIDE, Engines
 from benchmarks.gpu.in_process import cores
 from benchmarks.gpu.mosec_split import Batching, Decoders, Split, route
-from benchmarks.gpu.sharing import CPU, GPU, MOST, Choice, limits_alone, service_of
+from benchmarks.gpu.sharing import CPU, GPU, MOST, Choice, limits_alone, services_of
 from benchmarks.service.peer import Peer, is_installed, mosec_options, started
 from benchmarks.service.servers import free_port, run_clients
 from benchmarks.service.sharing import Service, add_rows, images, measure, told
@@ -52,7 +52,7 @@ def against_mosec(engines: Engines, choice: Choice, seconds: float, rounds: int)
     """The limits, ours, then the best of mosec's settings; 140 s with 3 rounds of 1.5 s, once the engine is built."""
     report = Report(f"mosec: processes that decode, others with the engine; clients on the same {cores()} cores")
     attempt = Attempts(report, choice.most_seconds)
-    services = [service_of(engines, choice, what, MOST, True) for what in (CPU, GPU)]
+    services = [service for what in (CPU, GPU) for service in services_of(engines, choice, what, MOST, True)]
     answers: list[tuple[str, float]] = []
     best: dict[int, Tried] = {}
     with images() as folder:

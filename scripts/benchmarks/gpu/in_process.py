@@ -32,17 +32,13 @@ def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> d
     }
 
 
-def gpu_pipe(engines: Engines, *, decoders: int, decode_most: int, most: int, instances: int) -> dict[str, Any]:
-    """JPEG bytes in, decoded by nvJPEG and resized on the GPU, ``(label, score)`` out."""
+def gpu_pipe(engines: Engines, *, most: int, instances: int) -> dict[str, Any]:
+    """JPEG bytes in, decoded by nvJPEG and resized on the GPU, ``(label, score)`` out; all in one node."""
+    node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax")
+    backend = "SyncTensor[S[DecodeTensor,ResizeTensor,TensorrtTensor]]"
     return {
         "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE},
-        "decode": {
-            "backend": "S[DecodeTensor,ResizeTensor,SyncTensor]",
-            "DecodeTensor::max": decode_most,
-            "instance_num": decoders,
-            "next": "model",
-        },
-        "model": engines.node(most, instance_num=instances, postprocessor="SoftmaxMax"),
+        "model": {**node, "backend": backend, "DecodeTensor::max": most},
     }
 
 
@@ -140,7 +136,7 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
     many = Report("G2: many clients, in process")
     with (
         running(narrow, encoded) as cpu,
-        running(gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=2), encoded) as gpu,
+        running(gpu_pipe(engines, most=8, instances=2), encoded) as gpu,
     ):
         loads = interleave(
             {
@@ -208,7 +204,7 @@ def large_images(engines: Engines, seconds: float, rounds: int) -> Report:
     clients = (1, 5, 10)
     with (
         running(cpu_pipe(engines, decoders=cores(), most=8, instances=1), encoded) as cpu,
-        running(gpu_pipe(engines, decoders=1, decode_most=8, most=8, instances=1), encoded) as gpu,
+        running(gpu_pipe(engines, most=8, instances=1), encoded) as gpu,
     ):
         loads = interleave(
             {

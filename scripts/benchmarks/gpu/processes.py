@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from time import perf_counter, process_time
 from typing import Any
 
@@ -39,6 +41,7 @@ def processes_on_gpu(engines: Engines, seconds: float, rounds: int) -> Report:
             )
         }
         for clients in CLIENTS:
+            subjects[f"limit: {clients} threads wake one that wakes them"] = partial(_hand_overs, clients, seconds)
             for what, call in pipes.items():
                 subjects[f"{what}, {clients} clients"] = partial(_with_cpu, call, clients, seconds)
         loads = interleave(subjects, rounds)
@@ -52,6 +55,32 @@ def processes_on_gpu(engines: Engines, seconds: float, rounds: int) -> Report:
         ]
         report.require(f"Process against bare threads, {clients} clients", max(found) / loads[limit].qps, low=0.6)
     return report
+
+
+def _hand_overs(clients: int, seconds: float) -> Load:
+    """What blocked callers cost alone: each gives a thread its turn, and waits until that has woken it."""
+    asked: SimpleQueue[Any] = SimpleQueue()
+
+    def answer() -> None:
+        while (wake := asked.get()) is not None:
+            wake()
+
+    own = threading.local()
+
+    def call() -> None:
+        if not hasattr(own, "lock"):
+            own.lock = threading.Lock()
+            own.lock.acquire()
+        asked.put(own.lock.release)
+        own.lock.acquire()
+
+    answering = threading.Thread(target=answer, daemon=True)
+    answering.start()
+    try:
+        return _with_cpu(call, clients, seconds)
+    finally:
+        asked.put(None)
+        answering.join()
 
 
 def _configurations(engines: Engines) -> dict[str, dict[str, Any]]:

@@ -96,7 +96,7 @@ def configs(engines: Engines, workers: int, most: int = 8) -> dict[str, dict[str
     instances = 2 if workers == 1 else 1
     return {
         "CPU decode": cpu_pipe(engines, decoders=decoders, most=most, instances=instances),
-        "GPU decode": gpu_pipe(engines, decoders=1, decode_most=8, most=most, instances=instances),
+        "GPU decode": gpu_pipe(engines, most=most, instances=instances),
     }
 
 

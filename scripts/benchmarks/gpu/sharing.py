@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common import REPOSITORY, Attempts, Load, Report, interleave, run_threads, test_jpeg
 from benchmarks.gpu.engines import SIDE, BareEngine, Engines
-from benchmarks.gpu.in_process import cores, cpu_pipe, gpu_pipe
+from benchmarks.gpu.in_process import cores
 from benchmarks.gpu.service import FEW, MANY, configs
 from benchmarks.service.servers import run_clients, started
 from benchmarks.service.sharing import Service, add_rows, images, in_child, measure, named, require_same, sharing, told
@@ -23,8 +23,8 @@ CONTEXTS = 4  # of the bare engine
 ALL = [(what, workers, False) for what in (CPU, GPU) for workers in (1, 2, 4, 8)]
 ALL += [(what, workers, True) for what in (CPU, GPU) for workers in (2, 4, 8, 12)]
 QUICK = [
-    (GPU, 1, False), (GPU, 8, True), (GPU, 4, False), (GPU, 8, False), (CPU, 8, True), (CPU, 4, False),
-    (CPU, 8, False), (CPU, 4, True), (GPU, 4, True), (GPU, 12, True), (CPU, 1, False), (CPU, 12, True),
+    (GPU, 1, False), (GPU, 8, True), (GPU, 4, False), (CPU, 8, True), (CPU, 4, False), (GPU, 8, False),
+    (CPU, 8, False), (CPU, 1, False), (CPU, 4, True), (GPU, 4, True), (GPU, 12, True), (CPU, 12, True),
 ]  # fmt: skip
 
 
@@ -33,16 +33,14 @@ class Choice:
     """What is measured: in a quick run what decides the targets, in this order until ``most_seconds`` are over.
 
     ``decode``, ``separate`` and ``shared`` are of ``sizes``: where images are decoded, and the workers of each service.
-    ``decoders``, ``decode_most`` and ``instances`` are what the shared nodes have, ``model_most`` the images in a batch
-    of the model, shared or not. ``only`` is part of the names of the services that are measured, ``engines``
-    the engine processes of each with shared nodes.
+    ``instances`` is what a shared node has, ``model_most`` the images in a batch of the model, shared or not.
+    ``only`` is part of the names of the services that are measured. Each with a shared node is measured with each
+    number of engine processes in ``engines``; ``sizes`` takes the first.
     """
 
     clients: tuple[int, ...]
     is_quick: bool
     most_seconds: float
-    decoders: int
-    decode_most: int
     instances: int
     model_most: int
     images: int
@@ -51,7 +49,7 @@ class Choice:
     separate: int
     shared: int
     only: str
-    engines: int
+    engines: tuple[int, ...]
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +61,10 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--clients", default=f"{FEW},{MANY}", metavar="N,N", help="client processes (default: %(default)s)"
     )
-    group.add_argument("--decoders", type=int, default=2, help="instances of a shared node that decodes (default: 2)")
-    group.add_argument("--decode-max", type=int, default=16, help="images that it decodes in a call (default: 16)")
-    group.add_argument("--instances", type=int, default=2, help="instances of a shared model (default: 2)")
-    group.add_argument("--engines", type=int, default=1, help="engine processes with shared nodes (default: 1)")
+    group.add_argument("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
+    group.add_argument(
+        "--engines", default="1,2", metavar="N,N", help="engine processes with shared nodes (default: %(default)s)"
+    )
     group.add_argument("--model-max", type=int, default=8, help="images in a batch of any model (default: 8)")
     group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
     group.add_argument("--profile", action="store_true", help="also tell what the threads of the engine process are at")
@@ -82,11 +80,9 @@ def choice_of(args: argparse.Namespace) -> Choice:
         clients=tuple(map(int, args.clients.split(","))),
         is_quick=args.quick,
         most_seconds=args.most_seconds,
-        decoders=args.decoders,
-        decode_most=args.decode_max,
         instances=args.instances,
         model_most=args.model_max,
-        engines=args.engines,
+        engines=tuple(map(int, args.engines.split(","))),
         images=args.images,
         only=args.only,
         has_profile=args.profile,
@@ -101,7 +97,7 @@ def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Rep
     report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
     attempt = Attempts(report, choice.most_seconds)
     chosen = [which for which in (QUICK if choice.is_quick else ALL) if choice.only in named(*which)]
-    services = [service_of(engines, choice, *which) for which in chosen]
+    services = [service for which in chosen for service in services_of(engines, choice, *which)]
     with images() as folder:
         limits = limits_alone(engines, choice, attempt, seconds, rounds)
         if importlib.util.find_spec("pycuda") is None:
@@ -110,7 +106,7 @@ def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Rep
             attempt("the classic recipe", lambda: limits.update(_classic(engines, folder, choice, seconds, rounds)))
         for service in services:
             what = CPU if service.name.startswith(CPU) else GPU
-            has_check = service.is_shared and service.workers == MOST and choice.images
+            has_check = service.is_shared and service.workers == MOST and service.engines == 1 and choice.images
             check = partial(require_same, report, what, configs(engines, 1, choice.model_most)[what], choice.images)
             then = check if has_check else None
             attempt(
@@ -123,17 +119,14 @@ def shared(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Rep
     return report
 
 
-def service_of(engines: Engines, choice: Choice, what: str, workers: int, is_shared: bool) -> Service:
-    """A service with so many workers, not started yet."""
-    most, instances = choice.model_most, choice.instances
-    config = configs(engines, workers, most)[what]
-    if is_shared and what == CPU:
-        decoders = config["decode"]["instance_num"]
-        config = sharing(cpu_pipe(engines, decoders=decoders, most=most, instances=instances), ["model"])
-    elif is_shared:
-        decode = {"decoders": choice.decoders, "decode_most": choice.decode_most}
-        config = sharing(gpu_pipe(engines, **decode, most=most, instances=instances), ["decode", "model"])
-    return Service(named(what, workers, is_shared, choice.engines), config, workers, is_shared, choice.engines)
+def services_of(engines: Engines, choice: Choice, what: str, workers: int, is_shared: bool) -> list[Service]:
+    """Services with so many workers, not started yet: one, or where nodes are shared one for each number of engines."""
+    config = configs(engines, workers, choice.model_most)[what]
+    if not is_shared:
+        return [Service(named(what, workers, False), config, workers, False)]
+    config["model"]["instance_num"] = choice.instances
+    config = sharing(config, ["model"])
+    return [Service(named(what, workers, True, count), config, workers, True, count) for count in choice.engines]
 
 
 # -- limits -------------------------------------------------------------------------------------------------------
@@ -199,7 +192,7 @@ def judge(report: Report, services: Iterable[Service]) -> None:
         memory: dict[tuple[int, bool], Any] = {
             (service.workers, service.is_shared): service.gpu_mib[-1]
             for service in services
-            if service.name.startswith(what) and service.gpu_mib and service.gpu_mib[-1]
+            if service.name.startswith(what) and service.engines == 1 and service.gpu_mib and service.gpu_mib[-1]
         }
         if {(1, False), (MOST, True)} <= memory.keys():
             ratio = memory[MOST, True] / memory[1, False]

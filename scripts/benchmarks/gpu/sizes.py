@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from benchmarks.common import Attempts, Load, Report, Row, median_load, picture, test_jpeg
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.in_process import cores
-from benchmarks.gpu.sharing import CPU, Choice, service_of
+from benchmarks.gpu.sharing import CPU, Choice, services_of
 from benchmarks.service.servers import client_report, load_in, serving
-from benchmarks.service.sharing import Service, sharing, told
+from benchmarks.service.sharing import Service, told
 from torchpipe_py.export.toml import to_toml
 
 CLIENTS = (7, 63, 200)
@@ -46,8 +46,8 @@ def sizes(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Repo
     attempt = Attempts(report, choice.most_seconds)
     what = f"{choice.decode} decode"
     services = [
-        service_of(engines, choice, what, choice.separate, False),
-        service_of(engines, choice, what, choice.shared, True),
+        services_of(engines, choice, what, choice.separate, False)[0],
+        services_of(engines, choice, what, choice.shared, True)[0],
     ]
     found: dict[Case, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
 
@@ -110,11 +110,10 @@ def config_of(service: Service) -> dict[str, dict[str, Any]]:
     """Its configuration, with a node for what nvJPEG does not take where the GPU decodes."""
     if service.name.startswith(CPU):
         return service.config
-    fallback = {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "color": "rgb", "filter": "or", "next": "model"}
-    config = {name: dict(table) for name, table in service.config.items()}
-    config["decode"]["next"] = "fallback"
-    config = {"global": config["global"], "decode": config["decode"], "fallback": fallback, "model": config["model"]}
-    return sharing(config, ["fallback"]) if service.is_shared else config
+    model = {key: value for key, value in service.config["model"].items() if key != "DecodeTensor::max"}
+    backend = "SyncTensor[S[DecodeMat,ResizeMat,cvtColorMat,TensorrtTensor]]"
+    fallback = {**model, "backend": backend, "color": "rgb", "filter": "or"}
+    return {**service.config, "model": {**service.config["model"], "next": "fallback"}, "fallback": fallback}
 
 
 @contextmanager
