@@ -27,8 +27,9 @@ from torchpipe_server.options import Options
 from torchpipe_server.serving.http import HttpService
 from torchpipe_server.serving.protocols import Protocols, Reader, Request, Stream
 from torchpipe_server.serving.service import ThriftService
+from torchpipe_server.wire.header import ONEWAY
 from torchpipe_server.wire.http import HttpRequest
-from torchpipe_server.wire.protocol import ONEWAY, Limits, ProtocolError
+from torchpipe_server.wire.scanner import Limits, ProtocolError
 from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import Signature

@@ -38,7 +38,9 @@ from service import (
 from torchpipe_server import cli
 from torchpipe_server.serving.connection import Connection
 from torchpipe_server.serving.journal import Journal
-from torchpipe_server.wire.protocol import CALL, Framing, Limits, Message, MessageReader
+from torchpipe_server.wire.header import CALL, Framing
+from torchpipe_server.wire.protocol import Message, MessageReader
+from torchpipe_server.wire.scanner import Limits
 
 from torchpipe_py import Backend
 

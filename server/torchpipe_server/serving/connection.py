@@ -12,7 +12,7 @@ from time import monotonic
 from torchpipe_server.serving.journal import Entry
 from torchpipe_server.serving.protocols import Reader, Request, Stream
 from torchpipe_server.serving.service import Cancellable
-from torchpipe_server.wire.protocol import ProtocolError
+from torchpipe_server.wire.scanner import ProtocolError
 
 BACKLOG = 64  # whole messages that wait; beyond them no more is read, nor cut out of what was
 TURN_SECONDS = 0.0005  # of the I/O thread's time for one connection, until the others have had theirs

@@ -16,7 +16,7 @@ from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Repl
 from torchpipe_server.wire.codec import TEXT_BYTES
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpRequest
 from torchpipe_server.wire.http_reader import HttpReader
-from torchpipe_server.wire.protocol import ProtocolError
+from torchpipe_server.wire.scanner import ProtocolError
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 JSON = "application/json"

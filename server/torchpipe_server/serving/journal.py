@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from torchpipe_server.serving.memory import SharedMemory
 from torchpipe_server.serving.protocols import Request
+from torchpipe_server.wire.header import CALL, HTTP, ONEWAY, Framing
 from torchpipe_server.wire.http import HttpRequest
-from torchpipe_server.wire.protocol import CALL, HTTP, ONEWAY, Framing, Message
+from torchpipe_server.wire.protocol import Message
 
 SLOT_BYTES = 72
 _NAME_BYTES = 56

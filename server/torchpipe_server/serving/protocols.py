@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torchpipe_server.serving.http import Routes
 from torchpipe_server.serving.service import Method, Reply
-from torchpipe_server.wire.protocol import HTTP, Framing, ProtocolError
-from torchpipe_server.wire.scanner import Buffer
+from torchpipe_server.wire.header import HTTP, Framing
+from torchpipe_server.wire.scanner import Buffer, ProtocolError
 
 TELLING_BYTES = 5  # no request of any protocol is shorter
 _TEXT = frozenset(b"\t\r\n" + bytes(range(0x20, 0x7F)))

@@ -33,7 +33,7 @@ from torchpipe_server.serving.journal import Entry
 from torchpipe_server.serving.loop import READ, WRITE, Loop
 from torchpipe_server.serving.protocols import Protocols, Request, Served, Service, Stream
 from torchpipe_server.serving.service import ThriftService
-from torchpipe_server.wire.protocol import Limits, ProtocolError
+from torchpipe_server.wire.scanner import Limits, ProtocolError
 
 logger = logging.getLogger("torchpipe_server")
 

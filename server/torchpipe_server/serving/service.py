@@ -12,7 +12,9 @@ from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError, code_of, describe_error
 from torchpipe_server.wire.codec import Codec
 from torchpipe_server.wire.decoder import BadArgumentsError
-from torchpipe_server.wire.protocol import ONEWAY, Limits, Message, MessageReader
+from torchpipe_server.wire.header import ONEWAY
+from torchpipe_server.wire.protocol import Message, MessageReader
+from torchpipe_server.wire.scanner import Limits
 
 logger = logging.getLogger("torchpipe_server")
 

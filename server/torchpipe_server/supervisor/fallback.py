@@ -16,7 +16,7 @@ from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.serving.protocols import Protocols, Served
 from torchpipe_server.serving.service import Done, Method, ThriftService
 from torchpipe_server.wire.http import HttpRequest
-from torchpipe_server.wire.protocol import Limits
+from torchpipe_server.wire.scanner import Limits
 
 ANSWER_SECONDS = 0.25  # a client that repeats at once must not keep the supervisor busy
 

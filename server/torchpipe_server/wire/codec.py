@@ -10,7 +10,8 @@ from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_server.wire.decoder import BadArgumentsError, BinaryDecoder, Bytes, CompactDecoder
-from torchpipe_server.wire.protocol import EXCEPTION, REPLY, Message
+from torchpipe_server.wire.header import EXCEPTION, REPLY
+from torchpipe_server.wire.protocol import Message
 from torchpipe_server.wire.scanner import Limits
 
 _MemoryBuffer = getattr(thriftpy2.transport, "TCyMemoryBuffer", thriftpy2.transport.TMemoryBuffer)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
-from torchpipe_server.wire.protocol import CALL, COSTLY_BYTES, HTTP, ProtocolError
+from torchpipe_server.wire.header import CALL, HTTP
+from torchpipe_server.wire.protocol import COSTLY_BYTES
+from torchpipe_server.wire.scanner import ProtocolError
 
 NAME_CHARACTERS = 48
 COSTLY_JSON_BYTES = 2**13

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from torchpipe_server.wire.http import HttpError, HttpRequest
-from torchpipe_server.wire.protocol import ProtocolError
-from torchpipe_server.wire.scanner import Buffer
+from torchpipe_server.wire.scanner import Buffer, ProtocolError
 
 MAX_HEAD_BYTES = 8192
 MAX_FIELDS = 64

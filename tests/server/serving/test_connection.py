@@ -6,7 +6,8 @@ import socket
 
 from torchpipe_server.serving.connection import Connection
 from torchpipe_server.serving.journal import Journal
-from torchpipe_server.wire.protocol import Limits, MessageReader, ProtocolError
+from torchpipe_server.wire.protocol import MessageReader
+from torchpipe_server.wire.scanner import Limits, ProtocolError
 
 UNFINISHED = b"\x80\x01\x00\x01\x00\x00\x00\x0binfer_batch\x00\x00\x00\x07\x0c\x00\x01"
 

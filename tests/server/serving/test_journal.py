@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from torchpipe_server.serving.journal import SLOT_BYTES, Entry, Journal, LastState
-from torchpipe_server.wire.protocol import CALL, ONEWAY, Framing, Message
+from torchpipe_server.wire.header import CALL, ONEWAY, Framing
+from torchpipe_server.wire.protocol import Message
 
 FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
 NAMES = ["x", "infer_batch", "n" * 56, "größe", "ü" * 28]

@@ -15,7 +15,9 @@ from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, 
 from thrift.Thrift import TApplicationException
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback
-from torchpipe_server.wire.protocol import CALL, Framing, Limits, Message, MessageReader
+from torchpipe_server.wire.header import CALL, Framing
+from torchpipe_server.wire.protocol import Message, MessageReader
+from torchpipe_server.wire.scanner import Limits
 
 from torchpipe_py.errors import WorkerDied
 

@@ -27,15 +27,9 @@ from thrift_messages import (
 )
 from thriftpy2.thrift import TApplicationException, TPayload
 from torchpipe_server.wire.decoder import BadArgumentsError
-from torchpipe_server.wire.protocol import (
-    CALL,
-    EXCEPTION,
-    ONEWAY,
-    REPLY,
-    Framing,
-    Limits,
-    MessageReader,
-)
+from torchpipe_server.wire.header import CALL, EXCEPTION, ONEWAY, REPLY, Framing
+from torchpipe_server.wire.protocol import MessageReader
+from torchpipe_server.wire.scanner import Limits
 
 
 class Everything(TPayload):

@@ -14,14 +14,9 @@ from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
 from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
 from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
 from torchpipe_server.wire.codec import Codec
-from torchpipe_server.wire.protocol import (
-    CALL,
-    Framing,
-    Limits,
-    Message,
-    MessageReader,
-    ProtocolError,
-)
+from torchpipe_server.wire.header import CALL, Framing
+from torchpipe_server.wire.protocol import Message, MessageReader
+from torchpipe_server.wire.scanner import Limits, ProtocolError
 
 from torchpipe_py.idl import load_idl
 
