@@ -192,7 +192,7 @@ def test_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--batch-size", "0", "expected at least 1, got 0"),
         ("--workers", "-1", "expected at least 0, got -1"),
         ("--epochs", "0", "expected at least 1, got 0"),
-        ("--bad-samples", "maybe", "choose from"),
+        ("--bad-samples", "maybe", "argument --bad-samples: invalid choice: 'maybe'; valid: mask, raise, skip"),
     ],
 )
 def test_options_that_make_no_sense(option: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
