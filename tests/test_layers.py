@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "errors files html idl keys",
+    "errors files html idl keys malloc",
     "arguments values filters",
     "encryption",
     "http images backends.signature",
@@ -36,7 +36,18 @@ TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 
 SERVER_MAY_IMPORT = {
-    *("", "arguments", "errors", "idl", "http", "http.errors", "http.infer", "http.json_values", "http.values"),
+    *(
+        "",
+        "arguments",
+        "errors",
+        "idl",
+        "malloc",
+        "http",
+        "http.errors",
+        "http.infer",
+        "http.json_values",
+        "http.values",
+    ),
     *("runtime.deadlines", "runtime.statistics", "drawing.depict", "engine", "plan.build", "plan.sharing"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""

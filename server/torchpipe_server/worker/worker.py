@@ -209,11 +209,13 @@ def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
 def make_plan(options: Options, tables: Any) -> Pipeline:
     """The plan of the configuration, with the user's own code imported."""
     from torchpipe_py import import_code
+    from torchpipe_py.malloc import keep_freed_memory
     from torchpipe_py.plan.build import plan_pipeline
 
     for name in filter(None, (part.strip() for part in options.import_code.split(","))):
         import_code(name)
     limit_threads()
+    keep_freed_memory()
     if options.max_inflight:
         tables["global"]["max_inflight"] = options.max_inflight
     if options.decode_isolation != "config":

@@ -23,6 +23,7 @@ from torchpipe_py.backends.process.limits import end_with_parent, limit_memory
 from torchpipe_py.backends.process.setup import Setup
 from torchpipe_py.errors import ConfigError, DecodeError, Failure
 from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.malloc import keep_freed_memory
 
 FORK = struct.Struct("<cIQIQ")  # b"f", instance, bytes of an image, most seconds for it, MiB for its decoder
 END = struct.Struct("<ci")  # b"e", process id
@@ -43,6 +44,7 @@ def main(control_fd: int, parent: int) -> None:
         signal.signal(number, lambda *_: None)
     os.set_inheritable(control_fd, False)
     end_with_parent(parent)
+    keep_freed_memory()
     control = socket.socket(fileno=control_fd)
     try:
         setup: Setup = pickle.load(sys.stdin.buffer)

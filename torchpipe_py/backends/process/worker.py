@@ -28,6 +28,7 @@ from torchpipe_py.backends.shared.codec import pack_outcomes
 from torchpipe_py.backends.shared.memory import DONE, FAILED, NOT_RUN, SLOTS, Bell, Row, barrier, changed
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, Failure
+from torchpipe_py.malloc import keep_freed_memory
 
 
 def main(connection: int, memory: int, rings: int, sleeps: int, parent: int) -> None:
@@ -42,6 +43,7 @@ def main(connection: int, memory: int, rings: int, sleeps: int, parent: int) -> 
     for fd in (connection, memory, rings, sleeps):
         os.set_inheritable(fd, False)
     end_with_parent(parent)
+    keep_freed_memory()
     _end_with(parent, connection)
     _BackendServer(Connection(connection), WorkerMemory(memory), rings, sleeps).run()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ import torch.multiprocessing  # so that Tensors are sent by their place in share
 from torch.utils.data import get_worker_info
 
 from torchpipe_py.errors import Failure, first_line
+from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.training.batches.batch import Batch
 from torchpipe_py.training.batches.batcher import Batcher, DecodedBatch
 from torchpipe_py.training.batches.decoder import Config, Decoder
@@ -30,12 +29,10 @@ from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.prefetch.cuda import moved_to
 from torchpipe_py.training.workers.slots import SlotWriter
 
-KEPT_BYTES, LARGE_BYTES = 2**28, 2**25
-"""How much freed memory each of malloc's heaps keeps at its end, and from which size on memory has none."""
+KEPT_BYTES = 2**28
+"""How much freed memory each of malloc's heaps keeps at its end: what a batch's files took."""
 
 SENDABLE = "workers_decode needs what can be pickled: functions and classes at the top of a module"
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 class BatchKey(NamedTuple):
@@ -95,7 +92,7 @@ class WorkerDataset:
 
     def start(self, worker_id: int) -> None:
         """In the worker, before its first batch, so that it waits for no pipe; an error comes with that batch."""
-        _keep_freed_memory()
+        keep_freed_memory(KEPT_BYTES)
         threading.Thread(target=_end_with_the_training, name="torchpipe-watch", daemon=True).start()
         try:
             samples, options, worker_init_fn = unpacked(self._sent)
@@ -188,17 +185,6 @@ class _BatchMaker:
             return [sample for decoding in started for sample in decoding.finish()]
         finally:
             self._decoder.abandon()
-
-
-def _keep_freed_memory() -> None:
-    """Let malloc keep what a batch's files took for the next ones, where it would give it back to the system.
-
-    To get it again, page by page, took 50 of the 65 µs in which a file of 65 KB was read.
-    """
-    with suppress(AttributeError):  # a C library other than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def _end_with_the_training() -> None:
