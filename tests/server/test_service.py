@@ -550,7 +550,6 @@ def test_whatever_stands_under_error_is_answered(register: Register, value):
 
 
 UNENCODABLE = {
-    "surrogate": ("\ud800", 1.0),
     "big": 2**64,
     "very big": 2**200,
     "negative": -(2**63) - 1,
@@ -571,6 +570,22 @@ def test_a_result_that_cannot_be_encoded_is_answered(register: Register, framed,
             with pytest.raises((IDL.InferenceError, TApplicationException)):
                 call()
         client.ping()
+
+
+@every_framing
+def test_half_a_character_is_a_question_mark(register: Register, framed, compact):
+    class Labels(Backend):
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            for item in items:
+                item.update(result=(item["data"].decode() + "\ud800", 0.5), text="\udc80ü", best=[("\ud800", 1.0)])
+
+    with serving(register(Labels)) as server, Client(server.port, framed, compact, timeout=5) as client:
+        assert client.infer_batch(b"a") == ("a?", 0.5)
+        assert [one.result.label for one in client.infer_many([b"a", b"b"])] == ["a?", "b?"]
+        outputs = client.infer(raw(b"a"), outputs=["result", "text"])
+        assert (outputs["label"].text, outputs["text"].text) == ("a?", "?ü")
+        assert json.loads(outputs["result"].text) == ["a\ud800", 0.5]  # JSON has a form for it
+        assert client.infer(raw(b"a"), outputs=["best"])["label"].text == "?"
 
 
 @every_framing

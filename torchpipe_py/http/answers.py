@@ -71,9 +71,14 @@ def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = N
 
 def to_line(value: Any) -> bytes:
     """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
-    return utf8(f"{_encode(value)}\n")
+    return utf8_json(f"{_encode(value)}\n")
 
 
-def utf8(text: str) -> bytes:
+def utf8_json(text: str) -> bytes:
     """JSON as bytes. Half of a surrogate pair, which UTF-8 has not, is written as JSON has it: ``\\ud800``."""
     return text.encode("utf-8", "backslashreplace")
+
+
+def utf8_text(text: str) -> bytes:
+    """A text that is no JSON as bytes. Half of a surrogate pair becomes ``?`` there, as in an error's message."""
+    return text.encode("utf-8", "replace")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
-from torchpipe_py.http.answers import utf8
+from torchpipe_py.http.answers import utf8_json
 from torchpipe_py.http.errors import Bound, RequestTooLargeError
 from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
 
@@ -153,7 +153,7 @@ def _to_json(key: str, value: Any) -> Any:
 def json_line(members: Mapping[str, Any]) -> bytes:
     """The object as a line of JSON. Raises ``NoResult`` for a member that has no form there."""
     try:
-        return utf8(f"{_encode(members)}\n")
+        return utf8_json(f"{_encode(members)}\n")
     except (TypeError, ValueError):
         for key, value in members.items():
             to_text(key, value)
@@ -165,13 +165,13 @@ def label_line(value: tuple[Any, Any]) -> bytes:
     label, score = str(value[0]), float(value[1])
     if not math.isfinite(score):
         return json_line({"label": label, "score": score})
-    return utf8(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')
+    return utf8_json(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')
 
 
 def to_text(key: str, value: Any) -> bytes:
     """What a pipeline wrote under ``key`` as a text, JSON in UTF-8; ``NoResult`` for what has no form in it."""
     try:
-        return utf8(_encode(value))
+        return utf8_json(_encode(value))
     except (TypeError, ValueError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from torchpipe_py.http import answers
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Of a node, as counters: the key of its totals, the metric, what it says.
@@ -63,7 +65,7 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
     )
     for method, outcomes in requests["by_method"].items():
         for outcome, count in outcomes.items():
-            answered.add_metric((method, outcome), count)
+            answered.add_metric((method, answers.utf8_text(outcome).decode()), count)  # a handler's own code
     yield answered
     latency = requests["latency"]
     duration = HistogramMetricFamily("torchpipe_request_seconds", "Time of a call in the service, answered or refused")

@@ -159,7 +159,7 @@ class _Figures:
 
     @cached_property
     def stats(self) -> HttpAnswer:
-        return HttpAnswer(200, "application/json", answers.utf8(json.dumps(self._figures, ensure_ascii=False)))
+        return HttpAnswer(200, "application/json", answers.utf8_json(json.dumps(self._figures, ensure_ascii=False)))
 
     @cached_property
     def metrics(self) -> HttpAnswer:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, TorchpipeError, import_code, pipe
 from torchpipe_py.errors import nearest
+from torchpipe_py.http import answers
 from torchpipe_py.http.errors import reason
 from torchpipe_server.serving.http import METHODS, Route, json_answer, route
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, trace_fields
@@ -219,7 +220,7 @@ def _http_answer(value: Any) -> HttpAnswer:
     if isinstance(value, (bytes, bytearray)):
         return HttpAnswer(200, "application/octet-stream", bytes(value))
     if isinstance(value, str):
-        return HttpAnswer(200, "text/plain; charset=utf-8", value.encode())
+        return HttpAnswer(200, "text/plain; charset=utf-8", answers.utf8_text(value))
     return json_answer(value)
 
 

@@ -272,6 +272,14 @@ def test_names_types_and_values():
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
+def test_half_a_character_in_an_outcome_leaves_the_other_figures():
+    families = parsed(figures_of(worker({"model": node()}, {"infer": {"ok": 1, "mine\ud800": 2}})))
+    assert samples(families["torchpipe_requests"]) == {
+        ("torchpipe_requests_total", "infer", "ok"): 1,
+        ("torchpipe_requests_total", "infer", "mine?"): 2,
+    }
+
+
 def histogram(family: Any) -> tuple[dict[float, float], float, float]:
     """Buckets by upper bound, count and sum; cumulated, and consistent."""
     buckets = {float(one.labels["le"]): one.value for one in family.samples if one.name.endswith("_bucket")}

@@ -157,3 +157,13 @@ def test_texts_are_utf_8_and_half_a_character_is_escaped():
     body = answer("m", request, outputs, Bound(100, ""), Bound(100, "")).body
     assert '"id": "…\\ud800"'.encode() in body
     assert json.loads(json.loads(body)["outputs"][0]["data"][0]) == ["größe", "\ud83d"]
+
+
+@pytest.mark.parametrize("value", ["ü\ud800", ("ü\ud800", 0.5), [("ü\ud800", 0.5)]], ids=["text", "label", "ranking"])
+def test_half_a_character_of_an_element_is_a_question_mark_in_both_forms(value: Any):
+    request = asking()
+    outputs = [(output, True) for output, _ in outputs_of([{"result": value}], request, ())]
+    element = "ü?".encode()
+    assert outputs[0][0].to_list() == ["ü?"]
+    body = answer("m", request, outputs[:1], Bound(100, ""), Bound(100, "")).body
+    assert body.endswith(b"\3\0\0\0" + element)

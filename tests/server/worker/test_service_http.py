@@ -543,6 +543,7 @@ class Photos(Handler):
         "POST /photos": "upload",
         "GET /photos/{name}": "show",
         "GET /raw": "raw",
+        "GET /half": "half",
         "GET /wrong": "wrong",
         "GET /split": "split",
         "GET /elsewhere": "elsewhere",
@@ -556,6 +557,9 @@ class Photos(Handler):
 
     def raw(self, request):
         return b"\x00"
+
+    def half(self, request):
+        return "ü\ud800"
 
     def wrong(self, request):
         return {1, 2}
@@ -579,6 +583,8 @@ def test_a_handler_of_ones_own():
                 assert connection.getresponse().read() == b"mea=b"
                 connection.request("GET", "/raw")
                 assert connection.getresponse().read() == b"\x00"
+                connection.request("GET", "/half")
+                assert connection.getresponse().read() == "ü?".encode()
             for path in ("/wrong", "/split", "/elsewhere"):
                 status, answer = ask(server.port, b"", path, "GET")
                 assert (status, answer["code"]) == (500, "internal")

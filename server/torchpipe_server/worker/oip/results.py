@@ -75,7 +75,7 @@ def answer(
             described.append({**form, "parameters": {"binary_data_size": len(binary[-1])}})
         else:
             described.append({**form, "data": output.to_list()})
-    text = answers.utf8(json.dumps(head, ensure_ascii=False))
+    text = answers.utf8_json(json.dumps(head, ensure_ascii=False))
     if not binary:
         return HttpAnswer(200, _JSON, text)
     return HttpAnswer(200, _BINARY, b"".join([text, *binary]), {HEADER_LENGTH: str(len(text))})
@@ -105,7 +105,10 @@ def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
 def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[Output]:
     pairs = [pair for ranking in rankings for pair in ranking]
     scores = np.array([float(score) for _, score in pairs], np.float32)
-    return [texts("label", [str(label).encode() for label, _ in pairs], shape), Output("score", "FP32", shape, scores)]
+    return [
+        texts("label", [answers.utf8_text(str(label)) for label, _ in pairs], shape),
+        Output("score", "FP32", shape, scores),
+    ]
 
 
 def to_output(name: str, values: Sequence[Any]) -> Output:
@@ -113,7 +116,7 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
     if all(map(is_array, values)):
         return _joined(name, values)
     if all(isinstance(value, (str, bytes, bytearray)) for value in values):
-        return texts(name, [value.encode() if isinstance(value, str) else bytes(value) for value in values])
+        return texts(name, [answers.utf8_text(value) if isinstance(value, str) else bytes(value) for value in values])
     for datatype, kinds, dtype in _SCALARS:
         if all(isinstance(value, kinds) for value in values):
             try:
