@@ -101,6 +101,13 @@ def test_check_says_what_it_found(good: str, capsys: pytest.CaptureFixture[str])
     assert lines[-1] == f"{good}: ok, 6 nodes"
 
 
+def test_a_path_that_is_no_utf_8_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "\udcff.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+    assert "/\\udcff.toml: ok, 6 nodes" in capsys.readouterr().out
+
+
 def test_shared_nodes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "shared.toml"
     path.write_text('[a]\nnext = "b"\n[b]\nshared = true\nnext = "c"\n[c]\n', encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
     idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
     idl.set_defaults(run=lambda args: print(idl_path().read_text(encoding="utf-8"), end=""))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr: a path may be no UTF-8
     arguments = sys.argv[1:] if argv is None else argv
     load.set_defaults(run=lambda _: _load(arguments[1:]))
     # Its options are parsed by itself, for scripts/client_qps.py has them too.

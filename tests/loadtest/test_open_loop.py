@@ -198,10 +198,11 @@ def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: P
 
 
 def test_page_of_a_run_without_a_single_answer(serve: Serve, images: Images, tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
+    path = tmp_path / "\udcff.html"
     load(images(a="close"), serve().port, "--total_number", 4, "--warmup", 0, "--html", path)
     text = path.read_text(encoding="utf-8")
     assert "4 failed" in text
+    assert "\\udcff.html" in text
     assert "Latency by percentile" not in text
 
 

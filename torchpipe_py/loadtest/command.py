@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
     if options.csv is not None:
         write_csv(report.get("runs", [report]), options.csv)
     if options.html is not None:
-        options.html.write_text(page(report), encoding="utf-8")
+        options.html.write_text(page(report), encoding="utf-8", errors="backslashreplace")  # a path may be no UTF-8
     if "runs" in report:
         _print_runs(report)
     else:

@@ -153,7 +153,7 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 def write_csv(reports: Sequence[dict[str, Any]], path: Path) -> None:
     """A line for each run. Empty cells are what is not known, or makes no sense for the run."""
     rows = [_csv_row(report) for report in reports]
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:  # an error's code may be none
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
