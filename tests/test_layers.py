@@ -18,7 +18,7 @@ PACKAGE = [
     "errors files html idl keys malloc",
     "arguments values filters",
     "encryption",
-    "http images backends.signature",
+    "http images backends.params backends.signature",
     "backends.base",
     "registry",
     "plan",

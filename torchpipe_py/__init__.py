@@ -1,7 +1,8 @@
 """A TOML file becomes a thread-safe, multi-instance, dynamically batching pipeline."""
 
-from torchpipe_py.backends.base import Backend, Isolation, ItemBackend, Param
+from torchpipe_py.backends.base import Backend, Isolation, ItemBackend
 from torchpipe_py.backends.control.jump import Jump, MapReduce
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.errors import (
     BackendError,

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torchpipe_py
 from torchpipe_py import registry
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.backends.base import REQUIRED, Backend, Param
+from torchpipe_py.backends.base import Backend
+from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.encryption import options as encryption_options
 from torchpipe_py.errors import ConfigError, TorchpipeError, counted, nearest
 from torchpipe_py.export import options as export_options

@@ -9,7 +9,7 @@ from typing import Any
 import faults
 
 from torchpipe_py import Backend, register_backend
-from torchpipe_py.backends.base import Param
+from torchpipe_py.backends.params import Param
 from torchpipe_py.values import to_bool, to_float, to_int
 
 Data = dict[str, Any]

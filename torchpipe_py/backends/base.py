@@ -1,4 +1,4 @@
-"""The contract every backend keeps, and how it declares its parameters."""
+"""The contract every backend keeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
@@ -19,72 +20,6 @@ Data = dict[str, Any]
 
 BatchRange = tuple[int, int]
 """The fewest and the most items of a batch."""
-
-REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
-
-
-class Postprocessors(Protocol):
-    """The part of a registry that parameters need."""
-
-    def find_postprocessor(self, name: str) -> type | None: ...
-
-    def postprocessor_names(self) -> list[str]: ...
-
-
-class Param:
-    """A parameter of a backend, declared once as a class attribute.
-
-    ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
-    ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` asks for an existing file, ``kept``
-    names one that the backend makes; ``key`` is the name in the configuration where that is not the attribute's,
-    ``also`` holds other names of it.
-    On an instance the attribute is the typed value.
-    """
-
-    def __init__(
-        self,
-        convert: Callable[[Any], Any],
-        default: Any = REQUIRED,
-        *,
-        doc: str,
-        low: float | None = None,
-        high: float | None = None,
-        choices: Sequence[str] = (),
-        file: bool = False,
-        kept: bool = False,
-        key: str = "",
-        also: Sequence[str] = (),
-    ) -> None:
-        self.convert, self.default, self.doc = convert, default, doc
-        self.low, self.high, self.choices, self.file, self.kept = low, high, tuple(choices), file, kept
-        self.key, self.also = key, tuple(also)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.key = self.key or name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        # A non-data descriptor: an instance's own attribute, the typed value, comes first.
-        return self
-
-    def read(self, value: Any, registry: Postprocessors) -> Any:
-        """The typed value; ``ValueError`` where it is of the wrong type or out of bounds."""
-        typed = self.convert(value)
-        if self.choices and typed not in self.choices:
-            raise ValueError(f"expected one of {', '.join(self.choices)}, got {value!r}")
-        if self.low is not None and typed < self.low:
-            raise ValueError(f"expected at least {self.low:g}, got {typed}")
-        if self.high is not None and typed > self.high:
-            raise ValueError(f"expected at most {self.high:g}, got {typed}")
-        return typed
-
-
-@dataclass(frozen=True)
-class Remark:
-    """What is wrong with the parameter ``key``: surely, or only probably where it ``is_doubt``."""
-
-    key: str
-    text: str
-    is_doubt: bool = False
 
 
 class Shared:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, FilterMaker, Param
+from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, FilterMaker
+from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, SERVICE_FLAGS, NodeSpec, Place, instead_of

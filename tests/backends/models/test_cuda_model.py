@@ -13,12 +13,13 @@ from conftest import picture
 from fakes import cpu_as_gpu
 
 from torchpipe_py import InvalidRequest
-from torchpipe_py.backends.base import BackendConfig, Param
+from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.models import cuda_model
 from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec, Shapes, finish_of
 from torchpipe_py.backends.models.postprocess import Cpu, Postprocessor, SoftmaxMax
 from torchpipe_py.backends.models.staging import StagedInput
+from torchpipe_py.backends.params import Param
 from torchpipe_py.values import to_str
 
 

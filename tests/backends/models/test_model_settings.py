@@ -13,7 +13,7 @@ import torch
 from conftest import Register
 
 from torchpipe_py import Backend, ConfigError, Param, Registry, pipe, registry
-from torchpipe_py.backends.base import REQUIRED
+from torchpipe_py.backends.params import REQUIRED
 from torchpipe_py.cli import main, signature
 from torchpipe_py.plan.build import plan_pipeline
 

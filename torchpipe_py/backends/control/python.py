@@ -7,8 +7,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from torchpipe_py.backends.base import REQUIRED, Backend, BackendConfig, BatchRange, Data, Param
+from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, Data
 from torchpipe_py.backends.control.basic import Wrapper
+from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, counted
 from torchpipe_py.filters import Filter

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, close_all, run_padded
+from torchpipe_py.backends.base import Backend, BatchRange, Data, close_all, run_padded
 from torchpipe_py.backends.control.basic import Wrapper
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_list

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, ItemBackend, Param
+from torchpipe_py.backends.base import Data, ItemBackend
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
 from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import TensorBackend
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.values import to_str
 

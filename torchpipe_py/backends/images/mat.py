@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
+from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.geometry import (
     HEIGHT_KEY,
     MAX_SIDE,
@@ -22,6 +22,7 @@ from torchpipe_py.backends.images.geometry import (
     wanted_side,
 )
 from torchpipe_py.backends.images.opencv import as_mat, max_pixels, side
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_int, to_ints, to_str

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torchpipe_py.backends.base import Data, Isolation, Param
+from torchpipe_py.backends.base import Data, Isolation
 from torchpipe_py.backends.cuda import GuardedBackend
 from torchpipe_py.backends.images.jpeg import GpuJpeg, read_header
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
 from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, max_pixels, to_color
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import HeaderCheck

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
+from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.geometry import MAX_SIDE
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import DecodeError, InvalidRequest, counted, first_line
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, Size, declared_size, is_large, to_formats

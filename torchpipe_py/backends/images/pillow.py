@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Isolation, Param, StatelessBackend
+from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.geometry import check_size, shorter_size
 from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat, max_pixels, side
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.images.geometry import (
     HEIGHT_KEY,
     MAX_SIDE,
@@ -32,6 +32,7 @@ from torchpipe_py.backends.images.resampling import (
     resize_smoothly,
     shrinks_height_first,
 )
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, Param
+from torchpipe_py.backends.base import Backend, BackendConfig, Data
 from torchpipe_py.backends.control.basic import Identity, Wrapper
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.layout import ImageBackend
 from torchpipe_py.backends.images.opencv import as_mat
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import BackendUnavailable, InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str

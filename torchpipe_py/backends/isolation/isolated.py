@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend, Param
+from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend
 from torchpipe_py.backends.images.opencv import encoded_bytes
 from torchpipe_py.backends.isolation import wire
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.process.setup import Setup, pickle_plan
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, first_line

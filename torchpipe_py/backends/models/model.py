@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Backend, BatchRange, Data, Param, Remark
+from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.onnx_header import input_channels
@@ -21,6 +21,7 @@ from torchpipe_py.backends.models.postprocess import (
     make_postprocessor,
     uses,
 )
+from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile

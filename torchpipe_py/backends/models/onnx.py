@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Param
+from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
 from torchpipe_py.backends.models.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, model_bytes, unsigned_model
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.keys import TASK_DATA_KEY

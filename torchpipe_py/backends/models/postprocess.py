@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Param, Postprocessors
 from torchpipe_py.backends.models.inputs import to_numpy
+from torchpipe_py.backends.params import Param, Postprocessors
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec
 from torchpipe_py.errors import ConfigError, counted, nearest
 

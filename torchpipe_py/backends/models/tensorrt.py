@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import BatchRange, Param
+from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.models.engine.api import (
@@ -20,6 +20,7 @@ from torchpipe_py.backends.models.engine.api import (
 from torchpipe_py.backends.models.engine.build import EngineSpec, cached_engine, load_engine
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.onnx_graph import model_bytes
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.values import to_bool, to_int, to_str, to_strings

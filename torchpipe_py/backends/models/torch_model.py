@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Literal
 
-from torchpipe_py.backends.base import Data, Param, Remark
+from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.models.batch_check import BFLOAT16, EXACT, HALF, TF32, check_rows
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.staging import row_tensor
+from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
