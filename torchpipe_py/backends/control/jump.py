@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from torchpipe_py.backends.base import Data, DeferredBackend, Graphs
+from torchpipe_py.backends.base import Data, Graphs
+from torchpipe_py.backends.deferred import DeferredBackend
 from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import (
     BackendError,

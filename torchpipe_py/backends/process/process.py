@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchpipe_py.backends.base import BackendConfig, Data, HandedOver, HandOverBackend, tensor_key
+from torchpipe_py.backends.base import BackendConfig, Data, tensor_key
+from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.process.child import Answer, Call, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher

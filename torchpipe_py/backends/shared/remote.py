@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchpipe_py.backends.base import Data, HandedOver, HandOverBackend
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 from torchpipe_py.backends.process.outcome import take_outcome
 from torchpipe_py.backends.shared.client import Engine
 from torchpipe_py.backends.shared.codec import pack_sent

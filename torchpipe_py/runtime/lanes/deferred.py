@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from time import perf_counter
 
-from torchpipe_py.backends.base import DeferredBackend
+from torchpipe_py.backends.deferred import DeferredBackend
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.single import SingleLane

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
-from torchpipe_py.backends.base import HandOverBackend, Ran
+from torchpipe_py.backends.deferred import HandOverBackend, Ran
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.runtime.idle import IdleStack
 from torchpipe_py.runtime.instance import Instance
