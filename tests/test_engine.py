@@ -21,9 +21,8 @@ from fakes import WAIT, Gate, error_of, in_threads, outcome
 from service import eventually
 
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
-from torchpipe_py import engine as engine_module
 from torchpipe_py import pipe as plain_pipe
-from torchpipe_py.backends.shared import client, memory
+from torchpipe_py.backends.shared import client, engine_link, memory
 from torchpipe_py.backends.shared import link as link_module
 from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.shared.link import Call
@@ -554,14 +553,14 @@ def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest
     """It is written when the worker has lost the engine process, and the thread that watches has not heard of that."""
     watched: dict[int, Any] = {}
     inside, goes_on = threading.Event(), threading.Event()
-    pack_outcomes = engine_module.pack_outcomes
+    pack_outcomes = engine_link.pack_outcomes
 
     def pack_late(outcomes: Any) -> Any:
         inside.set()
         assert goes_on.wait(WAIT)
         return pack_outcomes(outcomes)
 
-    monkeypatch.setattr(engine_module, "pack_outcomes", pack_late)
+    monkeypatch.setattr(engine_link, "pack_outcomes", pack_late)
     config = {"a": {"backend": "Identity", "shared": True}}
     told: list[Any] = []
     with engine_of(config) as server:

@@ -7,7 +7,6 @@ import pickle
 import select
 import socket
 import threading
-from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from functools import partial
 from math import inf
@@ -18,26 +17,15 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.process.transport import loaded_torch
 from torchpipe_py.backends.shared.client import Engine
-from torchpipe_py.backends.shared.codec import pack_outcomes
-from torchpipe_py.backends.shared.memory import (
-    DONE,
-    SLEEP_SECONDS,
-    SLOTS,
-    Bell,
-    BellMemory,
-    LinkMemory,
-    Row,
-    barrier,
-    changed,
-    wait_for,
-)
+from torchpipe_py.backends.shared.engine_link import Answered, EngineLink, GivenUpError
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, BellMemory, Row, barrier, wait_for
 from torchpipe_py.backends.shared.remote import Remote
 from torchpipe_py.errors import Failure, log_failure
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.sharing import Section, engine_part, sections, worker_part
-from torchpipe_py.runtime.pipe import Ticket, pipe
+from torchpipe_py.runtime.pipe import pipe
 
 __all__ = ["Engine", "EngineServer", "pipe_of_worker"]
 
@@ -68,10 +56,10 @@ class EngineServer:
         told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(heads)}
         self._memory = BellMemory(pickle.dumps(told))
         self._bell = self._memory.bell
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, EngineLink] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
-        self._answered = _Answered()
+        self._answered = Answered()
         self._taking = threading.Lock()  # of requests, and of who may be asleep
         self._sleepers: set[object] = {None}  # lanes whose leader sleeps, or is about to, and None where some have none
         self._bell.await_ring(True)
@@ -136,7 +124,7 @@ class EngineServer:
 
     def _round(self) -> None:
         while self._new:
-            link = _Link(self._new.pop(), self._answered)
+            link = EngineLink(self._new.pop(), self._answered)
             self._poller.register(link, select.POLLIN)
             with self._taking:
                 self._links[link.fileno()] = link
@@ -164,7 +152,7 @@ class EngineServer:
                 except Exception as error:
                     log_failure("what comes from a worker cannot be taken", error)
 
-    def _take_from(self, link: _Link) -> None:
+    def _take_from(self, link: EngineLink) -> None:
         if not link.has_work():
             return
         asked, given_up = link.take()
@@ -173,7 +161,7 @@ class EngineServer:
         for slot, number in given_up:
             link.give_up(slot, number)
 
-    def _begin(self, link: _Link, row: Row, slot: int, number: int) -> None:
+    def _begin(self, link: EngineLink, row: Row, slot: int, number: int) -> None:
         now = perf_counter()
         try:
             item: Data = link.memory.read(slot, row, self._copies)[0]
@@ -185,155 +173,16 @@ class EngineServer:
             link.answer(slot, number, Failure.of(error), now)
 
     def _answer(
-        self, link: _Link, slot: int, number: int, before: Data, taken: float, data: Data, error: BaseException | None
-    ) -> None:
-        if isinstance(error, _GivenUpError):
-            return  # see ``_Link.give_up``
+        self, link: EngineLink, slot: int, number: int, before: Data, taken: float,
+        data: Data, error: BaseException | None,
+    ) -> None:  # fmt: skip
+        if isinstance(error, GivenUpError):
+            return  # see ``EngineLink.give_up``
         try:
             message = _outcome(before, data) if error is None else Failure.of(error)
         except Exception as failure:
             message = Failure.of(failure)
         link.answer(slot, number, message, taken)
-
-
-class _Answered(threading.local, AbstractContextManager[None]):
-    """The worker that a thread has answered and not rung yet. To wake another process may take as long as an answer."""
-
-    _waits = False
-    _last: _Link | None = None
-
-    def __enter__(self) -> None:
-        self._waits = True
-
-    def __exit__(self, *error: object) -> None:
-        self._waits = False
-        self.ring(None)
-
-    def ring(self, link: _Link | None) -> None:
-        """That one has an answer: ring the one before, and it too unless more may come."""
-        # NOTE: a batch holds the requests of a worker in a row, as they are taken from it at once.
-        last, self._last = self._last, link
-        if last is not None and last is not link:
-            last.ring()
-        if link is not None and not self._waits:
-            self._last = None
-            link.ring()
-
-
-class _GivenUpError(CancelledError):
-    """Ends a request that the worker has given up."""
-
-
-class _Link:
-    """A worker as an engine process sees it: a socket, and slots once the two have met."""
-
-    memory: LinkMemory
-    _bell: Bell
-
-    def __init__(self, sock: socket.socket, answered: _Answered) -> None:
-        self._sock, self._answered = sock, answered
-        self._descriptors: list[int] = []
-        sock.setblocking(False)
-        self._has_met = self._is_over = False
-        self._words = b""
-        self._tickets: list[tuple[int, Ticket] | None] = [None] * SLOTS
-        self._given_up: list[tuple[int, int, Ticket]] = []
-
-    def fileno(self) -> int:
-        """Readable when the worker has said something, or is gone."""
-        return self._sock.fileno()
-
-    def meet(self, bell: BellMemory) -> bool:
-        """Take the worker's memory, and tell it where to ring; ``False`` where the worker is gone."""
-        try:
-            told, descriptors, _, _ = socket.recv_fds(self._sock, 64, 2)
-            self._descriptors += descriptors
-            if not told or self._has_met or len(descriptors) != 2:
-                return False
-            for descriptor in descriptors:
-                os.set_inheritable(descriptor, False)
-            self.memory = LinkMemory(descriptors[0])
-            self._bell = Bell(self.memory.asker_asleep, descriptors[1])
-            self._words = self.memory.from_asker()
-            socket.send_fds(self._sock, [b"bell"], [bell.memory_fd, bell.bell.fd])
-        except (OSError, ValueError):
-            return False
-        self._has_met = True
-        return True
-
-    def has_work(self) -> bool:
-        """Whether the worker asks for anything new."""
-        return self._has_met and self.memory.from_asker() != self._words
-
-    def take(self) -> tuple[list[tuple[Row, int, int]], list[tuple[int, int]]]:
-        """Slot and number of each new request, the first first, and of each that nobody waits for any more."""
-        before, self._words = self._words, self.memory.from_asker()
-        numbers = memoryview(self._words).cast("I")
-        asked, given_up = [], []
-        for index in changed(before, self._words):
-            if index < SLOTS:
-                asked.append((self.memory.request(index), index, numbers[index]))
-            else:
-                given_up.append((index - SLOTS, numbers[index]))
-        if len(asked) > 1:
-            asked.sort(key=lambda request: request[0].first)
-        return asked, given_up
-
-    def keep(self, slot: int, number: int, ticket: Ticket) -> None:
-        """The request of a slot runs; it may be over already."""
-        self._tickets[slot] = number, ticket
-        if ticket.is_over:
-            self._tickets[slot] = None
-
-    def give_up(self, slot: int, number: int) -> None:
-        """Nobody waits for that request: drop it; it is answered by ``answer_given_up``."""
-        kept = self._tickets[slot]
-        if kept is not None and kept[0] == number and kept[1].cancel(_GivenUpError()):
-            self._given_up.append((slot, number, kept[1]))
-
-    def answer_given_up(self) -> None:
-        """Answer the requests that were dropped and that no backend has."""
-        # NOTE: the worker writes its next request into the slot then, and a backend that still runs on the arrays of
-        # this one, and perhaps changes them in place, would run on those of the next one. A lane first notes what it
-        # takes and then looks whether that is over: what is over and not taken now will not run.
-        if self._given_up:
-            dropped, self._given_up = self._given_up, []
-            for slot, number, ticket in dropped:
-                if ticket.is_running:
-                    self._given_up.append((slot, number, ticket))
-                else:
-                    self.answer(slot, number, Failure.of(_GivenUpError()), perf_counter())
-
-    def answer(self, slot: int, number: int, message: ItemOutcome | Failure, taken: float) -> None:
-        """Tell the worker what came of a request."""
-        self._tickets[slot] = None
-        if self._is_over:
-            return
-        if isinstance(message, ItemOutcome):
-            try:
-                self.memory.answer(slot, number, pack_outcomes([message]), DONE, taken, perf_counter())
-            except Exception as error:
-                message = Failure.of(error)
-        if isinstance(message, Failure):
-            self.memory.fail(slot, number, message, taken)
-        self._answered.ring(self)
-
-    def ring(self) -> None:
-        """Tell the worker that there are answers."""
-        self._bell.ring()
-
-    def end(self) -> None:
-        """The worker is gone: drop what it still has."""
-        self._is_over = True
-        for kept in [*self._tickets]:
-            if kept is not None:
-                kept[1].cancel()
-        self._sock.close()
-
-    def __del__(self) -> None:
-        # NOTE: not before: a thread that has just finished a request may be about to ring.
-        for descriptor in self._descriptors:
-            os.close(descriptor)
 
 
 def _outcome(before: Data, data: Data) -> ItemOutcome:
