@@ -162,6 +162,7 @@ def test_what_a_pipe_may_write() -> None:
 
     pair = column(("ring", 0.75), (7, 1))
     assert (pair["label"].tolist(), pair["score"].tolist()) == (["ring", "7", ""], [0.75, 1.0, 0.0])
+    assert column("ü\ud800", "b")["result"].tolist() == ["ü?", "b", ""]
     tensors = column(torch.ones(1, 2), torch.zeros(1, 2))
     assert tensors["result"].tolist() == [[1, 1], [0, 0], [0, 0]]
     half = column(torch.ones(1, 2, dtype=torch.bfloat16))

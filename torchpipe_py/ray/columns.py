@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchpipe_py.errors import counted
+from torchpipe_py.http import answers
 from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, plain
 
 Values = Sequence[Any]
@@ -121,7 +122,7 @@ class Texts:
     def value(self, given: Any) -> str:
         if not isinstance(given, (str, int, np.integer)):  # a class without a label is its index
             raise ValueError(f"expected a text, got {_kind(given)}")
-        return str(given)
+        return answers.utf8_text(str(given)).decode()  # NOTE: Arrow refuses a column with half of a surrogate pair
 
     def array(self, values: Values) -> np.ndarray:
         return np.array([value or "" for value in values], np.str_)
