@@ -25,10 +25,11 @@ def _no_backend(index: int) -> Backend:
 class Instance(Sleeper):
     """One backend and its thread, which waits between ``setup`` and the first request for ``open``.
 
-    ``stand_in`` is the identity of a caller's thread that runs ``forward`` in place of it. ``taken`` are the requests
-    that its own thread has, ``busy`` counts those that either has and has not delivered, ``started`` is when
-    ``forward`` was last called for them (``perf_counter``; 0.0 when idle), ``deadline`` the last of theirs. One of the
-    two threads at a time writes these and ``record``.
+    ``stand_ins`` are the identities of threads in its place: that of a caller that runs ``forward``, or those that
+    deliver what was done elsewhere. ``taken`` are the requests that its own thread has, ``busy`` counts those that it
+    or the caller's has and has not delivered, ``started`` is when ``forward`` was last called for them
+    (``perf_counter``; 0.0 when idle), ``deadline`` the last of theirs. One of these two threads at a time writes these
+    and ``record``.
     """
 
     def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
@@ -39,7 +40,7 @@ class Instance(Sleeper):
         self.setup_error: BaseException | None = None
         self.taken: Sequence[Request] = ()
         self.busy = 0
-        self.stand_in = 0
+        self.stand_ins: set[int] = set()
         self.started = 0.0
         self.deadline: float | None = None
         self.last_compute = 0.0  # seconds
@@ -91,8 +92,8 @@ class Instance(Sleeper):
 
     @property
     def is_current(self) -> bool:
-        """Whether its thread, or the caller's that stands in for it, is the one that asks."""
-        return self._thread is threading.current_thread() or self.stand_in == threading.get_ident()
+        """Whether its thread, or one that stands in for it, is the one that asks."""
+        return self._thread is threading.current_thread() or threading.get_ident() in self.stand_ins
 
     def _main(self) -> None:
         try:

@@ -39,11 +39,15 @@ class HandOverLane(Lane):
 
     def _finish(self, request: Request, error: BaseException | None, ran: Ran | None = None) -> None:
         instance = self.instances[0 if ran is None else ran[0]]
-        before, instance.stand_in = instance.stand_in, threading.get_ident()  # a callback may close the pipe here
+        thread, threads = threading.get_ident(), instance.stand_ins  # a callback may close the pipe here
+        is_inner = thread in threads
+        threads.add(thread)
         try:
             self._end(instance, request, error, ran)
         finally:
-            instance.stand_in = before
+            # NOTE: each thread changes only what is its own, since several are here at once.
+            if not is_inner:
+                threads.discard(thread)
         # NOTE: only after delivery, so that a request is always visible in some node's load.
         self._under_way.discard(request)
         if self._waiting:

@@ -57,11 +57,13 @@ class SingleLane(Lane):
             return
         try:
             CURRENT.waiter = instance
-            instance.busy, instance.stand_in = 1, threading.get_ident()
+            instance.busy = 1
+            instance.stand_ins.add(threading.get_ident())
             self._reached.discard(request)
             self.run(instance, request)
         finally:
-            instance.started = instance.busy = instance.stand_in = 0
+            instance.started = instance.busy = 0
+            instance.stand_ins.clear()
             self.idle.give_back(instance)
             CURRENT.waiter = outer
         if self._waiting:
