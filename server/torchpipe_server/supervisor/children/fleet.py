@@ -326,6 +326,10 @@ class Fleet:
         for slots in (self.workers, self.engines):
             if slots and all(slot.is_given_up for slot in slots):
                 self._watcher.failed(f"no {slots[0].role} can be started, after {START_ATTEMPTS} attempts each")
+                return
+        missing = [engine.name for engine in self.engines if engine.is_given_up]
+        if missing and not self._now.has_started_workers:  # which wait for all of them
+            self._watcher.failed(f"{missing[0]} cannot be started, after {START_ATTEMPTS} attempts")
 
     # -- reload -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -227,5 +228,22 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(monkeypa
         fleet._start(worker)
         assert 0 < worker.start_at - time.monotonic() <= EXHAUSTED_DELAY
     assert not worker.is_given_up
+    loop.close()
+    journal.close()
+
+
+def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends() -> None:
+    """One of two is killed whenever it starts; workers are started when both are ready."""
+    loop, journal, failed = Loop(), Journal(1), []
+    watcher: Any = SimpleNamespace(failed=failed.append, died=lambda child: None)
+    tables = {"global": {}, "model": {"backend": "Identity", "shared": True}}
+    fleet = Fleet(loop, Options("test", workers=2, engines=2), journal, tables, dict, watcher)
+    ready, dying = fleet.engines
+    ready.child = mock.Mock(is_ready=True, clients=set())
+    for _ in range(START_ATTEMPTS):
+        assert failed == []
+        dying.child = mock.Mock(stats={}, clients=set(), has_served=False, ready_at=0.0, failure="")
+        fleet._ended(dying.child)
+    assert failed == [f"engine process 1 cannot be started, after {START_ATTEMPTS} attempts"]
     loop.close()
     journal.close()
