@@ -1,4 +1,4 @@
-"""The service with one engine process against mosec with its own split: the same host, engine, images and clients."""
+"""The service with engine processes against mosec with its own split: the same host, engine, images and clients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tried:
 
 
 def against_mosec(engines: Engines, choice: Choice, seconds: float, rounds: int) -> Report:
-    """The limits, ours, then the best of mosec's settings; 140 s with 3 rounds of 1.5 s, once the engine is built."""
+    """The limits, ours, then the best of mosec's settings."""
     report = Report(f"mosec: processes that decode, others with the engine; clients on the same {cores()} cores")
     attempt = Attempts(report, choice.most_seconds)
     services = [service for what in (CPU, GPU) for service in services_of(engines, choice, what, MOST, True)]

@@ -88,9 +88,9 @@ def _observed(
 
 
 def configs(engines: Engines, workers: int, most: int = 8) -> dict[str, dict[str, Any]]:
-    """What each of so many workers runs: together decoding threads for three quarters of the cores, 8 in a process.
+    """What each of so many workers runs: with CPU decode, threads for three quarters of the cores together.
 
-    ``most``: images in a batch of the model.
+    A worker has 2 to 8 of them. ``most``: images in a batch of the model.
     """
     decoders = max(2, min(8, 3 * cores() // 4 // workers))
     instances = 2 if workers == 1 else 1

@@ -1,4 +1,4 @@
-"""One engine process for all workers of a GPU, against an engine in each worker: CPU decode and GPU decode."""
+"""Engine processes for all workers of a GPU, against a model in each worker: CPU decode and GPU decode."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ QUICK = [
 
 @dataclass(frozen=True)
 class Choice:
-    """What is measured: in a quick run what decides the targets, in this order until ``most_seconds`` are over.
+    """What is measured: ``ALL``, or in a quick run ``QUICK``, in this order until ``most_seconds`` are over.
 
-    ``decode``, ``separate`` and ``shared`` are of ``sizes``: where images are decoded, and the workers of each service.
-    ``instances`` is what a shared node has, ``model_most`` the images in a batch of the model, shared or not.
     ``only`` is part of the names of the services that are measured. Each with a shared node is measured with each
-    number of engine processes in ``engines``; ``sizes`` takes the first.
+    number of engine processes in ``engines``; ``sizes`` takes the first. ``instances`` is what a shared node has,
+    ``model_most`` the most images in a batch of the model, shared or not. ``images`` is how many answers are compared.
+    ``decode``, ``separate`` and ``shared`` are of ``sizes``: where images are decoded, and the workers of each service.
     """
 
     clients: tuple[int, ...]
@@ -53,21 +53,24 @@ class Choice:
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """The options of ``shared`` and ``mosec``."""
-    group = parser.add_argument_group("shared, mosec")
-    group.add_argument("--quick", action="store_true", help="only what decides the targets")
+    """The options of ``shared``, ``mosec`` and ``sizes``."""
+    group = parser.add_argument_group("shared, mosec, sizes")
+    group.add_argument("--quick", action="store_true", help="of shared: only what decides the targets")
     group.add_argument("--only", default="", metavar="TEXT", help="of shared: services whose name has it")
     group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
     group.add_argument(
-        "--clients", default=f"{FEW},{MANY}", metavar="N,N", help="client processes (default: %(default)s)"
+        "--clients",
+        default=f"{FEW},{MANY}",
+        metavar="N,N",
+        help="not of sizes: client processes (default: %(default)s)",
     )
     group.add_argument("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
     group.add_argument(
         "--engines", default="1,2", metavar="N,N", help="engine processes with shared nodes (default: %(default)s)"
     )
     group.add_argument("--model-max", type=int, default=8, help="images in a batch of any model (default: 8)")
-    group.add_argument("--images", type=int, default=2000, help="whose answers are compared (default: 2000)")
-    group.add_argument("--profile", action="store_true", help="also tell what the threads of the engine process are at")
+    group.add_argument("--images", type=int, default=2000, help="of shared: answers that are compared (default: 2000)")
+    group.add_argument("--profile", action="store_true", help="of shared: what threads of engine processes do")
     group = parser.add_argument_group("sizes")
     group.add_argument("--decode", choices=("cpu", "gpu"), default="cpu", help="where (default: %(default)s)")
     group.add_argument("--separate", type=int, default=4, metavar="N", help="workers without sharing (default: 4)")
