@@ -78,7 +78,7 @@ def _paths(value: Value, source: str) -> list[str]:
 
 
 def sections(pipeline: Pipeline) -> list[Section]:
-    """The shared nodes in file order."""
+    """All shared nodes, in the order of the graph: each in one section."""
     found: list[Section] = []
     taken: set[str] = set()
     for name in pipeline.graph.order:

@@ -43,7 +43,7 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker is started with.
+    """What a worker or engine process is started with.
 
     ``tables`` is the configuration, ``sock`` its end of the channel, ``stderr`` where its libraries' lines go.
     """
@@ -73,7 +73,7 @@ def run_process(start: Start, work: Callable[[Start], object]) -> None:
     try:
         work(start)
     except Exception:
-        logger.exception("a defect; the worker ends")
+        logger.exception("a defect; the process ends")
         raise
     finally:
         logging.shutdown()  # the process ends without what a program does at its exit
@@ -207,7 +207,7 @@ def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
 
 
 def make_plan(options: Options, tables: Any) -> Pipeline:
-    """The plan of the configuration, with the user's own code imported."""
+    """The plan of the configuration, with the user's own code imported, in a process that is set up to run it."""
     from torchpipe_py import import_code
     from torchpipe_py.malloc import keep_freed_memory
     from torchpipe_py.plan.build import plan_pipeline
@@ -304,7 +304,7 @@ def say_failed(sock: socket.socket, error: Exception) -> None:
 
     is_known = isinstance(error, TorchpipeError)
     if not is_known:
-        logger.exception("the worker cannot start")
+        logger.exception("the process cannot start")
     text = str(error) if is_known else f"{type(error).__name__}: {error}"
     sock.setblocking(True)
     sock.sendall(json.dumps({"type": "failed", "message": text}).encode() + b"\n")

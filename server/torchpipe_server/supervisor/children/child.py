@@ -1,4 +1,4 @@
-"""One worker process as the supervisor sees it."""
+"""One worker or engine process as the supervisor sees it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Child:
     """A worker or engine process that was forked; ``name`` is what the log calls it.
 
     ``on_message(child, message)`` gets what it says, ``on_exit(child)`` its end.
-
-    ``connections`` are the slots of those that it serves. ``failure`` is why it could not start, if it has said so.
-    ``reason`` is why it ended. What it says is not believed before it is checked: it has read bytes from clients.
+    ``connections`` are the slots, in the journal, of those that it serves. ``failure`` is why it could not start, if it
+    has said so. ``reason`` is why it ended. What it says is not believed before it is checked: it has read bytes from
+    clients.
     """
 
     def __init__(

@@ -33,10 +33,10 @@ _MAINS: dict[Role, Callable[[Start], None]] = {"worker": worker_main, "engine pr
 
 
 class Forked(NamedTuple):
-    """A worker's process, and what the supervisor has of it.
+    """A worker or engine process, and what the supervisor has of it.
 
-    Its end of the channel, the memory in which the worker gives signs of life, and the end of the pipe to read from
-    that is the worker's stderr.
+    Its end of the channel, the memory in which the process gives signs of life, and the end of the pipe to read from
+    that is the process's stderr.
     """
 
     process: Any
@@ -46,9 +46,9 @@ class Forked(NamedTuple):
 
 
 class Forker:
-    """Starts worker processes, one at a time, each on a thread.
+    """Starts workers and engine processes, one at a time, each on a thread.
 
-    That may take seconds, in which the loop has to answer: the process that workers are forked from has to import
+    That may take seconds, in which the loop has to answer: the process that they are forked from has to import
     everything first.
     """
 
@@ -80,8 +80,10 @@ class Forker:
         if not limit or not self._lock.locked():
             return
         self._looks += 1
-        if self._looks * seconds > (limit if self._has_forked else max(limit, IMPORT_SECONDS)):
-            logger.error("forking a worker takes more than %g s: ending the process that does it", limit)
+        if not self._has_forked:
+            limit = max(limit, IMPORT_SECONDS)
+        if self._looks * seconds > limit:
+            logger.error("forking a process takes more than %g s: ending the one that does it", limit)
             self._looks, self._has_forked = 0, False
             _kill_fork_server()
 
