@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_server.logs import dropped_lines
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchpipe_server")
 
-SWITCH_SECONDS = 0.0005
-"""How long a thread may keep the interpreter's lock from another one, which has a GPU to feed: a tenth of the usual."""
-
 
 def engine_main(start: Start) -> None:
     """The main function of an engine process. It ends when the supervisor says so, or with the last worker."""
@@ -50,7 +46,6 @@ def _work(start: Start) -> None:
         say_failed(start.sock, error)
         return
     die_with_parent(False)  # from here on it ends when its workers have
-    sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
     EngineProcess(start, server).serve()
     if not server.close(CLOSE_SECONDS):

@@ -242,13 +242,13 @@ def next_link(sock: socket.socket) -> socket.socket:
 
 
 def limit_threads() -> None:
-    """Tell OpenCV and PyTorch that the instances are the parallelism."""
+    """Tell OpenCV, PyTorch and Python that the instances are the parallelism."""
     import cv2
     import torch
 
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
-    # A thread that comes back from OpenCV waits this long at most for the interpreter lock (default: 5 ms).
+    # A thread that comes back from OpenCV, or from a GPU, waits this long at most for Python's lock (default: 5 ms).
     sys.setswitchinterval(SWITCH_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""Slots as the side that asks sees them, with the calls in them, and those that a worker has in an engine process."""
+"""Slots and the calls in them, as the side that asks sees them; the link of a worker to an engine process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchpipe_py.backends.shared.memory import (
 from torchpipe_py.backends.signature import Signature
 
 LARGE_BYTES = 2**22
-"""An answer beyond them takes milliseconds to copy: the thread that ``Link.is_gone`` wakes does that alone."""
+"""An answer of more takes milliseconds to copy: only the thread that sleeps in ``Link.is_gone`` does that."""
 
 Done = Callable[[Any, BaseException | None], object]
 """Gets the answer or an error, once."""
@@ -89,7 +89,8 @@ class Slots(Generic[C]):
 class Link(Slots[Call]):
     """The slots that a worker has in one engine process.
 
-    ``OSError``, ``EOFError`` where that ends before it has told what it runs, or ``meets()`` says not to wait for it.
+    Waits until that has told what it runs. Raises ``OSError`` or ``EOFError`` where it ends before that, or where
+    ``meets()``, asked every ``SLEEP_SECONDS``, says not to wait any longer.
     """
 
     def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:

@@ -157,7 +157,7 @@ def changed(before: bytes, after: bytes) -> list[int]:
 
 
 class LinkMemory:
-    """The slots of two processes of which one asks and one answers, by default of a worker in an engine process.
+    """The slots of two processes of which one asks and one answers. The sizes are those of a worker's engine process.
 
     Each word has one writer: who asks writes the number of a request into ``asked`` and, where nobody waits for it any
     more, into ``given_up``; who answers writes it into ``answered``. Then the slot is free again. Who takes requests

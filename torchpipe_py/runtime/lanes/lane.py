@@ -69,7 +69,7 @@ class Lane:
     still reach this one, perhaps itself; it and ``deliver`` are set before the first request. ``waiting``, shared by
     the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
     leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
-    ``together`` is where a batch is delivered.
+    A batch is delivered inside ``together()``.
     """
 
     idle: IdleStack[Instance] | Leadership
