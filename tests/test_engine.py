@@ -284,6 +284,29 @@ def test_what_nobody_waits_for_is_dropped_before_it_is_batched(register: Registe
     assert gate.batches == [["first"], [0, 1, 2]]
 
 
+def test_a_request_that_is_given_up_while_it_is_written_is_not_run(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline passes, say: the engine process hears of that before it hears of the request."""
+    gate, ask = Gate(), LinkMemory.ask
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "held"})
+        (way,) = worker.server._links.values()
+
+        def ask_late(asked: LinkMemory, slot: int, number: int, *rest: Any) -> None:
+            asked.give_up(slot, number)
+            worker.engine._link.bell.ring()
+            eventually(lambda: not way.has_work())
+            ask(asked, slot, number, *rest)
+
+        monkeypatch.setattr(LinkMemory, "ask", ask_late)
+        given_up = worker.pipe.submit({"data": "given up"})
+        assert isinstance(error_of(given_up), CancelledError)
+        gate.open()
+        assert outcome(held)["result"] == "held"
+    assert gate.batches == [["held"]]
+
+
 def test_a_request_that_is_given_up_while_it_runs_keeps_its_slot(register: Register) -> None:
     """Or its backend, which changes arrays in place, would change the next request's."""
     gate = Gate(blocks=lambda data: data[0] == 0)

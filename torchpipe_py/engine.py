@@ -158,6 +158,8 @@ class EngineServer:
         asked, given_up = link.take()
         for row, slot, number in asked:
             self._begin(link, row, slot, number)
+            if link.memory.is_given_up(slot, number):  # NOTE: perhaps before it was written, and so not among the next
+                link.give_up(slot, number)
         for slot, number in given_up:
             link.give_up(slot, number)
 
