@@ -435,6 +435,12 @@ def test_a_backend_may_keep_what_it_gets(register: Register) -> None:
     assert [int(item["result"].max()) for item in items[1:]] == [0, 1, 2]
 
 
+def leaves_answers(worker: Worker) -> bool:
+    """Whether the engine client's own thread sleeps, and leaves what comes to the thread that watches."""
+    link = worker.engine._link
+    return link is not None and link._waker is not link._own_bell and bool(link._waker._asleep[0])
+
+
 def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few at a time; from the next engine process as well, once the first one is gone."""
     monkeypatch.setattr(link_module, "SLEEP_SECONDS", WAIT)
@@ -466,7 +472,7 @@ def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkey
         for is_next in (False, True):
             if is_next:
                 link(worker, server)
-            eventually(lambda: watched)
+            eventually(lambda: watched and leaves_answers(worker))
             futures = [gate.hold(worker.pipe, {"data": 0})]
             futures += [worker.pipe.submit({"data": number}) for number in (1, 2)]
             for future in futures:
@@ -516,7 +522,7 @@ def test_a_large_answer_keeps_no_other_one_waiting(register: Register, monkeypat
     with engine_of(shared(register(Zeros))) as server:
         copying = Copying(monkeypatch)
         worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
-        eventually(lambda: watched)
+        eventually(lambda: watched and leaves_answers(worker))
         ((fd, take),) = watched.items()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
@@ -530,6 +536,25 @@ def test_a_large_answer_keeps_no_other_one_waiting(register: Register, monkeypat
         copying.goes_on.set()
         assert [len(outcome(future)["result"]) for future in futures] == [2**17, 1, 2**17, 2]
         assert copying.threads == 2 * ["torchpipe-engine"]
+        worker.close()
+
+
+def test_a_large_answer_is_copied_while_others_are_told(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies it does not wait for its turn to tell those."""
+    watched: dict[int, Any] = {}
+    with engine_of(shared(register(Zeros))) as server:
+        Copying(monkeypatch).goes_on.set()
+        worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
+        eventually(lambda: watched and leaves_answers(worker))
+        futures = [worker.pipe.submit({"data": size}) for size in (1, 2, 2**17)]  # the last one's slot is read first
+        answered = worker.engine._link.memory.from_answerer
+        eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 3)
+        lengths: list[int] = []
+        futures[1].add_done_callback(lambda _: lengths.append(len(outcome(futures[2])["result"])))
+        for take in watched.values():
+            take()
+        assert lengths == [2**17]
+        assert futures[0].done()
         worker.close()
 
 

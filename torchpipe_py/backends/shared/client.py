@@ -174,10 +174,10 @@ class Engine:
                 link = self._link
                 if link is None:
                     self._connect()
+                elif link.large:  # first, since the thread of ``watch`` may be telling the others
+                    self._take_answer(link, link.large.popleft())
                 elif link.has_answers():
                     self._take_answers(link)
-                elif link.large:
-                    self._take_answer(link, link.large.popleft())
                 elif link.is_gone():
                     self._lose(link)
             except Exception as error:
