@@ -23,7 +23,10 @@ class Decode(Worker):
 
     def __init__(self) -> None:
         super().__init__()
+        from torchpipe_py.malloc import keep_freed_memory
+
         cv2.setNumThreads(1)
+        keep_freed_memory()  # as the service's workers do
         self.side = read_split(os.environ["BENCH_SPLIT"]).side
 
     def deserialize(self, data: bytes) -> bytes:
