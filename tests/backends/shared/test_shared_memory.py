@@ -7,6 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Iterator
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -252,6 +253,29 @@ def test_words_of_the_slots(ends: Ends) -> None:
     assert changed(told, ends.worker.from_answerer()) == []
     ends.engine.answer(7, 2**32 - 1, Packed.of(1), False, 0.0, 0.0)
     assert changed(told, ends.worker.from_answerer()) == [7]
+
+
+class CountedLock:
+    """Notes how often any of it is taken."""
+
+    taken = 0
+
+    def __enter__(self) -> None:
+        CountedLock.taken += 1
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.mark.parametrize(("machine", "in_fence", "in_barrier"), [("x86_64", 0, 1), ("aarch64", 2, 2)])
+def test_locks_keep_order_where_the_processor_does_not(
+    monkeypatch: pytest.MonkeyPatch, machine: str, in_fence: int, in_barrier: int
+) -> None:
+    monkeypatch.setattr(memory, "threading", SimpleNamespace(Lock=CountedLock))
+    monkeypatch.setattr(memory, "_MACHINE", machine)
+    for keep_order, taken in ((memory.fence, in_fence), (memory.barrier, in_barrier)):
+        monkeypatch.setattr(CountedLock, "taken", 0)
+        keep_order()
+        assert CountedLock.taken == taken
 
 
 # -- bells ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import select
 import struct
 import threading
@@ -40,6 +41,7 @@ DONE, FAILED, NOT_RUN = range(3)
 SLEEP_SECONDS = 0.1
 """After which a sleeper looks for work by itself."""
 
+_MACHINE = platform.machine()
 _ROW = struct.Struct("<IIIIQQdd")
 _SMALL = 2**20
 _WORDS = 4 * SLOTS
@@ -74,9 +76,22 @@ class TooLargeError(InvalidRequest):
 
 
 def barrier() -> None:
-    """What this thread has written before is seen elsewhere before it reads on. NOTE: as taking a lock is."""
-    with threading.Lock():
+    """What this thread has written before is seen elsewhere before it reads on."""
+    # NOTE: on x86-64 taking a lock is a full fence. On ARMv8 what stands before a lock and what stands behind it may
+    # both move in between, and so pass each other. Neither passes the release of one followed by the taking of another.
+    lock = threading.Lock()
+    with lock:
         pass
+    if _MACHINE != "x86_64":
+        with lock:
+            pass
+
+
+def fence() -> None:
+    """Whoever sees what this thread writes after it sees what it wrote before; the same of what it reads."""
+    # NOTE: x86-64 keeps all that in order but a read behind a write, which takes a ``barrier``.
+    if _MACHINE != "x86_64":
+        barrier()
 
 
 class Bell:
@@ -162,6 +177,8 @@ class LinkMemory:
     Each word has one writer: who asks writes the number of a request into ``asked`` and, where nobody waits for it any
     more, into ``given_up``; who answers writes it into ``answered``. Then the slot is free again. Who takes requests
     one after the other may write it into ``begun`` before that.
+
+    What is read behind the words of the other side is at least as new as they are.
     """
 
     slots = SLOTS
@@ -205,15 +222,20 @@ class LinkMemory:
 
     def from_asker(self) -> bytes:
         """The words ``asked``, then ``given_up``, one for each slot."""
-        return self._map[: 2 * _WORDS]
+        words = self._map[: 2 * _WORDS]
+        fence()
+        return words
 
     def from_answerer(self) -> bytes:
         """The words ``answered``."""
-        return self._map[2 * _WORDS : 3 * _WORDS]
+        words = self._map[2 * _WORDS : 3 * _WORDS]
+        fence()
+        return words
 
     def ask(self, slot: int, number: int, packed: Packed, kind: int, sent: float, deadline: float) -> None:
         """Write a request; ``TooLargeError`` where there is no room for it."""
         self._write(_REQUESTS, slot, packed, kind, 0, sent, deadline)
+        fence()
         self._asked[slot] = number
 
     def is_asked(self, slot: int, number: int) -> bool:
@@ -239,6 +261,7 @@ class LinkMemory:
     def answer(self, slot: int, number: int, packed: Packed, kind: int, taken: float, now: float) -> None:
         """Write an answer behind its request; ``TooLargeError`` where there is no room for it."""
         self._write(_ANSWERS, slot, packed, kind, self.request(slot).end, taken, now)
+        fence()
         self._answered[slot] = number
 
     def fail(self, slot: int, number: int, failure: Failure, taken: float) -> None:
