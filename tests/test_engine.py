@@ -558,6 +558,37 @@ def test_a_large_answer_is_copied_while_others_are_told(register: Register, monk
         worker.close()
 
 
+def test_the_thread_that_copies_takes_others_for_a_turn_alone(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that watches comes for the rest; it does not wait for all of them."""
+    monkeypatch.setattr(client, "_TURN_SECONDS", 0.0)
+    watched: dict[int, Any] = {}
+    with engine_of(shared(register(Zeros))) as server:
+        copying = Copying(monkeypatch)
+        worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
+        eventually(lambda: watched and leaves_answers(worker))
+        ((fd, take),) = watched.items()
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        large = worker.pipe.submit({"data": 2**17})
+        assert poller.poll(1000 * WAIT)
+        take()
+        eventually(lambda: copying.threads)
+        futures = [worker.pipe.submit({"data": size}) for size in (1, 2, 3)]
+        answered = worker.engine._link.memory.from_answerer
+        eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 4)
+        copying.goes_on.set()
+        eventually(lambda: leaves_answers(worker))
+        assert large.done()
+        assert sum(future.done() for future in futures) == 1
+        for done in (2, 3):
+            assert poller.poll(1000 * WAIT)
+            take()
+            assert sum(future.done() for future in futures) == done
+        worker.close()
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_large_answers_are_told_once_though_the_engine_dies_meanwhile(
     is_watched: bool, register: Register, monkeypatch: pytest.MonkeyPatch

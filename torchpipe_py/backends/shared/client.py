@@ -20,7 +20,7 @@ HOLD_SECONDS = 0.4
 """How long a request waits for the next engine process when one has died."""
 
 START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
-_TURN_SECONDS = 0.02  # for answers; then the thread of ``watch`` looks after the other things that it waits for
+_TURN_SECONDS = 0.02  # for answers; the thread of ``watch`` waits for other things as well
 _WEIGHT = 1 / 16  # of the last call in what a call takes
 
 
@@ -176,10 +176,12 @@ class Engine:
                     self._connect()
                 elif link.large:  # first, since the thread of ``watch`` may be telling the others
                     self._take_answer(link, link.large.popleft())
-                elif link.has_answers():
-                    self._take_answers(link)
-                elif link.is_gone():
-                    self._lose(link)
+                else:
+                    if link.has_answers():
+                        self._take_turn(link)
+                    # NOTE: also where answers are left: who comes for a lock again at once leaves others no chance.
+                    if link.is_gone():
+                        self._lose(link)
             except Exception as error:
                 log_failure("what comes from the engine process cannot be taken", error)
 
@@ -228,10 +230,14 @@ class Engine:
         """On the thread of ``watch``: the engine process has rung."""
         try:
             link.heed_bell()
-            if not self._take_answers(link, _TURN_SECONDS):
-                link.ring_again()
+            self._take_turn(link)
         except Exception as error:
             log_failure("what comes from the engine process cannot be taken", error)
+
+    def _take_turn(self, link: Link) -> None:
+        """Tell the answers that are there, for as long as a turn; the thread that has the bell comes for the rest."""
+        if not self._take_answers(link, _TURN_SECONDS):
+            link.ring_again()
 
     def _take_answers(self, link: Link, seconds: float = inf) -> bool:
         """Tell the answers that are there, for about so long, and leave the large ones; whether that were all."""
