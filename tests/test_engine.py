@@ -700,6 +700,23 @@ def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None
         engine.close()
 
 
+def test_a_worker_that_is_just_taken_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine process without a supervisor ends as soon as it has no worker."""
+    counts: list[int] = []
+
+    class Counting(engine_link.EngineLink):
+        def __init__(self, *args: Any) -> None:
+            counts.append(server.workers)
+            super().__init__(*args)
+
+    monkeypatch.setattr("torchpipe_py.engine.EngineLink", Counting)
+    config = shared("Identity")
+    with engine_of(config) as server:
+        worker = Worker(config, server)
+        worker.close()
+    assert counts == [1]
+
+
 def test_a_jump_tells_that_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
     config = {

@@ -124,10 +124,13 @@ class EngineServer:
 
     def _round(self) -> None:
         while self._new:
-            link = EngineLink(self._new.pop(), self._answered)
-            self._poller.register(link, select.POLLIN)
-            with self._taking:
-                self._links[link.fileno()] = link
+            try:
+                link = EngineLink(self._new[0], self._answered)
+                self._poller.register(link, select.POLLIN)
+                with self._taking:
+                    self._links[link.fileno()] = link
+            finally:
+                self._new.pop(0)  # NOTE: not before: ``workers`` must not be 0 while one comes
         for fd in wait_for((self._bell,), self._poller, SLEEP_SECONDS):
             link = self._links[fd]
             if not link.meet(self._memory):
