@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 import select
 import socket
@@ -682,6 +684,68 @@ def test_without_an_engine_a_request_waits_for_a_while(register: Register, monke
             link(worker, worker.server)
         eventually(lambda: worker.engine._link is not None)
         assert worker.pipe({"data": 1})["result"] == 1
+
+
+@pytest.mark.parametrize("call", ["eventfd", "memfd_create", "recv_fds", "mmap"])
+def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, told = shared("Identity"), list[bool]()
+    number = errno.ENOMEM if call == "mmap" else errno.EMFILE
+    module = {"recv_fds": socket, "mmap": mmap}.get(call, os)
+
+    def fail(*args: Any) -> Any:
+        if threading.current_thread().name != "torchpipe-engine":
+            return real(*args)
+        if call == "recv_fds":
+            return (real(*args)[0], [], socket.MSG_CTRUNC, None)
+        raise OSError(number, os.strerror(number))
+
+    real = getattr(module, call)
+    with engine_of(config) as server:
+        engine = Engine(lambda fd, take: None, told.append)
+
+        def meets() -> bool:
+            ours, theirs = socket.socketpair()
+            server.attach(ours)
+            return engine.meet(theirs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, call, fail)
+            assert not meets()
+        eventually(lambda: server.workers == 0)
+        assert told == [True, False]
+        assert meets()
+        assert told[-1]
+        engine.close()
+    line = f"there is no link to the engine process: OSError: [Errno {number}] {os.strerror(number)}"
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_an_engine_process_without_descriptors_says_so_and_can_be_linked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, told = shared("Identity"), list[bool]()
+    real = socket.recv_fds
+
+    def truncated(*args: Any) -> Any:
+        if threading.current_thread().name != "torchpipe-slots":
+            return real(*args)
+        return (real(*args)[0], [], socket.MSG_CTRUNC, None)
+
+    with engine_of(config) as server:
+        engine = Engine(None, told.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "recv_fds", truncated)
+            ours, theirs = socket.socketpair()
+            server.attach(ours)
+            assert not engine.meet(theirs)
+        assert told == [True, False]
+        ours, theirs = socket.socketpair()
+        server.attach(ours)
+        assert engine.meet(theirs)
+        engine.close()
+    assert caplog.messages == [f"a worker cannot be linked: OSError: [Errno 24] {os.strerror(errno.EMFILE)}"]
 
 
 def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None:

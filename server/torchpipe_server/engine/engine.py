@@ -78,7 +78,7 @@ class EngineProcess:
         kind = message["type"]
         if kind == "link":
             if descriptor < 0:
-                logger.error("no descriptor is left for the way to a worker")
+                logger.error("a worker cannot be linked: no descriptor is left for it")
             else:
                 self._server.attach(socket.socket(fileno=descriptor))
         elif kind == "stats":

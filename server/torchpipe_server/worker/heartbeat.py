@@ -34,11 +34,11 @@ class Heartbeat:
     """Shared memory for the signs: the worker that is started with it writes, the supervisor reads."""
 
     def __init__(self) -> None:
-        self._memory = SharedMemory("torchpipe-heartbeat", 8 * _NUMBERS)
+        self._memory = SharedMemory("torchpipe-heartbeat", 8 * (_NUMBERS + 1))
 
     def read(self) -> Signs:
         """What was told last; all zero before."""
-        return Signs(*self._memory.view.cast("d"))
+        return Signs(*self._memory.view.cast("d")[:_NUMBERS])
 
     def write(self, signs: Signs) -> None:
         """Tell."""
@@ -46,6 +46,15 @@ class Heartbeat:
         view = self._memory.view.cast("d")
         for index in reversed(range(_NUMBERS)):
             view[index] = signs[index]
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the worker has a link to its engine process, or needs none as far as it has told."""
+        return not self._memory.view.cast("d")[_NUMBERS]
+
+    def tell_linked(self, is_linked: bool) -> None:
+        """Tell that, from any thread and before the first beat."""
+        self._memory.view.cast("d")[_NUMBERS] = not is_linked
 
     def close(self) -> None:
         """No process is started with it any more; what is written there stays."""

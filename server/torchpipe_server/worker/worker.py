@@ -39,6 +39,7 @@ SWITCH_SECONDS = 0.0005
 PR_SET_PDEATHSIG = 1
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
+NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,8 @@ def _work(start: Start) -> None:
         if has_engine(start.options, start.tables):
             from torchpipe_py.engine import Engine, pipe_of_worker
 
-            engine = Engine(partial(_watch, loop))
-            while not engine.meet(next_link(start.sock)):
-                pass  # it has died meanwhile, and another one will be there
+            engine = Engine(partial(_watch, loop), start.heartbeat.tell_linked)
+            meet(engine, start)
             run = pipe_of_worker(plan, engine)
         else:
             run = pipe(plan)
@@ -171,7 +171,7 @@ class Worker:
 
     def _adopt_link(self, descriptor: int) -> None:
         if descriptor < 0 or self._engine is None:
-            logger.error("no descriptor is left for the way to the engine process")
+            logger.error(NO_DESCRIPTOR)
         else:
             self._engine.attach(socket.socket(fileno=descriptor))
 
@@ -232,13 +232,20 @@ def has_engine(options: Options, tables: Any) -> bool:
     return options.workers > 1 and bool(shared_nodes(tables))
 
 
-def next_link(sock: socket.socket) -> socket.socket:
-    """The way to the engine process, which the supervisor gives a worker that starts before anything else."""
-    _, descriptors, _, _ = socket.recv_fds(sock, 4096, 1)
-    if not descriptors:
-        raise OSError(errno.EPIPE, "the supervisor is gone, or had no descriptor for the way to the engine process")
-    os.set_inheritable(descriptors[0], False)
-    return socket.socket(fileno=descriptors[0])
+def meet(engine: Engine, start: Start) -> None:
+    """Wait for an engine process, and the links that the supervisor makes to it, until one has told what it runs."""
+    while True:
+        # NOTE: links are all that the supervisor sends to a worker that starts.
+        said, descriptors, _, _ = socket.recv_fds(start.sock, 4096, 1)
+        if not said:
+            raise OSError(errno.EPIPE, "the supervisor is gone")
+        if not descriptors:
+            logger.error(NO_DESCRIPTOR)
+            start.heartbeat.tell_linked(False)
+            continue
+        os.set_inheritable(descriptors[0], False)
+        if engine.meet(socket.socket(fileno=descriptors[0])):
+            return
 
 
 def limit_threads() -> None:

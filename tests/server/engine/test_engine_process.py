@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +20,8 @@ import pytest
 from fakes import WAIT
 from service import IDL, LIGHT, Client, Process, eventually
 from thrift.transport.TTransport import TTransportException
+from torchpipe_server.worker.heartbeat import Heartbeat
+from torchpipe_server.worker.worker import meet
 
 BACKENDS = '''
 import os, pathlib, time
@@ -33,6 +37,19 @@ def wait_for(name):
     until = time.monotonic() + 100
     while not (HERE / name).exists() and time.monotonic() < until:
         time.sleep(0.005)
+
+
+memfd_create = os.memfd_create
+
+
+def memfd_or_none(name, *flags):
+    """There is no descriptor for a link while a file says so."""
+    if name == "torchpipe-slots" and (HERE / "none-left").exists():
+        raise OSError(24, os.strerror(24))
+    return memfd_create(name, *flags)
+
+
+os.memfd_create = memfd_or_none
 
 
 @register_backend
@@ -132,7 +149,7 @@ class Service:
         return (self.folder / f"waits-{pid}").exists()
 
     def clear(self) -> None:
-        for name in ("hold", "go", "open"):
+        for name in ("hold", "go", "open", "none-left"):
             (self.folder / name).unlink(missing_ok=True)
 
     def code_of(self, client: Client, data: bytes) -> str:
@@ -263,6 +280,29 @@ def test_nothing_is_ready_without_an_engine_process(service: Service) -> None:
     assert service.stats["restarts_by_reason"]["died"] >= 1
 
 
+def test_links_for_which_descriptors_were_missing_are_made_when_they_are_there(service: Service) -> None:
+    """That of a worker that serves, and that of one that starts."""
+    before, (first, second) = service.engine, service.pids("workers")
+    line = f"there is no link to the engine process: OSError: [Errno 24] {os.strerror(24)}"
+
+    def both_say_so() -> bool:
+        return all(f"[{worker['pid']}]: {line}" in service.process.stderr for worker in service.stats["workers"])
+
+    (service.folder / "none-left").touch()
+    os.kill(before, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: service.pids("engines") not in ([], [before]))
+    eventually(both_say_so)
+    assert not service.is_ready
+    with Client(service.port) as client:
+        assert service.code_of(client, b"x") == "unavailable"
+        engine = service.engine
+        service.clear()
+        eventually(lambda: service.is_ready and len(service.pids("workers")) == 2)
+        assert client.infer_batch(b"x") == ("x", 1.0)
+    assert (service.engine, second in service.pids("workers")) == (engine, True)
+
+
 def test_a_worker_is_killed(service: Service) -> None:
     """What it had ends in the engine process as well; others' requests go on."""
     engine, workers = service.engine, service.pids("workers")
@@ -347,6 +387,33 @@ def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_superviso
         supervisor.kill()
         _, alive = psutil.wait_procs(processes, WAIT)
         assert alive == []
+
+
+def test_a_worker_that_starts_waits_on_where_no_descriptor_is_left_for_its_link() -> None:
+    heartbeat, met = Heartbeat(), list[socket.socket]()
+
+    class Engine:
+        def meet(self, sock: socket.socket) -> bool:
+            met.append(sock)
+            return True
+
+    ours, theirs = socket.socketpair()
+    start: Any = SimpleNamespace(sock=theirs, heartbeat=heartbeat)
+    engine: Any = Engine()
+    with ours, theirs:
+        ours.send(b'{"type": "link", "descriptor": true}\n')
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            meet(engine, start)
+        assert not heartbeat.is_linked
+        socket.send_fds(ours, [b'{"type": "link", "descriptor": true}\n'], [ours.fileno()])
+        meet(engine, start)
+        (sock,) = met
+        sock.close()
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(OSError, match="the supervisor is gone"):
+            meet(engine, start)
+    heartbeat.close()
 
 
 def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:

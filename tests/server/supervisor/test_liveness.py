@@ -130,6 +130,24 @@ def test_a_batch_is_hung_at_the_second_look(subject: Subject) -> None:
     assert subject.look() == ["hung_batch"]
 
 
+def test_a_worker_without_its_link_gets_another_one_at_the_second_look(subject: Subject) -> None:
+    child, mine = subject.child, socket.socket()
+    subject.heartbeat.tell_linked(False)
+    assert not child.responds
+    for beats in (1, 3):
+        subject.show(beats=beats)
+        assert (subject.look(), child.needs_link) == ([None], False)
+        subject.show(beats=beats + 1)
+        assert (subject.look(), child.needs_link) == ([None], True)
+        child.link(mine)
+        assert not child.needs_link
+    subject.heartbeat.tell_linked(True)
+    assert child.responds
+    subject.look(2)
+    assert not child.needs_link
+    mine.close()
+
+
 def test_an_instance_that_is_dead_is_told_also_without_hang_seconds(subject: Subject) -> None:
     subject.show(beats=1, dead=1)
     assert subject.look(hang_seconds=0.0) == ["dead_instance"]

@@ -11,16 +11,17 @@ from math import inf
 from time import perf_counter
 from typing import Any, Protocol
 
-from torchpipe_py.backends.shared.link import Call, Link
+from torchpipe_py.backends.shared.link import ENDED, Call, Link
 from torchpipe_py.backends.shared.memory import SLOTS, Row
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import EngineUnavailable, WorkerDied, log_failure
+from torchpipe_py.errors import EngineUnavailable, WorkerDied, describe, log_failure, logger
 
 HOLD_SECONDS = 0.4
 """How long a request waits for the next engine process when one has died."""
 
 START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
 _TURN_SECONDS = 0.02  # for answers; the thread of ``watch`` waits for other things as well
+_DIED = "the engine process has died, and the next one is not ready yet"
 _WEIGHT = 1 / 16  # of the last call in what a call takes
 
 
@@ -39,10 +40,14 @@ class Engine:
     Where there is a ``watch``, its thread does that, which is awake anyway where it waits for other things as well;
     the own one then takes the large ones, and what that has left every ``SLEEP_SECONDS``.
     ``attach(sock)`` gives it the way to an engine process: the first one, or the next when one has died.
+    ``tell_linked(is_linked)`` hears from any thread that there is a link or one is being made, and that there is none:
+    then it takes another ``attach``, to the next engine process or to the same one if that lives.
     """
 
-    def __init__(self, watch: Watch | None = None) -> None:
-        self._watch = watch
+    def __init__(
+        self, watch: Watch | None = None, tell_linked: Callable[[bool], object] = lambda is_linked: None
+    ) -> None:
+        self._watch, self._tell_linked = watch, tell_linked
         self._lock = threading.Lock()
         self._taking = threading.Lock()  # of answers
         self._changed = threading.Condition(self._lock)
@@ -51,6 +56,7 @@ class Engine:
         self._waiting: deque[Call] = deque()  # for a slot, or for an engine process
         self.sections: dict[str, tuple[int, Signature]] = {}
         self._is_closed = self._is_meeting = False
+        self._missing = _DIED  # why there is no link
         self._thread: threading.Thread | None = None
         self.figures = Figures()
 
@@ -59,6 +65,7 @@ class Engine:
         with self._lock:
             before, self._next = self._next, sock
             self._is_meeting = True
+            self._tell_linked(True)
             if before is not None:
                 before.close()
             if self._thread is None:
@@ -67,7 +74,7 @@ class Engine:
             self._changed.notify_all()
 
     def meet(self, sock: socket.socket) -> bool:
-        """Attach, and wait until the engine process has told what it runs; ``False`` where it has died before that."""
+        """Attach, and wait until the engine process has told what it runs; ``False`` where no link can be made."""
         self.attach(sock)
         with self._lock:
             self._changed.wait_for(lambda: self.sections or not self._is_meeting)
@@ -197,18 +204,25 @@ class Engine:
                 return
         try:
             link = Link(sock, self._meets)
-        except (OSError, EOFError, ValueError):
+            bell = -1 if self._watch is None else link.leave_bell()
+        except Exception as error:
+            if not isinstance(error, ENDED):
+                self._missing = f"there is no link to the engine process: {describe(error)}"
+                logger.error("%s", self._missing)
             with self._lock:
                 self._is_meeting = self._next is not None
+                self._tell_linked(self._is_meeting)
                 self._changed.notify_all()
             return
         with self._lock:
             self._link, self.sections = link, link.sections
+            self._missing = _DIED
+            self._tell_linked(True)
             for call in self._waiting:
                 call.until = inf
             self._changed.notify_all()
         if self._watch is not None:
-            self._watch(link.leave_bell(), partial(self._take_rung, link))
+            self._watch(bell, partial(self._take_rung, link))
         self._send_waiting(link)
 
     def _meets(self) -> bool:
@@ -223,8 +237,7 @@ class Engine:
             late = [call for call in self._waiting if call.until <= now]
             self._waiting = deque(call for call in self._waiting if call.until > now)
         for call in late:
-            error = EngineUnavailable("the engine process has died, and the next one is not ready yet")
-            self._tell(call, None, error)
+            self._tell(call, None, EngineUnavailable(self._missing))
 
     def _take_rung(self, link: Link) -> None:
         """On the thread of ``watch``: the engine process has rung."""
@@ -290,6 +303,7 @@ class Engine:
             self._take_answer(link, link.large.popleft())
         with self._lock:
             self._link = None
+            self._tell_linked(self._next is not None)
             until = perf_counter() + HOLD_SECONDS
             for call in self._waiting:
                 call.until = until

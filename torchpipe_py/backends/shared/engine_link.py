@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -12,8 +13,9 @@ from typing import Protocol
 
 from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.shared.codec import pack_outcomes
+from torchpipe_py.backends.shared.link import ENDED
 from torchpipe_py.backends.shared.memory import DONE, SLOTS, Bell, BellMemory, LinkMemory, Row, changed
-from torchpipe_py.errors import Failure
+from torchpipe_py.errors import Failure, describe, logger
 
 
 class Ticket(Protocol):
@@ -76,10 +78,12 @@ class EngineLink:
         return self._sock.fileno()
 
     def meet(self, bell: BellMemory) -> bool:
-        """Take the worker's memory, and tell it where to ring; ``False`` where the worker is gone."""
+        """Take the worker's memory, and tell it where to ring; ``False`` where it is gone, or cannot be linked."""
         try:
-            told, descriptors, _, _ = socket.recv_fds(self._sock, 64, 2)
+            told, descriptors, flags, _ = socket.recv_fds(self._sock, 64, 2)
             self._descriptors += descriptors
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if not told or self._has_met or len(descriptors) != 2:
                 return False
             for descriptor in descriptors:
@@ -88,7 +92,10 @@ class EngineLink:
             self._bell = Bell(self.memory.asker_asleep, descriptors[1])
             self._words = self.memory.from_asker()
             socket.send_fds(self._sock, [b"bell"], [bell.memory_fd, bell.bell.fd])
-        except (OSError, ValueError):
+        except ENDED:
+            return False
+        except (OSError, ValueError) as error:
+            logger.error("a worker cannot be linked: %s", describe(error))
             return False
         self._has_met = True
         return True

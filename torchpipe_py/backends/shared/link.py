@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import select
@@ -25,6 +26,9 @@ from torchpipe_py.backends.signature import Signature
 
 LARGE_BYTES = 2**22
 """An answer of more takes milliseconds to copy: only the thread that sleeps in ``Link.is_gone`` does that."""
+
+ENDED = (EOFError, BrokenPipeError, ConnectionResetError)
+"""What a link fails with where the other process has ended."""
 
 Done = Callable[[Any, BaseException | None], object]
 """Gets the answer or an error, once."""
@@ -89,8 +93,9 @@ class Slots(Generic[C]):
 class Link(Slots[Call]):
     """The slots that a worker has in one engine process.
 
-    Waits until that has told what it runs. Raises ``OSError`` or ``EOFError`` where it ends before that, or where
-    ``meets()``, asked every ``SLEEP_SECONDS``, says not to wait any longer.
+    Waits until that has told what it runs. Raises one of ``ENDED`` where it ends before that, ``EOFError`` where
+    ``meets()``, asked every ``SLEEP_SECONDS``, says not to wait any longer, and another ``OSError`` where descriptors
+    or memory are missing.
     """
 
     def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:
@@ -110,8 +115,10 @@ class Link(Slots[Call]):
         while not self._poller.poll(1000 * SLEEP_SECONDS):
             if not meets():
                 raise EOFError
-        _, descriptors, _, _ = socket.recv_fds(sock, 64, 2)
+        _, descriptors, flags, _ = socket.recv_fds(sock, 64, 2)
         self._fds += descriptors
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(descriptors) != 2:
             raise EOFError
         for descriptor in descriptors:

@@ -65,6 +65,8 @@ class Child:
         self._heartbeat = forked.heartbeat
         self._signs = forked.heartbeat.read()
         self._silent_s = 0.0  # without a sign of life
+        self.needs_link = False  # to its engine process, if that lives
+        self._unlinked_looks = 0  # in a row, at which it had none
         self._overdue_looks = 0  # in a row, at which a batch ran for too long
         self._is_asked = False  # for its figures
         self._is_trusted = True
@@ -94,11 +96,20 @@ class Child:
 
     @property
     def responds(self) -> bool:
-        """Whether it has shown lately that it makes progress."""
+        """Whether it has shown lately that it makes progress, and has a link to its engine process."""
+        return self._makes_progress and self._heartbeat.is_linked
+
+    @property
+    def _makes_progress(self) -> bool:
         return max(self._silent_s, self._signs.loop_s) < RESPONDS_SECONDS
 
     def look(self, hang_seconds: float) -> Reason | None:
         """Once in ``LOOK_SECONDS``: what is wrong with it, if anything; ``hang_seconds`` of 0 are no limit."""
+        # NOTE: twice, as the supervisor may not have heard yet that the engine process has died. One that makes no
+        # progress would not take the link.
+        is_unlinked = self._makes_progress and not self._heartbeat.is_linked
+        self._unlinked_looks = self._unlinked_looks + 1 if is_unlinked else 0
+        self.needs_link = self.needs_link or self._unlinked_looks >= 2
         if self.state not in ("ready", "draining"):
             return None
         before, self._signs = self._signs, self._heartbeat.read()
@@ -129,6 +140,7 @@ class Child:
         if client is not None:
             self.has_served = True
             self.clients.add(client)
+        self.needs_link, self._unlinked_looks = False, 0
         self._channel.send({"type": "link"}, sock.fileno())
 
     def ask_stats(self) -> None:

@@ -162,9 +162,7 @@ class Fleet:
         child = Child(self._loop, worker.name, forked, self._hear, self._ended)
         if self._wants(worker):
             worker.child = child
-            engine = self._generation_of(worker).engine_of(worker) if worker.role == "worker" else None
-            if engine is not None:
-                self._link(worker, engine)
+            self._link(worker)
         else:
             self._leaving.add(child)  # of a reload that was given up meanwhile, or too late
             child.dismiss()
@@ -187,6 +185,7 @@ class Fleet:
             self._next_look = now + LOOK_SECONDS
             self._retirement.look(self.children)
             self._forker.look(LOOK_SECONDS)
+            self._link_again()
         waits += self._retirement.kill_due(now)
         for worker in self._now.slots:
             if worker.start_at and not self._is_ending:
@@ -229,20 +228,31 @@ class Fleet:
             if generation.has_started_workers:
                 for worker in generation.workers:
                     if generation.engine_of(worker) is engine:
-                        self._link(worker, engine)
+                        self._link(worker)
             elif all(other.is_ready for other in generation.engines):
                 self._begin(generation)
         if self._has_begun and engine.restarts and engine.child is not None:
             logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
 
-    def _link(self, worker: WorkerSlot, engine: WorkerSlot) -> None:
-        """Give a worker and an engine process the two ends of a way to each other, where both are there."""
-        if worker.child is None or engine.child is None or not engine.is_ready:
+    def _link(self, worker: WorkerSlot) -> None:
+        """Give a worker and its engine process the two ends of a way to each other, where both are there."""
+        engine = self._generation_of(worker).engine_of(worker) if worker.role == "worker" else None
+        if engine is None or worker.child is None or engine.child is None or not engine.is_ready:
             return
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            engine.child.link(ours, worker.child)
-            worker.child.link(theirs)
+        try:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                engine.child.link(ours, worker.child)
+                worker.child.link(theirs)
+        except OSError as error:
+            logger.error("%s and %s cannot be linked: %s", worker.name, engine.name, error)
+            worker.child.needs_link = True
+
+    def _link_again(self) -> None:
+        """Where descriptors or memory were missing for it, and both live: nothing else would."""
+        for worker in self._slots:
+            if worker.child is not None and worker.child.needs_link and not self._is_ending:
+                self._link(worker)
 
     def _generation_of(self, slot: WorkerSlot) -> Generation:
         return self._next if self._next is not None and self._is_successor(slot) else self._now

@@ -232,6 +232,28 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(monkeypa
     journal.close()
 
 
+def test_a_link_for_which_the_supervisor_has_no_descriptor_is_made_at_the_next_look(monkeypatch) -> None:
+    loop, journal = Loop(), Journal(1)
+    tables = {"global": {}, "model": {"backend": "Identity", "shared": True}}
+    fleet = Fleet(loop, Options("test", workers=2), journal, tables, dict, mock.Mock())
+    (engine,), (worker, _) = fleet.engines, fleet.workers
+    engine.child, worker.child = mock.Mock(is_ready=True), mock.Mock(needs_link=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", mock.Mock(side_effect=OSError(errno.EMFILE, "none is left")))
+        fleet._link(worker)
+    assert worker.child.needs_link
+    engine.child.link.assert_not_called()
+    engine.child.is_ready = False  # it has died: the next one gets a link as soon as it is ready
+    fleet._link_again()
+    worker.child.link.assert_not_called()
+    engine.child.is_ready = True
+    fleet._link_again()
+    engine.child.link.assert_called_once_with(mock.ANY, worker.child)
+    worker.child.link.assert_called_once()
+    loop.close()
+    journal.close()
+
+
 def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends() -> None:
     """One of two is killed whenever it starts; workers are started when both are ready."""
     loop, journal, failed = Loop(), Journal(1), []
