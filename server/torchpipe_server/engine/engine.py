@@ -21,6 +21,7 @@ from torchpipe_server.worker.worker import (
     make_plan,
     run_process,
     say_failed,
+    set_up_process,
     used_gpus,
 )
 
@@ -41,6 +42,7 @@ def _work(start: Start) -> None:
     try:
         from torchpipe_py.engine import EngineServer
 
+        set_up_process(start.options)
         server = EngineServer(make_plan(start.options, start.tables))
     except Exception as error:
         say_failed(start.sock, error)

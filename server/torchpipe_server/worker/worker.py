@@ -88,6 +88,7 @@ def _work(start: Start) -> None:
         from torchpipe_py import pipe
 
         make_served = served_maker(start.options)
+        set_up_process(start.options)
         plan = make_plan(start.options, start.tables)
         if has_engine(start.options, start.tables):
             from torchpipe_py.engine import Engine, pipe_of_worker
@@ -206,16 +207,21 @@ def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
     loop.call(lambda: loop.watch(fd, 0 if take is None else READ, ready, is_urgent=True))
 
 
-def make_plan(options: Options, tables: Any) -> Pipeline:
-    """The plan of the configuration, with the user's own code imported, in a process that is set up to run it."""
+def set_up_process(options: Options) -> None:
+    """Import the user's own code, and have libraries, Python and malloc do as a process with a pipe needs it."""
     from torchpipe_py import import_code
     from torchpipe_py.malloc import keep_freed_memory
-    from torchpipe_py.plan.build import plan_pipeline
 
     for name in filter(None, (part.strip() for part in options.import_code.split(","))):
         import_code(name)
-    limit_threads()
+    limit_threads()  # NOTE: after that code, which may have set them otherwise
     keep_freed_memory()
+
+
+def make_plan(options: Options, tables: Any) -> Pipeline:
+    """The plan of the configuration; what the options say otherwise is written into ``tables``."""
+    from torchpipe_py.plan.build import plan_pipeline
+
     if options.max_inflight:
         tables["global"]["max_inflight"] = options.max_inflight
     if options.decode_isolation != "config":

@@ -1,0 +1,40 @@
+"""What a worker and an engine process make of the configuration, and of the process that they run in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchpipe_server.options import parse_options
+from torchpipe_server.worker import worker
+from torchpipe_server.worker.worker import make_plan, set_up_process
+
+import torchpipe_py.malloc
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done to the process."""
+    names: list[str] = []
+    monkeypatch.setattr(worker, "limit_threads", lambda: names.append("threads"))
+    monkeypatch.setattr(torchpipe_py.malloc, "keep_freed_memory", lambda: names.append("malloc"))
+    return names
+
+
+def test_a_plan_is_made_without_a_change_of_the_process(done: list[str]) -> None:
+    options = parse_options(["x.toml", "--max-inflight", "7", "--import", "no_such_module"])
+    tables: Any = {"global": {}, "a": {"backend": "Identity"}}
+    assert list(make_plan(options, tables).plans) == ["a"]
+    assert tables["global"]["max_inflight"] == 7
+    assert done == []
+
+
+def test_threads_are_limited_after_the_users_own_code(
+    done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_code.py").write_text("import told\ntold.names.append('own')\n")
+    monkeypatch.setitem(sys.modules, "told", type("told", (), {"names": done}))
+    set_up_process(parse_options(["x.toml", "--import", str(tmp_path / "own_code.py")]))
+    assert done == ["own", "threads", "malloc"]
