@@ -98,6 +98,9 @@ mark = "{mark}"
 """
 
 
+TOLD = "shared nodes (model) run in 1 engine process for 2 workers: engine process 0"
+
+
 class Service:
     """Two workers and, where a node is shared, an engine process."""
 
@@ -320,6 +323,7 @@ def test_a_worker_is_killed(service: Service) -> None:
 def test_reloads_lose_nothing(service: Service) -> None:
     """Another shared node, none, and one again."""
     marks = ("", "-two", "-none", "-three")
+    told = service.process.stderr.count(TOLD)
     with Load(service.port, marks=marks) as load:
         for mark, shared in (
             ("-two", "shared = true"),
@@ -333,12 +337,15 @@ def test_reloads_lose_nothing(service: Service) -> None:
             eventually(load.served(mark), f"nothing of {mark!r}")
             assert bool(service.pids("engines")) == bool(shared)
             assert not {*service.pids("engines")} & {*engines}
+            told += bool(shared)
+            assert service.process.stderr.count(TOLD) == told
             eventually(lambda old=engines: not any(map(psutil.pid_exists, old)), "an engine process stays")
     assert load.problems == []
     assert set(load.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
 
 
 def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Service) -> None:
+    told = service.process.stderr.count(TOLD)
     engine, workers = service.engine, service.pids("workers")
     service.write("fail")
     with Load(service.port) as load:
@@ -349,6 +356,7 @@ def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Se
     assert set(load.ends) == {"ok"}
     assert "node 'model': Marked: OSError: no such model" in service.process.stderr
     assert (service.engine, service.pids("workers")) == (engine, workers)
+    assert service.process.stderr.count(TOLD) == told >= 1
     service.write()
 
 

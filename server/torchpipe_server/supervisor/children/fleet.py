@@ -265,6 +265,7 @@ class Fleet:
         """The first generation is there, but for what was given up."""
         if not self._has_begun and self.ready and all(worker.is_ready or worker.is_given_up for worker in self.workers):
             self._has_begun = True
+            self._now.tell_engines(self._options)
             self._watcher.became_ready(self.ready[0])
             if self._wants_reload:
                 self._loop.call(self.reload)
@@ -375,6 +376,7 @@ class Fleet:
                 elif not old.child.clients:
                     old.child.release()
         logger.info("reloaded %s", self._options.config)
+        self._now.tell_engines(self._options, before)
         self._watcher.became_ready(last)
 
     def _give_up_reload(self, problem: str) -> None:

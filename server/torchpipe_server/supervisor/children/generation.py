@@ -72,21 +72,23 @@ class Generation:
                         options.engines, count, most,
                     )  # fmt: skip
                 self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
-                self._tell_engines(options)
         elif options.engines > 1:
             reason = "no node has shared = true" if options.workers > 1 else "it takes --workers of 2 or more"
             logger.warning("--engines %d does nothing: %s", options.engines, reason)
 
-    def _tell_engines(self, options: Options) -> None:
+    def tell_engines(self, options: Options, before: Generation | None = None) -> None:
+        """Log which engine processes run its shared nodes, and whether they are those of the generation ``before``."""
+        if not self.engines:
+            return
         devices = [options.device_of(engine.index) for engine in self.engines]
         named = [
             f"{engine.name} on CUDA device {device}" if device else engine.name
             for engine, device in zip(self.engines, devices, strict=True)
         ]
         logger.info(
-            "shared nodes (%s) run in %s for %d workers: %s",
+            "shared nodes (%s) run in %s for %d workers: %s%s",
             ", ".join(shared_nodes(self._tables)), counted(len(named), "engine process"), options.workers,
-            ", ".join(named),
+            ", ".join(named), ", as before" if before is not None and before.engines is self.engines else "",
         )  # fmt: skip
 
     def _shares_with(self, before: Generation) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import pytest
 from torchpipe_server.options import parse_options
@@ -73,5 +74,13 @@ def test_the_log_names_the_engine_processes(args: str, lines: list[str], caplog:
     shared = {"shared": True}
     tables = {"global": {}, "decode": {"next": "model"}, "model": {**shared, "next": "rank"}, "rank": shared}
     caplog.set_level(logging.INFO, "torchpipe_server")
-    Generation(tables, parse_options(["x.toml", *args.split()]))
+    options = parse_options(["x.toml", *args.split()])
+    first = Generation(tables, options)
+    assert caplog.messages == [], "it may never serve"
+    first.tell_engines(options)
     assert caplog.messages == lines
+    for engine in first.engines:
+        engine.child = mock.Mock(is_ready=True)
+    caplog.clear()
+    Generation(tables, options, first).tell_engines(options, first)
+    assert caplog.messages == [f"{line}, as before" for line in lines]
