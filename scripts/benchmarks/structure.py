@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+from torchpipe_py.arguments import ArgumentParser
+
 Arrows = dict[str, set[str]]
 Table = dict[str, object]
 
@@ -175,7 +177,12 @@ def measure(checkout: Path) -> Table:
 
 
 def main(arguments: list[str]) -> None:
-    checkouts = [Path(argument) for argument in arguments] or [Path(__file__).parents[2]]
+    parser = ArgumentParser(description="What a reader of this repository meets, counted.")
+    parser.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT", help="its folder (default: this one)")
+    checkouts = parser.parse_args(arguments).checkouts or [Path(__file__).parents[2]]
+    for checkout in checkouts:
+        if not (checkout / "torchpipe_py").is_dir():
+            parser.error(f"{checkout} is no checkout: it has no folder torchpipe_py")
     tables = [measure(checkout) for checkout in checkouts]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[name, *(str(table.get(name, "-")) for table in tables)] for name in names]
