@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,23 +16,70 @@ from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
 from torchpipe_py.plan.build import plan_pipeline
 
 
+class Watcher:
+    """Watches descriptors on a thread of its own, as the loop of a worker does."""
+
+    def __init__(self) -> None:
+        self._takes: dict[int, Callable[[], object]] = {}
+        self._changes: deque[tuple[int, Callable[[], object] | None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._thread.start()
+
+    def watch(self, fd: int, take: Callable[[], object] | None) -> None:
+        self._changes.append((fd, take))
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._is_closed:
+            for fd, _ in poller.poll():
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+                else:
+                    self._takes[fd]()
+            while self._changes:
+                fd, take = self._changes.popleft()
+                if take is not None:
+                    self._takes[fd] = take
+                    poller.register(fd, select.POLLIN)
+                else:
+                    poller.unregister(fd)
+                    del self._takes[fd], take
+
+
 class Worker:
     """A pipe whose shared nodes ``server`` runs; ``way`` is that one's end of the way to it."""
 
     way: socket.socket
 
     def __init__(self, config: Any, server: EngineServer, watch: Watch | None = None) -> None:
-        self.engine, self.server = Engine(watch), server
+        self._watcher = Watcher()
+        self.engine, self.server = Engine(watch or self._watcher.watch), server
         link(self, server)
         try:
             self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)
         except BaseException:
-            self.engine.close()
+            self._end()
             raise
 
     def close(self) -> None:
         self.pipe.close()
+        self._end()
+
+    def _end(self) -> None:
         self.engine.close()
+        self._watcher.close()
 
 
 def link(worker: Worker, server: EngineServer) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from engines import Worker, engine_of, link, workers_of
+from engines import Watcher, Worker, engine_of, link, workers_of
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 from service import eventually
 
@@ -440,7 +440,16 @@ def test_a_backend_may_keep_what_it_gets(register: Register) -> None:
 def leaves_answers(worker: Worker) -> bool:
     """Whether the engine client's own thread sleeps, and leaves what comes to the thread that watches."""
     link = worker.engine._link
-    return link is not None and link._waker is not link._own_bell and bool(link._waker._asleep[0])
+    return link is not None and bool(link._waker._asleep[0])
+
+
+def take_when_rung(watched: dict[int, Any]) -> None:
+    """Take answers as the thread that watches does: the bell may be rung a while after they are written."""
+    for fd, take in watched.items():
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(1000 * WAIT)
+        take()
 
 
 def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,14 +534,10 @@ def test_a_large_answer_keeps_no_other_one_waiting(register: Register, monkeypat
         copying = Copying(monkeypatch)
         worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
         eventually(lambda: watched and leaves_answers(worker))
-        ((fd, take),) = watched.items()
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
         futures = []
         for size in (2**17, 1, 2**17, 2):
             futures.append(worker.pipe.submit({"data": size}))
-            assert poller.poll(1000 * WAIT)
-            take()
+            take_when_rung(watched)
         assert [future.done() for future in futures] == [False, True, False, True]
         eventually(lambda: copying.threads)
         copying.goes_on.set()
@@ -553,8 +558,7 @@ def test_a_large_answer_is_copied_while_others_are_told(register: Register, monk
         eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 3)
         lengths: list[int] = []
         futures[1].add_done_callback(lambda _: lengths.append(len(outcome(futures[2])["result"])))
-        for take in watched.values():
-            take()
+        take_when_rung(watched)
         assert lengths == [2**17]
         assert futures[0].done()
         worker.close()
@@ -570,12 +574,8 @@ def test_the_thread_that_copies_takes_others_for_a_turn_alone(
         copying = Copying(monkeypatch)
         worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
         eventually(lambda: watched and leaves_answers(worker))
-        ((fd, take),) = watched.items()
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
         large = worker.pipe.submit({"data": 2**17})
-        assert poller.poll(1000 * WAIT)
-        take()
+        take_when_rung(watched)
         eventually(lambda: copying.threads)
         futures = [worker.pipe.submit({"data": size}) for size in (1, 2, 3)]
         answered = worker.engine._link.memory.from_answerer
@@ -585,15 +585,13 @@ def test_the_thread_that_copies_takes_others_for_a_turn_alone(
         assert large.done()
         assert sum(future.done() for future in futures) == 1
         for done in (2, 3):
-            assert poller.poll(1000 * WAIT)
-            take()
+            take_when_rung(watched)
             assert sum(future.done() for future in futures) == done
         worker.close()
 
 
-@pytest.mark.parametrize("is_watched", [False, True])
 def test_large_answers_are_told_once_though_the_engine_dies_meanwhile(
-    is_watched: bool, register: Register, monkeypatch: pytest.MonkeyPatch
+    register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is being copied, one waits for that, and one is not computed yet."""
     gate = Gate(blocks=lambda data: data == HOLD)
@@ -610,16 +608,14 @@ def test_large_answers_are_told_once_though_the_engine_dies_meanwhile(
     ends: Counter[int] = Counter()
     with gate, engine_of(config) as server:
         copying = Copying(monkeypatch)
-        watch = (lambda fd, take: watched.update({fd: take} if take else {})) if is_watched else None
-        worker = Worker(config, server, watch)
+        worker = Worker(config, server, lambda fd, take: watched.update({fd: take} if take else {}))
         held = gate.hold(worker.pipe, {"data": HOLD})
         futures = [held, worker.pipe.submit({"data": 2**17}), worker.pipe.submit({"data": 2**18})]
         for number, future in enumerate(futures):
             future.add_done_callback(lambda _, number=number: ends.update([number]))
         answered = worker.engine._link.memory.from_answerer
         eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 2)
-        for take in watched.values():
-            take()
+        take_when_rung(watched)
         eventually(lambda: copying.threads)
         lose(worker, server)
         copying.goes_on.set()
@@ -654,11 +650,7 @@ def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest
         way._sock.shutdown(socket.SHUT_RDWR)
         eventually(lambda: told)
         goes_on.set()
-        ((fd, take),) = watched.items()
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        assert poller.poll(1000 * WAIT)
-        take()
+        take_when_rung(watched)
         worker.close()
     ((answered, error),) = told
     assert answered is None
@@ -734,7 +726,7 @@ def test_an_engine_process_without_descriptors_says_so_and_can_be_linked_again(
         return (real(*args)[0], [], socket.MSG_CTRUNC, None)
 
     with engine_of(config) as server:
-        engine = Engine(None, told.append)
+        engine = Engine(lambda fd, take: None, told.append)
         with monkeypatch.context() as patch:
             patch.setattr(socket, "recv_fds", truncated)
             ours, theirs = socket.socketpair()
@@ -751,7 +743,8 @@ def test_an_engine_process_without_descriptors_says_so_and_can_be_linked_again(
 def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None:
     config = shared("Identity")
     with engine_of(config) as server:
-        engine = Engine()
+        watcher = Watcher()
+        engine = Engine(watcher.watch)
         for _ in range(3):
             ours, theirs = socket.socketpair()
             ours.close()
@@ -762,6 +755,7 @@ def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None
         with pipe_of_worker(plan_pipeline(config), engine) as p:
             assert p({"data": 1})["result"] == 1
         engine.close()
+        watcher.close()
 
 
 def test_a_worker_that_is_just_taken_counts(monkeypatch: pytest.MonkeyPatch) -> None:

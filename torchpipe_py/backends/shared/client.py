@@ -35,18 +35,15 @@ class Watch(Protocol):
 
 
 class Engine:
-    """Takes calls from any thread; a thread of its own receives the answers and tells them.
+    """Takes calls from any thread; the thread of ``watch``, which waits for other things as well, tells the answers.
 
-    Where there is a ``watch``, its thread does that, which is awake anyway where it waits for other things as well;
-    the own one then takes the large ones, and what that has left every ``SLEEP_SECONDS``.
+    A thread of its own takes the large ones, and what the other has left every ``SLEEP_SECONDS``.
     ``attach(sock)`` gives it the way to an engine process: the first one, or the next when one has died.
     ``tell_linked(is_linked)`` hears from any thread that there is a link or one is being made, and that there is none:
     then it takes another ``attach``, to the next engine process or to the same one if that lives.
     """
 
-    def __init__(
-        self, watch: Watch | None = None, tell_linked: Callable[[bool], object] = lambda is_linked: None
-    ) -> None:
+    def __init__(self, watch: Watch, tell_linked: Callable[[bool], object] = lambda is_linked: None) -> None:
         self._watch, self._tell_linked = watch, tell_linked
         self._lock = threading.Lock()
         self._taking = threading.Lock()  # of answers
@@ -204,7 +201,6 @@ class Engine:
                 return
         try:
             link = Link(sock, self._meets)
-            bell = -1 if self._watch is None else link.leave_bell()
         except Exception as error:
             if not isinstance(error, ENDED):
                 self._missing = f"there is no link to the engine process: {describe(error)}"
@@ -221,8 +217,7 @@ class Engine:
             for call in self._waiting:
                 call.until = inf
             self._changed.notify_all()
-        if self._watch is not None:
-            self._watch(bell, partial(self._take_rung, link))
+        self._watch(link.rung, partial(self._take_rung, link))
         self._send_waiting(link)
 
     def _meets(self) -> bool:
@@ -296,8 +291,7 @@ class Engine:
 
     def _lose(self, link: Link) -> None:
         """The engine process has died: fail what it had, and let the rest wait for the next one."""
-        if self._watch is not None:
-            self._watch(link.bell_fd, None)
+        self._watch(link.rung, None)
         self._take_answers(link)
         while link.large:
             self._take_answer(link, link.large.popleft())

@@ -91,7 +91,7 @@ class Slots(Generic[C]):
 
 
 class Link(Slots[Call]):
-    """The slots that a worker has in one engine process.
+    """The slots that a worker has in one engine process, which makes ``rung`` readable when it has answered.
 
     Waits until that has told what it runs. Raises one of ``ENDED`` where it ends before that, ``EOFError`` where
     ``meets()``, asked every ``SLEEP_SECONDS``, says not to wait any longer, and another ``OSError`` where descriptors
@@ -103,15 +103,17 @@ class Link(Slots[Call]):
         self._fds: list[int] = []
         super().__init__(LinkMemory.create())
         self._fds.append(self.memory.fd)
-        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fds.append(fd)
-        self._own_bell = self._waker = Bell(self.memory.asker_asleep, fd)
+        for _ in range(2):
+            self._fds.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        _, self.rung, wakes = self._fds
+        Bell(self.memory.asker_asleep, self.rung).await_ring(True)  # always; whoever waits for it, waits for more
+        self._waker = Bell(memoryview(bytearray(4)).cast("I"), wakes)
         self.answered: deque[int] = deque()  # slots whose answers are not taken yet
         self.large: deque[int] = deque()  # those that are left to the thread of ``is_gone``
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
         sock.setblocking(False)
-        socket.send_fds(sock, [b"slots"], [self.memory.fd, fd])
+        socket.send_fds(sock, [b"slots"], [self.memory.fd, self.rung])
         while not self._poller.poll(1000 * SLEEP_SECONDS):
             if not meets():
                 raise EOFError
@@ -125,7 +127,7 @@ class Link(Slots[Call]):
             os.set_inheritable(descriptor, False)
         self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told_with(descriptors[0]))
         self.bell = attach_bell(*descriptors)
-        self._poller.register(fd, select.POLLIN)
+        self._poller.register(wakes, select.POLLIN)
 
     def has_answers(self) -> bool:
         return bool(self.answered) or super().has_answers()
@@ -141,34 +143,16 @@ class Link(Slots[Call]):
         self._waker.ring()
 
     def is_gone(self) -> bool:
-        """Sleep until something comes from the engine process, or is left; whether that is its end."""
-        return bool(self._waker.sleep(self._poller, self._has_work, SLEEP_SECONDS))
-
-    def _has_work(self) -> bool:
-        return bool(self.large) or (self._waker is self._own_bell and self.has_answers())
-
-    @property
-    def bell_fd(self) -> int:
-        """Can be read when there are answers."""
-        return self._own_bell.fd
-
-    def leave_bell(self) -> int:
-        """Leave the bell to another thread, which reads its descriptor from now on; ``is_gone`` sleeps without it."""
-        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fds.append(fd)
-        self._poller.unregister(self.bell_fd)
-        self._poller.register(fd, select.POLLIN)
-        self._waker = Bell(memoryview(bytearray(4)).cast("I"), fd)
-        self._own_bell.await_ring(True)
-        return self.bell_fd
+        """Sleep until a large answer is left; whether the engine process has ended."""
+        return bool(self._waker.sleep(self._poller, lambda: bool(self.large), SLEEP_SECONDS))
 
     def heed_bell(self) -> None:
         """The bell was rung, and is heard; the answers are looked for after that."""
-        os.eventfd_read(self.bell_fd)
+        os.eventfd_read(self.rung)
 
     def ring_again(self) -> None:
         """Have the thread that has the bell come again."""
-        os.eventfd_write(self.bell_fd, 1)
+        os.eventfd_write(self.rung, 1)
 
     def wake(self) -> None:
         """Have ``is_gone`` return."""
