@@ -624,6 +624,7 @@ def test_large_answers_are_told_once_though_the_engine_dies_meanwhile(
         gate.open()
         worker.close()
     assert ends == Counter(range(3))
+    assert [*ends][1] == 0, "what cannot be answered fails before another large answer is copied"
 
 
 def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:

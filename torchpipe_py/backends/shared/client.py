@@ -179,7 +179,10 @@ class Engine:
                 if link is None:
                     self._connect()
                 elif link.large:  # first, since the thread of ``watch`` may be telling the others
-                    self._take_answer(link, link.large.popleft())
+                    if link.has_ended():  # NOTE: before each, since a copy takes its time
+                        self._lose(link)
+                    else:
+                        self._take_answer(link, link.large.popleft())
                 else:
                     if link.has_answers():
                         self._take_turn(link)
@@ -292,22 +295,23 @@ class Engine:
     def _lose(self, link: Link) -> None:
         """The engine process has died: fail what it had, and let the rest wait for the next one."""
         self._watch(link.rung, None)
-        self._take_answers(link)
-        while link.large:
-            self._take_answer(link, link.large.popleft())
         with self._lock:
-            self._link = None
+            self._link = None  # before anything else: what comes from now on is for the next one
             self._tell_linked(self._next is not None)
             until = perf_counter() + HOLD_SECONDS
             for call in self._waiting:
                 call.until = until
+        self._take_answers(link)
+        with self._lock:
             # NOTE: taken from it, so that an answer that comes all the same is not a second one.
-            lost = [call for call in link.calls if call is not None]
-            link.calls[:] = [None] * len(link.calls)
-        link.close()
-        del link  # NOTE: an error that is told may keep this frame for a while, and that the link's memory
+            lost = [call for call in link.calls if call is not None and call.slot not in link.large]
+            for call in lost:
+                link.calls[call.slot] = None
         for call in lost:
             self._tell(call, None, WorkerDied("the engine process died while it had the request"))
+        while link.large:
+            self._take_answer(link, link.large.popleft())
+        link.close()
 
 
 class Figures:

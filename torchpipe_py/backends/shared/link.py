@@ -21,6 +21,7 @@ from torchpipe_py.backends.shared.memory import (
     attach_bell,
     changed,
     told_with,
+    wait_for,
 )
 from torchpipe_py.backends.signature import Signature
 
@@ -145,6 +146,10 @@ class Link(Slots[Call]):
     def is_gone(self) -> bool:
         """Sleep until a large answer is left; whether the engine process has ended."""
         return bool(self._waker.sleep(self._poller, lambda: bool(self.large), SLEEP_SECONDS))
+
+    def has_ended(self) -> bool:
+        """Whether the engine process has."""
+        return bool(wait_for((self._waker,), self._poller, 0))
 
     def heed_bell(self) -> None:
         """The bell was rung, and is heard; the answers are looked for after that."""
