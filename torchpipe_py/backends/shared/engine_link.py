@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
@@ -13,7 +12,7 @@ from typing import Protocol
 
 from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.shared.codec import pack_outcomes
-from torchpipe_py.backends.shared.link import ENDED
+from torchpipe_py.backends.shared.link import ENDED, received_pair
 from torchpipe_py.backends.shared.memory import DONE, SLOTS, Bell, BellMemory, LinkMemory, Row, changed
 from torchpipe_py.errors import Failure, describe, logger
 
@@ -80,16 +79,11 @@ class EngineLink:
     def meet(self, bell: BellMemory) -> bool:
         """Take the worker's memory, and tell it where to ring; ``False`` where it is gone, or cannot be linked."""
         try:
-            told, descriptors, flags, _ = socket.recv_fds(self._sock, 64, 2)
-            self._descriptors += descriptors
-            if flags & socket.MSG_CTRUNC:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if not told or self._has_met or len(descriptors) != 2:
+            memory_fd, bell_fd = received_pair(self._sock, self._descriptors)
+            if self._has_met:
                 return False
-            for descriptor in descriptors:
-                os.set_inheritable(descriptor, False)
-            self.memory = LinkMemory(descriptors[0])
-            self._bell = Bell(self.memory.asker_asleep, descriptors[1])
+            self.memory = LinkMemory(memory_fd)
+            self._bell = Bell(self.memory.asker_asleep, bell_fd)
             self._words = self.memory.from_asker()
             socket.send_fds(self._sock, [b"bell"], [bell.memory_fd, bell.bell.fd])
         except ENDED:

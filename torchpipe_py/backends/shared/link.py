@@ -91,6 +91,22 @@ class Slots(Generic[C]):
         return changed(before, self._seen)
 
 
+def received_pair(sock: socket.socket, kept: list[int]) -> tuple[int, int]:
+    """The two descriptors that the other process has sent, which whoever closes ``kept`` closes.
+
+    One of ``ENDED`` where it has ended, ``OSError`` where this process has no descriptors left.
+    """
+    _, descriptors, flags, _ = socket.recv_fds(sock, 64, 2)
+    kept += descriptors
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    if len(descriptors) != 2:
+        raise EOFError
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return descriptors[0], descriptors[1]
+
+
 class Link(Slots[Call]):
     """The slots that a worker has in one engine process, which makes ``rung`` readable when it has answered.
 
@@ -118,16 +134,9 @@ class Link(Slots[Call]):
         while not self._poller.poll(1000 * SLEEP_SECONDS):
             if not meets():
                 raise EOFError
-        _, descriptors, flags, _ = socket.recv_fds(sock, 64, 2)
-        self._fds += descriptors
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if len(descriptors) != 2:
-            raise EOFError
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told_with(descriptors[0]))
-        self.bell = attach_bell(*descriptors)
+        memory_fd, bell_fd = received_pair(sock, self._fds)
+        self.sections: dict[str, tuple[int, Signature]] = pickle.loads(told_with(memory_fd))
+        self.bell = attach_bell(memory_fd, bell_fd)
         self._poller.register(wakes, select.POLLIN)
 
     def has_answers(self) -> bool:
