@@ -24,7 +24,9 @@ LIGHT = HERE.parent / "light"
 DEMO = "configs/demo.toml"
 WAIT = 30.0
 MEBIBYTE = 2**20
-SHARED = bool(os.environ.get("CHAOS_SHARED"))
+ENVIRONMENT = dict(os.environ)
+"""As it was in the main thread: pytest changes ``os.environ`` between tests, while other threads start services."""
+SHARED = bool(ENVIRONMENT.get("CHAOS_SHARED"))
 """By hand: all nodes are shared, and a service has two workers where nothing else is asked for."""
 
 
@@ -63,7 +65,7 @@ class Service:
         self.process = subprocess.Popen(
             [sys.executable, *program, str(self.config), *flags, *backends, *args],
             cwd=ROOT,
-            env={**os.environ, **light, "CHAOS_FAULT": fault},
+            env={**ENVIRONMENT, **light, "CHAOS_FAULT": fault},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
