@@ -51,8 +51,12 @@ def readers_problem(path: str) -> str:
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables that could be a key: for a process that has no use for one."""
-    # A path may look like base64.
-    return {name: value for name, value in environment.items() if _of_text(value) is None or os.path.lexists(value)}
+    kept = {}
+    for name in list(environment):
+        value = environment.get(name)  # None if another thread has just removed it
+        if value is not None and (_of_text(value) is None or os.path.lexists(value)):  # a path may look like base64
+            kept[name] = value
+    return kept
 
 
 def keep_out_of_core_files() -> None:
