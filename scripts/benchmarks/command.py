@@ -38,6 +38,8 @@ from benchmarks.service.sharing import shared
 from benchmarks.service.tracing import tracing
 from benchmarks.service.workers import workers
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.backends.models.engine.api import is_lean, load_tensorrt
+from torchpipe_py.errors import BackendUnavailable
 
 Benchmark = Callable[[float, int], Report | list[Report]]
 """Takes the seconds of each measurement and the rounds whose median is shown."""
@@ -71,7 +73,7 @@ ON_GPU: dict[str, Callable[[Engines, float, int], Report | list[Report]]] = {
     "int8": int8_on_gpu,
     "g3g4": served,
 }
-NEEDED_ON_GPU = ("torch", "torchvision", "tensorrt", "cv2")
+NEEDED_ON_GPU = ("torch", "torchvision", "cv2")
 CHOSEN_ON_GPU = {"shared": shared_on_gpu, "mosec": against_mosec, "sizes": sizes}
 WITHOUT_BASELINE = ("limits", "processes", "g5", "g6", "int8", *CHOSEN_ON_GPU)  # need no pycuda
 
@@ -88,6 +90,11 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     parser = _parser("Limit, baseline and the pipe on a GPU, in one run.", [*ON_GPU, *CHOSEN_ON_GPU])
     parser.add_argument("--work", default="build/bench_gpu", help="folder for model and engines")
     parser.add_argument("--cores", type=int, help="use only so many cores")
+    parser.add_argument(
+        "--version-compatible",
+        action="store_true",
+        help="with engines that the lean runtime takes too; it builds none, so run once under TensorRT before",
+    )
     add_choice(parser)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that services are ended
@@ -104,14 +111,18 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"bench_gpu.py: {', '.join(missing)}: not installed", file=sys.stderr)
         return 2
-    import tensorrt
-
+    try:
+        tensorrt = load_tensorrt()
+    except BackendUnavailable as error:
+        print(f"bench_gpu.py: {error}", file=sys.stderr)
+        return 2
     limit_threads()
-    here, engines = machine(), Engines(args.work)
+    here, engines = machine(), Engines(args.work, args.version_compatible)
     what = f"{torch.cuda.get_device_name()}, {here['cores']} cores {here['cpu']}, Python {here['python']}"
     benchmarks: dict[str, Benchmark] = {name: partial(benchmark, engines) for name, benchmark in ON_GPU.items()}
     benchmarks |= {name: partial(benchmark, engines, choice_of(args)) for name, benchmark in CHOSEN_ON_GPU.items()}
-    return _run(benchmarks, args, f"{what}, PyTorch {torch.__version__}, TensorRT {tensorrt.__version__}")
+    runtime = f"{'the lean runtime of ' if is_lean(tensorrt) else ''}TensorRT {tensorrt.__version__}"
+    return _run(benchmarks, args, f"{what}, PyTorch {torch.__version__}, {runtime}")
 
 
 def _parser(description: str, names: Iterable[str]) -> ArgumentParser:

@@ -68,3 +68,10 @@ def test_services_can_be_planned_and_share_what_they_should(
     for is_shared, nodes in ((False, []), (True, shared)):
         plan = plan_pipeline(config_of(services_of(Engines(str(tmp_path)), choice, what, 2, is_shared)[0]))
         assert [section.nodes for section in sections(plan)] == nodes
+
+
+def test_engines_for_the_lean_runtime_are_built_as_such_and_beside_the_others(tmp_path: Path) -> None:
+    (tmp_path / "resnet50.onnx").touch()
+    usual, compatible = (Engines(str(tmp_path), is_compatible).node(32) for is_compatible in (False, True))
+    assert (usual.get("version_compatible"), compatible.get("version_compatible")) == (None, True)
+    assert usual["model::cache"] != compatible["model::cache"]

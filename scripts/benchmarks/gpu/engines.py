@@ -12,6 +12,8 @@ from typing import Any
 
 from benchmarks.common import Load, load_of
 from benchmarks.in_process.int8 import write_int8
+from torchpipe_py.backends.models.engine.api import load_tensorrt
+from torchpipe_py.backends.models.engine.build import load_engine
 from torchpipe_py.backends.models.engine.precision import Layer, multiplying_layers
 
 MEAN, STD = "123.675, 116.28, 103.53", "58.395, 57.12, 57.375"
@@ -19,10 +21,13 @@ SIDE = 224
 
 
 class Engines:
-    """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder."""
+    """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder.
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    ``version_compatible``: engines that TensorRT's lean runtime takes too, which builds none.
+    """
+
+    def __init__(self, folder: str, version_compatible: bool = False) -> None:
+        self.folder, self.version_compatible = Path(folder), version_compatible
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def onnx(self) -> str:
@@ -43,7 +48,8 @@ class Engines:
         return {
             "backend": "SyncTensor[TensorrtTensor]",
             "model": self.onnx(),
-            "model::cache": str(self.folder / f"resnet50_{most}.trt"),
+            "model::cache": self._cache("resnet50", most),
+            **({"version_compatible": True} if self.version_compatible else {}),
             "max": most,
             "mean": MEAN,
             "std": STD,
@@ -56,11 +62,14 @@ class Engines:
         path = self.folder / "resnet50.int8.onnx"
         if not path.exists():
             write_int8(Path(self.onnx()), path)
-        return self.node(most, **{"model": str(path), "model::cache": str(self.folder / f"int8_{most}.trt"), **more})
+        return self.node(most, **{"model": str(path), "model::cache": self._cache("int8", most), **more})
 
     def engine(self, most: int) -> str:
         """Path of an engine for batches up to ``most``."""
         return engine_of(self.node(most))
+
+    def _cache(self, name: str, most: int) -> str:
+        return str(self.folder / f"{name}_{most}{'_compatible' if self.version_compatible else ''}.trt")
 
 
 def engine_of(node: dict[str, Any]) -> str:
@@ -75,12 +84,10 @@ class BareEngine:
     """The engine alone: a thread, a context and static buffers each, nothing copied in or out."""
 
     def __init__(self, path: str, batch: int, threads: int, graphs: bool) -> None:
-        import tensorrt as trt
-
+        self._trt = load_tensorrt()
         self._batch, self._threads, self._graphs = batch, threads, graphs
-        self._runtime = trt.Runtime(_trt_logger())
-        self._engine = self._runtime.deserialize_cuda_engine(Path(path).read_bytes())
-        self._input_mode = trt.TensorIOMode.INPUT
+        self._engine = load_engine(self._trt, Path(path).read_bytes(), path, version_compatible=True)
+        self._input_mode = self._trt.TensorIOMode.INPUT
         self._capturing = threading.Lock()
 
     def load(self, seconds: float) -> Load:
@@ -118,23 +125,22 @@ class BareEngine:
 
     def layers(self) -> list[Layer]:
         """Those that multiply, with the precision of each."""
-        import tensorrt as trt
-
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         inputs = [name for name in names if self._engine.get_tensor_mode(name) == self._input_mode]
         shapes = {name: (self._batch, *tuple(self._engine.get_tensor_shape(name))[1:]) for name in inputs}
-        return multiplying_layers(trt, self._engine, shapes)
+        return multiplying_layers(self._trt, self._engine, shapes)
 
     def layer_times(self, batches: int) -> dict[str, float]:
         """Milliseconds of each layer, the median of so many batches; they add up to more than an unwatched batch."""
-        import tensorrt as trt
         import torch
 
         times: dict[str, list[float]] = {}
 
-        class Profiler(trt.IProfiler):  # type: ignore[misc]
+        base = self._trt.IProfiler
+
+        class Profiler(base):  # type: ignore[misc, valid-type]
             def __init__(self) -> None:
-                trt.IProfiler.__init__(self)
+                base.__init__(self)
 
             def report_layer_time(self, layer_name: str, ms: float) -> None:
                 times.setdefault(layer_name, []).append(ms)
@@ -177,11 +183,3 @@ class BareEngine:
             context.execute_async_v3(stream.cuda_stream)
         stream.synchronize()
         return context, buffers
-
-
-def _trt_logger() -> Any:
-    import tensorrt as trt
-
-    from torchpipe_py.backends.models.engine.api import messages
-
-    return messages(trt).logger  # TensorRT wants one logger in a process

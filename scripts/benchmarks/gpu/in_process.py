@@ -227,6 +227,7 @@ def _on_fewer_cores(engines: Engines, seconds: float, rounds: int) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         options = ["--work", str(engines.folder), "--seconds", str(seconds), "--rounds", str(rounds)]
+        options += ["--version-compatible"] if engines.version_compatible else []
         child = python(
             str(REPOSITORY / "scripts" / "bench_gpu.py"),
             *("g5", "--cores", str(CORES_OF_G5), "--json", str(path), *options),
