@@ -9,4 +9,4 @@ from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS, SERVICE_FLAGS
 
 def test_errors_about_configurations_name_flags_that_are_there() -> None:
     flags = {row.split("`")[1].removeprefix("--") for row in markdown_table()}
-    assert set(SERVICE_FLAGS) <= flags - {key.replace("_", "-") for key in (*NODE_KEYS, *PIPELINE_KEYS)}
+    assert set(SERVICE_FLAGS) == flags - {key.replace("_", "-") for key in (*NODE_KEYS, *PIPELINE_KEYS)}

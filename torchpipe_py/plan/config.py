@@ -38,7 +38,9 @@ LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
 SERVICE_FLAGS = (
     *("host", "port", "http-host", "http-port", "workers", "devices", "engines", "handler", "import", "deadline-ms"),
-    *("max-connections", "idle-seconds", "drain-seconds", "hang-seconds", "log-level", "trace-ratio"),
+    *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
+    *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
+    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio"),
 )
 """Options of ``torchpipe-serve`` that may be taken for keys."""
 
