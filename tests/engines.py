@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torchpipe_py.backends.shared.client import Watch
-from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
+from torchpipe_py.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.plan.build import plan_pipeline
 
 
@@ -65,7 +65,7 @@ class Worker:
 
     def __init__(self, config: Any, server: EngineServer, watch: Watch | None = None) -> None:
         self._watcher = Watcher()
-        self.engine, self.server = Engine(watch or self._watcher.watch), server
+        self.engine, self.server = EngineClient(watch or self._watcher.watch), server
         link(self, server)
         try:
             self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)

@@ -28,9 +28,9 @@ from torchpipe_py.backends.shared import client, engine_link, memory
 from torchpipe_py.backends.shared import link as link_module
 from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.shared.link import Call
-from torchpipe_py.backends.shared.memory import LinkMemory, Row
+from torchpipe_py.backends.shared.memory import Header, LinkMemory
 from torchpipe_py.backends.signature import Signature, TensorSpec
-from torchpipe_py.engine import Engine, EngineServer, pipe_of_worker
+from torchpipe_py.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
 from torchpipe_py.plan.build import plan_pipeline
 
@@ -509,11 +509,11 @@ class Copying:
         self.goes_on, self.threads = threading.Event(), []
         read = LinkMemory.read
 
-        def read_late(memory: LinkMemory, slot: int, row: Row, copies: bool) -> Any:
-            if copies and row.end - row.start > link_module.LARGE_BYTES:
+        def read_late(memory: LinkMemory, slot: int, header: Header, copies: bool) -> Any:
+            if copies and header.end - header.start > link_module.LARGE_BYTES:
                 self.threads.append(threading.current_thread().name)
                 assert self.goes_on.wait(WAIT)
-            return read(memory, slot, row, copies)
+            return read(memory, slot, header, copies)
 
         monkeypatch.setattr(LinkMemory, "read", read_late)
         monkeypatch.setattr(link_module, "LARGE_BYTES", 2**16)
@@ -696,7 +696,7 @@ def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
 
     real = getattr(module, call)
     with engine_of(config) as server:
-        engine = Engine(lambda fd, take: None, told.append)
+        engine = EngineClient(lambda fd, take: None, told.append)
 
         def meets() -> bool:
             ours, theirs = socket.socketpair()
@@ -727,7 +727,7 @@ def test_an_engine_process_without_descriptors_says_so_and_can_be_linked_again(
         return (real(*args)[0], [], socket.MSG_CTRUNC, None)
 
     with engine_of(config) as server:
-        engine = Engine(lambda fd, take: None, told.append)
+        engine = EngineClient(lambda fd, take: None, told.append)
         with monkeypatch.context() as patch:
             patch.setattr(socket, "recv_fds", truncated)
             ours, theirs = socket.socketpair()
@@ -745,7 +745,7 @@ def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None
     config = shared("Identity")
     with engine_of(config) as server:
         watcher = Watcher()
-        engine = Engine(watcher.watch)
+        engine = EngineClient(watcher.watch)
         for _ in range(3):
             ours, theirs = socket.socketpair()
             ours.close()

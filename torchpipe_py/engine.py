@@ -16,9 +16,9 @@ from typing import Any
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.process.transport import loaded_torch
-from torchpipe_py.backends.shared.client import Engine
+from torchpipe_py.backends.shared.client import EngineClient
 from torchpipe_py.backends.shared.engine_link import Answered, EngineLink, GivenUpError
-from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, BellMemory, Row, barrier, wait_for
+from torchpipe_py.backends.shared.memory import SLEEP_SECONDS, BellMemory, Header, barrier, wait_for
 from torchpipe_py.backends.shared.remote import Remote
 from torchpipe_py.errors import Failure, log_failure
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
@@ -27,10 +27,10 @@ from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.sharing import Section, engine_part, sections, worker_part
 from torchpipe_py.runtime.pipe import pipe
 
-__all__ = ["Engine", "EngineServer", "pipe_of_worker"]
+__all__ = ["EngineClient", "EngineServer", "pipe_of_worker"]
 
 
-def pipe_of_worker(pipeline: Pipeline, engine: Engine) -> pipe:
+def pipe_of_worker(pipeline: Pipeline, engine: EngineClient) -> pipe:
     """The pipe of a worker whose shared nodes ``engine`` runs."""
 
     def remote(section: Section, label: str) -> BackendPlan:
@@ -159,21 +159,23 @@ class EngineServer:
         if not link.has_work():
             return
         asked, given_up = link.take()
-        for row, slot, number in asked:
-            self._begin(link, row, slot, number)
+        for header, slot, number in asked:
+            self._begin(link, header, slot, number)
             if link.memory.is_given_up(slot, number):  # NOTE: perhaps before it was written, and so not among the next
                 link.give_up(slot, number)
         for slot, number in given_up:
             link.give_up(slot, number)
 
-    def _begin(self, link: EngineLink, row: Row, slot: int, number: int) -> None:
+    def _begin(self, link: EngineLink, header: Header, slot: int, number: int) -> None:
         now = perf_counter()
         try:
-            item: Data = link.memory.read(slot, row, self._copies)[0]
+            item: Data = link.memory.read(slot, header, self._copies)[0]
             before = dict(item)
-            item[TASK_NODE_NAME_KEY] = self._heads[row.kind]
+            item[TASK_NODE_NAME_KEY] = self._heads[header.kind]
             answer = partial(self._answer, link, slot, number, before, now)
-            link.keep(slot, number, self.pipe.dispatch(item, answer, None if row.second == inf else row.second - now))
+            link.keep(
+                slot, number, self.pipe.dispatch(item, answer, None if header.second == inf else header.second - now)
+            )
         except Exception as error:
             link.answer(slot, number, Failure.of(error), now)
 

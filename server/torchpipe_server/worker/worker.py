@@ -30,7 +30,7 @@ from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.engine import Engine
+    from torchpipe_py.engine import EngineClient
     from torchpipe_py.plan.build import Pipeline
 
 logger = logging.getLogger("torchpipe_server")
@@ -91,9 +91,9 @@ def _work(start: Start) -> None:
         set_up_process(start.options)
         plan = make_plan(start.options, start.tables)
         if has_engine(start.options, start.tables):
-            from torchpipe_py.engine import Engine, pipe_of_worker
+            from torchpipe_py.engine import EngineClient, pipe_of_worker
 
-            engine = Engine(partial(_watch, loop), start.heartbeat.tell_linked)
+            engine = EngineClient(partial(_watch, loop), start.heartbeat.tell_linked)
             meet(engine, start)
             run = pipe_of_worker(plan, engine)
         else:
@@ -126,7 +126,7 @@ def _work(start: Start) -> None:
 class Worker:
     """Serves the connections that come through the channel, and says what becomes of them."""
 
-    def __init__(self, start: Start, loop: Loop, run: pipe, served: Served, engine: Engine | None = None) -> None:
+    def __init__(self, start: Start, loop: Loop, run: pipe, served: Served, engine: EngineClient | None = None) -> None:
         from torchpipe_server.serving.server import Server
 
         self._run, self._tables, self._engine = run, start.tables, engine
@@ -238,7 +238,7 @@ def has_engine(options: Options, tables: Any) -> bool:
     return options.workers > 1 and bool(shared_nodes(tables))
 
 
-def meet(engine: Engine, start: Start) -> None:
+def meet(engine: EngineClient, start: Start) -> None:
     """Wait for an engine process, and the links that the supervisor makes to it, until one has told what it runs."""
     while True:
         # NOTE: links are all that the supervisor sends to a worker that starts.

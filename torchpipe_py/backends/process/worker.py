@@ -25,7 +25,7 @@ from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.process.setup import Setup, load_main
 from torchpipe_py.backends.process.transport import Packed, unpack
 from torchpipe_py.backends.shared.codec import pack_outcomes
-from torchpipe_py.backends.shared.memory import DONE, FAILED, NOT_RUN, SLOTS, Bell, Row, barrier, changed
+from torchpipe_py.backends.shared.memory import DONE, FAILED, NOT_RUN, SLOTS, Bell, Header, barrier, changed
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, Failure
 from torchpipe_py.malloc import keep_freed_memory
@@ -104,20 +104,20 @@ class _BackendServer:
         self._memory.begin(slot, number)
         # Either it is seen there that it has begun, or it is seen here that it was given up.
         barrier()
-        row, begun = self._memory.request(slot), perf_counter()
-        if self._memory.is_given_up(slot, number) or begun >= row.second:
+        header, begun = self._memory.request(slot), perf_counter()
+        if self._memory.is_given_up(slot, number) or begun >= header.second:
             self._memory.answer(slot, number, Packed.of(None), NOT_RUN, begun, perf_counter())
         else:
             try:
-                packed = pack_outcomes(self._forward(slot, row))
+                packed = pack_outcomes(self._forward(slot, header))
                 self._memory.answer(slot, number, packed, DONE, begun, perf_counter())
             except BaseException as error:
                 self._memory.fail(slot, number, Failure.of(error), begun)
         self._parents_bell.ring()
 
-    def _forward(self, slot: int, row: Row) -> list[ItemOutcome]:
-        message = self._memory.read(slot, row, copies=True)
-        items: list[Data] = [message[0]] if row.kind == 1 else message
+    def _forward(self, slot: int, header: Header) -> list[ItemOutcome]:
+        message = self._memory.read(slot, header, copies=True)
+        items: list[Data] = [message[0]] if header.kind == 1 else message
         before = [dict(item) for item in items]
         self._backend.forward(items)
         return list(map(ItemOutcome.of, before, items))

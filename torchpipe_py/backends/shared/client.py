@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from torchpipe_py.backends.shared.link import ENDED, Call, Link
-from torchpipe_py.backends.shared.memory import SLOTS, Row
+from torchpipe_py.backends.shared.memory import SLOTS, Header
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import EngineUnavailable, WorkerDied, describe, log_failure, logger
 
@@ -34,7 +34,7 @@ class Watch(Protocol):
     def __call__(self, fd: int, take: Callable[[], object] | None) -> object: ...
 
 
-class Engine:
+class EngineClient:
     """Takes calls from any thread; the thread of ``watch``, which waits for other things as well, tells the answers.
 
     A thread of its own takes the large ones, and what the other has left every ``SLEEP_SECONDS``.
@@ -323,7 +323,7 @@ class Figures:
         self.slot_wait = self.there = self.in_engine = self.back = 0.0
         self.recent = 0.0  # of one call from its start to its answer, the last ones more than those before
 
-    def answered(self, call: Call, reply: Row) -> None:
+    def answered(self, call: Call, reply: Header) -> None:
         """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
         now, taken, done = perf_counter(), reply.first, reply.second
         with self._lock:

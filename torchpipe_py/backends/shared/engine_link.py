@@ -13,7 +13,7 @@ from typing import Protocol
 from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.shared.codec import pack_outcomes
 from torchpipe_py.backends.shared.link import ENDED, received_pair
-from torchpipe_py.backends.shared.memory import DONE, SLOTS, Bell, BellMemory, LinkMemory, Row, changed
+from torchpipe_py.backends.shared.memory import DONE, SLOTS, Bell, BellMemory, Header, LinkMemory, changed
 from torchpipe_py.errors import Failure, describe, logger
 
 
@@ -98,7 +98,7 @@ class EngineLink:
         """Whether the worker asks for anything new."""
         return self._has_met and self.memory.from_asker() != self._words
 
-    def take(self) -> tuple[list[tuple[Row, int, int]], list[tuple[int, int]]]:
+    def take(self) -> tuple[list[tuple[Header, int, int]], list[tuple[int, int]]]:
         """Slot and number of each new request, the first first, and of each that nobody waits for any more."""
         before, self._words = self._words, self.memory.from_asker()
         numbers = memoryview(self._words).cast("I")

@@ -42,17 +42,17 @@ SLEEP_SECONDS = 0.1
 """After which a sleeper looks for work by itself."""
 
 _MACHINE = platform.machine()
-_ROW = struct.Struct("<IIIIQQdd")
+_HEADER = struct.Struct("<IIIIQQdd")
 _SMALL = 2**20
 _WORDS = 4 * SLOTS
-_ROWS = -(-_ROW.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
+_HEADERS = -(-_HEADER.size * SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
 _ASLEEP = mmap.PAGESIZE  # a word of who asks, and in another cache line one of who answers
 _REQUESTS = 2 * mmap.PAGESIZE
-_ANSWERS = _REQUESTS + _ROWS
-_CONTENT = _ANSWERS + _ROWS
+_ANSWERS = _REQUESTS + _HEADERS
+_CONTENT = _ANSWERS + _HEADERS
 
 
-class Row(NamedTuple):
+class Header(NamedTuple):
     """What is said of a message: its ``kind``, the sizes of what it is made of, and from where to where it stands.
 
     What ``kind`` means of a request the two sides agree on: which section is to run it, or how many items it has; of
@@ -273,33 +273,33 @@ class LinkMemory:
             small = Packed.of(replace(failure, trace="", pickled=b""))
             self.answer(slot, number, small, FAILED, taken, perf_counter())
 
-    def request(self, slot: int) -> Row:
+    def request(self, slot: int) -> Header:
         """What is said of the request in a slot."""
-        return Row._make(_ROW.unpack_from(self._map, _REQUESTS + slot * _ROW.size))
+        return Header._make(_HEADER.unpack_from(self._map, _REQUESTS + slot * _HEADER.size))
 
-    def reply(self, slot: int) -> Row:
+    def reply(self, slot: int) -> Header:
         """What is said of the answer in a slot."""
-        return Row._make(_ROW.unpack_from(self._map, _ANSWERS + slot * _ROW.size))
+        return Header._make(_HEADER.unpack_from(self._map, _ANSWERS + slot * _HEADER.size))
 
-    def read(self, slot: int, row: Row, copies: bool) -> Any:
+    def read(self, slot: int, header: Header, copies: bool) -> Any:
         """The message; raises whatever unpickling raises. Its arrays lie in the slot, unless it ``copies`` them."""
-        return self._read(slot, row, self._map, self._start_of(slot) + row.start, copies)
+        return self._read(slot, header, self._map, self._start_of(slot) + header.start, copies)
 
-    def read_in_place(self, slot: int, row: Row) -> tuple[Any, np.ndarray]:
+    def read_in_place(self, slot: int, header: Header) -> tuple[Any, np.ndarray]:
         """The message, and an array that lives as long as any of its arrays, which lie in the slot."""
-        start = self._start_of(slot) + row.start
+        start = self._start_of(slot) + header.start
         # NOTE: an array of its own, since it is the ``base`` of all views of it.
-        content = np.frombuffer(self._map, np.uint8, row.end - row.start, start)
-        return self._read(slot, row, content, 0, copies=False), content
+        content = np.frombuffer(self._map, np.uint8, header.end - header.start, start)
+        return self._read(slot, header, content, 0, copies=False), content
 
-    def _read(self, slot: int, row: Row, buffer: Any, offset: int, copies: bool) -> Any:
-        start = self._start_of(slot) + row.start
-        middle = start + row.head
-        head, pickled = self._map[start:middle], self._map[middle : middle + row.pickled]
-        offset += padded(row.head + row.pickled)
-        return codec.unpack(head, pickled, row.arrays, buffer, offset, copies, self.before_main)
+    def _read(self, slot: int, header: Header, buffer: Any, offset: int, copies: bool) -> Any:
+        start = self._start_of(slot) + header.start
+        middle = start + header.head
+        head, pickled = self._map[start:middle], self._map[middle : middle + header.pickled]
+        offset += padded(header.head + header.pickled)
+        return codec.unpack(head, pickled, header.arrays, buffer, offset, copies, self.before_main)
 
-    def release(self, slot: int, reply: Row) -> None:
+    def release(self, slot: int, reply: Header) -> None:
         """Give back the memory that a large request and its answer took; the slot is free."""
         if reply.end > self.kept_bytes:
             with suppress(OSError):  # gVisor cannot: what was taken stays taken
@@ -309,15 +309,15 @@ class LinkMemory:
     def _start_of(self, slot: int) -> int:
         return _CONTENT + slot * self.slot_bytes
 
-    def _write(self, rows: int, slot: int, packed: Packed, kind: int, start: int, first: float, second: float) -> None:
+    def _write(self, at: int, slot: int, packed: Packed, kind: int, start: int, first: float, second: float) -> None:
         head, pickled, parts, arrays = packed
         small = len(head) + len(pickled)
         size = padded(small)
         for part in parts:
             size += padded(part.nbytes)
-        left = self.slot_bytes - (start if rows == _ANSWERS else FAILURE_BYTES)
+        left = self.slot_bytes - (start if at == _ANSWERS else FAILURE_BYTES)
         if size > left:
-            what = "an answer" if rows == _ANSWERS else "a request"
+            what = "an answer" if at == _ANSWERS else "a request"
             raise TooLargeError(
                 f"{what} of {size} bytes is too large for another process: {left} bytes are left for it"
             )
@@ -333,8 +333,8 @@ class LinkMemory:
             else:
                 self._bytes[offset:end] = np.frombuffer(part, np.uint8)
             offset += padded(part.nbytes)
-        row = kind, len(head), len(pickled), arrays, start, start + size, first, second
-        _ROW.pack_into(self._map, rows + slot * _ROW.size, *row)
+        header = kind, len(head), len(pickled), arrays, start, start + size, first, second
+        _HEADER.pack_into(self._map, at + slot * _HEADER.size, *header)
 
 
 def _whole_pages(size: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 from torchpipe_py.backends.process.outcome import take_outcome
-from torchpipe_py.backends.shared.client import Engine
+from torchpipe_py.backends.shared.client import EngineClient
 from torchpipe_py.backends.shared.codec import pack_sent
 from torchpipe_py.backends.shared.link import Call
 from torchpipe_py.backends.signature import Signature
@@ -25,7 +25,7 @@ class Remote(HandOverBackend):
     runs_nodes = True
 
     def setup(self) -> None:
-        self._engine: Engine = self.params["engine"]
+        self._engine: EngineClient = self.params["engine"]
         self._section, self._signature = self._engine.section(self.params["section"])
 
     def start(self, item: Data, done: HandedOver, request: Any) -> None:
