@@ -144,11 +144,12 @@ class Service:
         return found
 
     def shared_files(self) -> list[str]:
-        """The files in ``/dev/shm`` that its processes have open, or mapped."""
+        """The files in ``/dev/shm`` that its processes have open, or mapped, but those of a Python that lies there."""
         files = set()
         for process in self.processes():
             files.update(each.path for each in [*process.open_files(), *process.memory_maps()])
-        return sorted(file for file in files if file.startswith("/dev/shm/"))
+        own = (sys.prefix, sys.base_prefix, str(ROOT))
+        return sorted(file for file in files if file.startswith("/dev/shm/") and not file.startswith(own))
 
     def alive(self) -> list[psutil.Process]:
         """Of those that were ever seen."""
