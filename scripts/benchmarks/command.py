@@ -19,7 +19,7 @@ from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.int8 import int8 as int8_on_gpu
 from benchmarks.gpu.processes import processes_on_gpu
 from benchmarks.gpu.service import served
-from benchmarks.gpu.sharing import add_choice, choice_of
+from benchmarks.gpu.sharing import add_choice, check_choice, choice_of
 from benchmarks.gpu.sharing import shared as shared_on_gpu
 from benchmarks.gpu.sizes import sizes
 from benchmarks.in_process import nodes
@@ -97,6 +97,7 @@ def main_gpu(argv: Sequence[str] | None = None) -> int:
     )
     add_choice(parser)
     args = parser.parse_args(argv)
+    check_choice(parser, args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that services are ended
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])  # before any thread is started

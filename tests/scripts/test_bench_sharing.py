@@ -13,7 +13,7 @@ from benchmarks.gpu import against_mosec
 from benchmarks.gpu.against_mosec import Tried
 from benchmarks.gpu.in_process import Engines
 from benchmarks.gpu.mosec_split import Batching, Decoders, read_split, route
-from benchmarks.gpu.sharing import CPU, GPU, add_choice, choice_of, judge
+from benchmarks.gpu.sharing import CPU, GPU, READ_BY, add_choice, check_choice, choice_of, judge
 from benchmarks.service.observed import hand_over
 from benchmarks.service.peer import started
 from benchmarks.service.sharing import Answer, Service, difference, in_child, named, sharing
@@ -83,6 +83,16 @@ def test_options() -> None:
     assert choice.only not in named(GPU, 8, False)
     assert choice.is_quick
     assert choice.clients == (1, 7, 200)
+
+
+def test_an_option_of_another_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {action.dest for action in parser()._actions} - {"help"} == set(READ_BY)
+    made = parser()
+    made.add_argument("name")
+    check_choice(made, made.parse_args(["mosec", "--clients", "7"]))
+    with pytest.raises(SystemExit):
+        check_choice(made, made.parse_args(["sizes", "--clients", "7"]))
+    assert "--clients is an option of shared, mosec, not of sizes" in capsys.readouterr().err
 
 
 def test_a_child_returns_raises_or_crashes() -> None:

@@ -52,6 +52,15 @@ class Choice:
     engines: tuple[int, ...]
 
 
+READ_BY = {
+    **dict.fromkeys(("quick", "only", "images", "profile"), ("shared",)),
+    "clients": ("shared", "mosec"),
+    **dict.fromkeys(("most_seconds", "instances", "engines", "model_max"), ("shared", "mosec", "sizes")),
+    **dict.fromkeys(("decode", "separate", "shared"), ("sizes",)),
+}
+"""Which benchmarks take what ``add_choice`` adds."""
+
+
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """The options of ``shared``, ``mosec`` and ``sizes``."""
     group = parser.add_argument_group("shared, mosec, sizes")
@@ -62,7 +71,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         "--clients",
         default=f"{FEW},{MANY}",
         metavar="N,N",
-        help="not of sizes: client processes (default: %(default)s)",
+        help="of shared and mosec: client processes (default: %(default)s)",
     )
     group.add_argument("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
     group.add_argument(
@@ -75,6 +84,13 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode", choices=("cpu", "gpu"), default="cpu", help="where (default: %(default)s)")
     group.add_argument("--separate", type=int, default=4, metavar="N", help="workers without sharing (default: 4)")
     group.add_argument("--shared", type=int, default=MOST, metavar="N", help="workers with it (default: %(default)s)")
+
+
+def check_choice(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse an option that the benchmark ``args.name`` does not take."""
+    for option, names in READ_BY.items():
+        if args.name not in (*names, "all") and getattr(args, option) != parser.get_default(option):
+            parser.error(f"--{option.replace('_', '-')} is an option of {', '.join(names)}, not of {args.name}")
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
