@@ -297,6 +297,13 @@ def test_the_flags_of_the_service_are_the_declared_ones() -> None:
     assert between("docs/service.md", "flags")[2:] == options.markdown_table()
 
 
+def test_the_metrics_shown_are_those_that_the_service_tells() -> None:
+    source = (ROOT / "server/torchpipe_server/supervisor/metrics.py").read_text(encoding="utf-8")
+    page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(torchpipe_\w+)", page, flags=re.MULTILINE)
+    assert {name.removesuffix("_total") for name in shown} == set(re.findall(r'"(torchpipe_\w+)"', source))
+
+
 def test_the_layers_shown_are_the_tested_ones() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Processes")[0]
     package, service = text.split("The service imports")

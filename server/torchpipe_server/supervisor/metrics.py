@@ -121,10 +121,10 @@ def _nodes(nodes: dict[str, Any], bounds_ms: list[float]) -> Iterator[Metric]:
 def _engines(figures: dict[str, Any]) -> Iterator[Metric]:
     yield _states("torchpipe_engine_processes", "Processes that run shared nodes, by state", figures["engines"])
     totals = figures["hand_over"]
-    name = "torchpipe_hand_over"
-    yield CounterMetricFamily(f"{name}_requests", "Answers of engine processes", value=totals["requests"])
+    requests = totals["requests"]
+    yield CounterMetricFamily("torchpipe_hand_over_requests", "Answers of engine processes", value=requests)
     seconds = CounterMetricFamily(
-        f"{name}_seconds",
+        "torchpipe_hand_over_seconds",
         "Time of these: waiting for a slot, on their way there, in there, on their way back",
         labels=("part",),
     )
