@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from fakes import WAIT
@@ -279,6 +280,6 @@ def pauses(monkeypatch: Any, work: Callable[[], object] = lambda: None) -> Itera
             await sleep(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchpipe_client.client.time.sleep", pause)
+        patch.setattr("torchpipe_client.client.time", SimpleNamespace(sleep=pause))
         patch.setattr("torchpipe_client.aio.asyncio.sleep", async_pause)
         yield delays

@@ -19,7 +19,7 @@ import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from flaky import CLIENTS, pauses
-from service import LIGHT, ROOT, Process, eventually, serving
+from service import LIGHT, ROOT, Process, eventually, reserved_port, serving
 from torchpipe_client import (
     ClientError,
     ConnectionLost,
@@ -217,9 +217,7 @@ def test_what_takes_too_long_ends_by_the_service_or_by_the_client(make, register
 
 
 def test_a_restarted_service_is_found_again(make):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with make(f"127.0.0.1:{port}", retries=0) as client:
+    with reserved_port() as port, make(f"127.0.0.1:{port}", retries=0) as client:
         for turn in range(2):
             with serving("Identity", listener=socket.create_server(("127.0.0.1", port))):
                 for _ in range(2):  # the second one over the same connection

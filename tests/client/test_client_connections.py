@@ -31,6 +31,7 @@ from flaky import (
     sends_twice,
     stall,
 )
+from service import reserved_port
 from torchpipe_client import (
     AsyncClient,
     BadReply,
@@ -167,9 +168,7 @@ def test_nobody_listens(make, monkeypatch):
 
 
 def test_a_service_that_comes_meanwhile_is_found(make, monkeypatch):
-    with FlakyServer() as server, ExitStack() as stack:
-        port = server.port
-        server.stop()
+    with reserved_port() as port, ExitStack() as stack:
 
         def start() -> None:
             stack.enter_context(FlakyServer(port=port))

@@ -137,13 +137,32 @@ def serving(config: Any, **options: Any) -> Iterator[LocalServer]:
         yield server
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port at which nobody listens, and which the system gives to nobody else; servers of a test may have it."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, who may bind it beside this one
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
 class Process:
-    """`python -m torchpipe_server` in a process of its own. `stderr` is a descriptor that takes its log unread."""
+    """`python -m torchpipe_server` in a process of its own.
+
+    `stderr` is a descriptor that takes its log unread. `files`: how many it may open, as many as this process if 0.
+    """
 
     def __init__(
-        self, *args: str, config: str = DEMO, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+        self,
+        *args: str,
+        config: str = DEMO,
+        env: dict[str, str] | None = None,
+        stderr: int = subprocess.PIPE,
+        files: int = 0,
     ) -> None:
         command = [sys.executable, "-m", "torchpipe_server", config, "--host", "127.0.0.1", "--port", "0", *args]
+        if files:
+            command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,

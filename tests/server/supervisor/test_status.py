@@ -24,7 +24,7 @@ import pytest
 from browser import CHROMIUM, Browser, text_of
 from fakes import WAIT
 from prometheus_client.parser import text_string_to_metric_families
-from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all
+from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all, reserved_port
 from test_service_lifecycle import Plugin
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
@@ -340,8 +340,7 @@ def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(ser
     os.kill(worker, signal.SIGSTOP)
     try:
         assert served.get("/live").status == 200
-        stats = served.stats()
-        assert [one["responding"] for one in stats["workers"]] == [False, True]
+        eventually(lambda: [one["responding"] for one in served.stats()["workers"]] == [False, True])
         assert served.get("/ready").status == 200
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -495,14 +494,14 @@ def test_figures_of_a_worker_that_ended_in_order_are_complete():
 # -- before and after -----------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as reserved:
+        yield reserved
 
 
-def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path):
-    plugin, port = Plugin(tmp_path), free_port()
+def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path, port: int):
+    plugin = Plugin(tmp_path)
 
     def statuses() -> list[int]:
         return [Answer(port, path).status for path in ("/live", "/ready", "/graph.svg", "/metrics")]

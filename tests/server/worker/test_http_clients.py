@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes import WAIT, in_threads
-from service import ROOT, Client, LocalServer, eventually, serving
+from service import ROOT, Client, LocalServer, eventually, reserved_port, serving
 
 from torchpipe_py import import_code
 
@@ -149,18 +148,17 @@ def proxied(demo: LocalServer, tmp_path: Path) -> Iterator[httpx.Client]:
     """Through HAProxy, which shares its connections to the service among its clients."""
     if shutil.which("haproxy") is None:
         pytest.skip("haproxy is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    config = tmp_path / "haproxy.cfg"
-    config.write_text(HAPROXY.format(port=port, service=demo.port))
-    process = subprocess.Popen(["haproxy", "-db", "-f", str(config)], stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT, trust_env=False) as client:
-            eventually(lambda: _is_up(client), "haproxy does not answer")
-            yield client
-    finally:
-        process.terminate()
-        process.wait(WAIT)
+    with reserved_port() as port:
+        config = tmp_path / "haproxy.cfg"
+        config.write_text(HAPROXY.format(port=port, service=demo.port))
+        process = subprocess.Popen(["haproxy", "-db", "-f", str(config)], stderr=subprocess.DEVNULL)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT, trust_env=False) as client:
+                eventually(lambda: _is_up(client), "haproxy does not answer")
+                yield client
+        finally:
+            process.terminate()
+            process.wait(WAIT)
 
 
 def _is_up(client: httpx.Client) -> bool:
