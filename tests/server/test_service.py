@@ -543,7 +543,7 @@ def test_whatever_stands_under_error_is_answered(register: Register, value):
             for item in items:
                 item["error"] = value
 
-    with serving(register(Fails)) as server, Client(server.port, timeout=5) as client:
+    with serving(register(Fails)) as server, Client(server.port) as client:
         for call in (lambda: client.infer_batch(b"x"), lambda: client.infer(raw(b"x"))):
             with pytest.raises((IDL.InferenceError, TApplicationException)):
                 call()
@@ -565,7 +565,7 @@ UNENCODABLE = {
 @every_framing
 @pytest.mark.parametrize("value", UNENCODABLE.values(), ids=UNENCODABLE.keys())
 def test_a_result_that_cannot_be_encoded_is_answered(register: Register, framed, compact, value):
-    with serving(register(returns(value))) as server, Client(server.port, framed, compact, timeout=5) as client:
+    with serving(register(returns(value))) as server, Client(server.port, framed, compact) as client:
         for call in (lambda: client.infer(raw(b"x")), lambda: client.infer_batch(b"x")):
             with pytest.raises((IDL.InferenceError, TApplicationException)):
                 call()
@@ -579,7 +579,7 @@ def test_half_a_character_is_a_question_mark(register: Register, framed, compact
             for item in items:
                 item.update(result=(item["data"].decode() + "\ud800", 0.5), text="\udc80ü", best=[("\ud800", 1.0)])
 
-    with serving(register(Labels)) as server, Client(server.port, framed, compact, timeout=5) as client:
+    with serving(register(Labels)) as server, Client(server.port, framed, compact) as client:
         assert client.infer_batch(b"a") == ("a?", 0.5)
         assert [one.result.label for one in client.infer_many([b"a", b"b"])] == ["a?", "b?"]
         outputs = client.infer(raw(b"a"), outputs=["result", "text"])
@@ -648,7 +648,7 @@ class Broken(FakePipe):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), MemoryError(), RecursionError("deep"), ValueError("\ud800")])
 def test_a_handler_that_raises_is_answered(error):
-    with LocalServer(Broken(error)) as server, Client(server.port, timeout=5) as client:
+    with LocalServer(Broken(error)) as server, Client(server.port) as client:
         for _ in range(2):
             with pytest.raises((IDL.InferenceError, TApplicationException)):
                 client.infer_batch(b"x")

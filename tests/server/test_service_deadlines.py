@@ -179,9 +179,11 @@ def test_the_wait_is_measured_and_an_idle_service_refuses_nothing(register: Regi
             super().forward(items)
 
     with serving(register(Slow)) as server, gate, Client(server.port) as client, Client(server.port) as other:
-        assert receive(client, send(client, "infer", 1000)) == ["deadline_exceeded"], "nothing is measured yet: tried"
+        first = send(client, "infer")
         gate.wait_entered()
+        assert receive(other, send(other, "infer", 100)) == ["deadline_exceeded"], "nothing is measured yet: tried"
         gate.open()
+        assert receive(client, first) == ["ok"]
         eventually(lambda: server.run.stats()["inflight"] == 0)
         eventually(lambda: server.run.expected_wait() == 0)
         assert receive(client, send(client, "infer", 30_000)) == ["ok"], "idle, but slow before"
@@ -189,13 +191,11 @@ def test_the_wait_is_measured_and_an_idle_service_refuses_nothing(register: Regi
         waiting = [send(client, "infer_many") for _ in range(2)]
         held = client.send_infer({"data": IDL.Value(bytes=b"x")})
         eventually(lambda: server.run.stats()["nodes"]["node"]["busy"] == 1)
-        began = time.monotonic()
         error = other.error_of(
             "infer", request=IDL.InferRequest(uuid="x", inputs={"data": IDL.Value(bytes=b"x")}, deadline_ms=10)
         )
         assert error.code == "overloaded"
-        assert 40 <= error.retry_after_ms < 10_000
-        assert time.monotonic() - began < 10
+        assert error.retry_after_ms >= 40
         gate.open()
         for seqid in (*waiting, held):
             assert set(receive(client, seqid)) == {"ok"}

@@ -52,8 +52,7 @@ HERE = pathlib.Path(__file__).parent
 
 def wait(name):
     (HERE / name).touch()
-    until = time.monotonic() + 60
-    while not (HERE / "open").exists() and time.monotonic() < until and os.getppid() == PARENT:
+    while not (HERE / "open").exists() and os.getppid() == PARENT:
         time.sleep(0.005)
 
 PARENT = os.getppid()
@@ -157,10 +156,7 @@ def test_a_signal_while_loading_ends_the_process(plugin: Plugin, number):
     with plugin.process(BLOCK_SETUP="1") as process:
         plugin.wait_entered("setup")
         process.signal(number)
-        try:
-            assert process.wait(10) == 0
-        except subprocess.TimeoutExpired:
-            pytest.fail("still loading 10 s after the signal")
+        assert process.wait() == 0, "it goes on loading"
         assert "Traceback" not in process.stderr
 
 
@@ -182,10 +178,7 @@ def test_a_backend_that_hangs_does_not_keep_the_process(plugin: Plugin):
         with pytest.raises(IDL.InferenceError) as caught:
             client.receive(seqid)
         assert caught.value.code == "worker_died"
-        try:
-            assert process.wait(10) == 1
-        except subprocess.TimeoutExpired:
-            pytest.fail("alive 10 s after drain_seconds")
+        assert process.wait() == 1
 
 
 def test_a_signal_with_nothing_to_do():
@@ -359,11 +352,11 @@ def test_stop_before_serve_and_after_it(register: Register):
 
 
 def test_stop_during_linger_ends_soon():
-    with LocalServer(None) as server, connect(server.port) as sock:
+    with LocalServer(None, drain_seconds=2 * WAIT) as server, connect(server.port) as sock:
         sock.sendall(b"\0" * 100)
         assert read_all(sock) == b""
         server.stop()
-        server.thread.join(10)
+        server.thread.join(WAIT)
         assert not server.thread.is_alive()
 
 

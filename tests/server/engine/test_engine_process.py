@@ -379,7 +379,7 @@ def test_a_signal_lets_what_was_accepted_finish(service: Service) -> None:
 
 def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
-    service = Service(tmp_path, "--hang-seconds", "1")
+    service = Service(tmp_path, "--hang-seconds", "3")
     with service.process:
         service.wait_started()
         with Client(service.port) as client:

@@ -245,7 +245,7 @@ def test_a_message_that_fails_before_it_has_a_name_is_not_logged_under_another(r
 
 @pytest.mark.parametrize("data", [b"odd", b"exit"])
 def test_an_internal_error_is_logged_once_and_answered(register: Register, caplog, data):
-    with serving(register(Mixed)) as server, Client(server.port, timeout=5) as client:
+    with serving(register(Mixed)) as server, Client(server.port) as client:
         error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=data))
         assert error.code == "internal"
         client.ping()

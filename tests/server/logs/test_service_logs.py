@@ -119,7 +119,7 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
             ask(client, b"x")
             native = f"WARNING stderr[{worker}]: native\\x1b[2J\n"
             eventually(lambda: process.stderr.count(native) == 2)  # by both processes
-            assert f"WARNING mine[{worker}]: logged\n" in process.stderr
+            eventually(lambda: f"WARNING mine[{worker}]: logged\n" in process.stderr)
             eventually(lambda: len(re.findall(r"WARNING stderr\[\d+\]: logged\n", process.stderr)) == 1)
             with pytest.raises(IDL.InferenceError, match="died"):
                 ask(client, b"die")

@@ -149,7 +149,7 @@ def test_a_broken_message_behind_a_request_in_work_is_answered_and_closed(regist
     with (
         serving(register(gate.backend), **options) as server,
         gate,
-        Client(server.port, timeout=5) as client,
+        Client(server.port) as client,
         Client(server.port) as other,
     ):
         seqid = client.send_infer({"data": IDL.Value(text="first")})
@@ -542,7 +542,7 @@ def test_ping_and_unknown_methods_beyond_the_limit_are_answered_and_closed(lengt
     with serving(length, max_connections=1) as server, Client(server.port) as first:
         first.ping()
         for method in ("ping", "no_such_method"):
-            with Client(server.port, timeout=5) as second:
+            with Client(server.port) as second:
                 with pytest.raises(TApplicationException):
                     second.call(method)
                 assert read_all(second.sock) == b""
@@ -568,7 +568,7 @@ def test_two_hundred_abandoned_connections_leave_nothing(register: Register, cli
         client.send_batch(b"block")
         gate.wait_entered()
         process = psutil.Process()
-        descriptors, threads = process.num_fds(), threading.active_count()
+        descriptors, threads = process.num_fds(), set(threading.enumerate())
         for index in range(200):
             with connect(server.port) as sock:
                 if index % 4 == 1:
@@ -581,7 +581,7 @@ def test_two_hundred_abandoned_connections_leave_nothing(register: Register, cli
         eventually(lambda: len(server.server._connections) == 1)
         eventually(lambda: server.run.stats()["inflight"] == 1)
         eventually(lambda: process.num_fds() <= descriptors, "descriptors are left")
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads
         gate.open()
 
 
@@ -692,7 +692,7 @@ class FailingListener:
 @pytest.mark.parametrize("number", [errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EMFILE])
 def test_an_error_of_accept_does_not_end_the_server(number):
     """accept(2): pending network errors of the new socket are returned as its own."""
-    with LocalServer(None, FailingListener([number])) as server, Client(server.port, timeout=10) as client:
+    with LocalServer(None, FailingListener([number])) as server, Client(server.port) as client:
         client.ping()
 
 

@@ -393,7 +393,7 @@ def serve(folder: Path, *args: str) -> Process:
 
 
 def test_a_backend_that_does_not_return_has_its_worker_replaced(folder: Path) -> None:
-    with serve(folder, "--hang-seconds", "1", "--http-port", "0") as process:
+    with serve(folder, "--hang-seconds", "3", "--http-port", "0") as process:
         port = process.wait_started().port
         address = process.process.stdout.readline().split()[0]
         before = process.workers
@@ -425,7 +425,7 @@ def is_ready(address: str) -> bool:
 
 def test_a_worker_whose_loop_is_busy_is_left_alone(folder: Path) -> None:
     """Several clients keep its I/O thread for longer than `--hang-seconds`, none of them alone."""
-    with serve(folder, "--hang-seconds", "2", "--handler", "code_of_a_test:Slow") as process:
+    with serve(folder, "--hang-seconds", "4", "--handler", "code_of_a_test:Slow") as process:
         port = process.wait_started().port
         before = process.workers
         clients = [Client(port) for _ in range(5)]
