@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -93,6 +94,14 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
     while not is_true():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs: where nobody waits for orphans, one that has ended stays as a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from fake_servers import IDL, Serve, ToyServer, command, load, refused, toy_servers
+from fakes import WAIT, eventually, is_alive
 
 from torchpipe_py.loadtest.client import wire
 from torchpipe_py.loadtest.client.connection import Connection, Endpoint
@@ -166,8 +167,10 @@ def test_report_is_complete(serve: Callable[..., ToyServer], images: Callable[..
     assert all(name in done.stdout for name in ("QPS", "goodput", "latency", "p99.9", "server CPU", "tester CPU"))
 
 
-ONE_BY_ONE = ("--total_number", 4, "--request_client", 1, "--warmup", 0, "--timeout", 0.3)
+ONE_BY_ONE = ("--total_number", 4, "--request_client", 1, "--warmup", 0)
 HALF = {"images_sent": 4, "images_answered": 2, "images_ok": 2}
+ONE_TIMEOUT = ("--total_number", 2, "--request_client", 1, "--warmup", 0, "--timeout", 2)
+THEN_OK = {"images_sent": 2, "images_answered": 1, "images_ok": 1}
 
 
 @pytest.mark.parametrize(
@@ -188,9 +191,9 @@ HALF = {"images_sent": 4, "images_answered": 2, "images_ok": 2}
         (("ok:a", "lose"), (*ONE_BY_ONE, "--request_batch", 2), {"ReplyError": 4}, {}),
         (("ok:a", "close"), ONE_BY_ONE, {"ConnectionClosed": 2}, HALF),
         (("ok:a", "reset"), ONE_BY_ONE, {"ConnectionResetError": 2}, HALF),
-        (("ok:a", "stall"), ONE_BY_ONE, {"timeout": 2}, HALF),
-        (("ok:a", "half"), ONE_BY_ONE, {"timeout": 2}, HALF),
-        (("ok:a", "trickle"), ONE_BY_ONE, {"timeout": 2}, HALF),
+        (("stall", "ok:a"), ONE_TIMEOUT, {"timeout": 1}, THEN_OK),
+        (("half", "ok:a"), ONE_TIMEOUT, {"timeout": 1}, THEN_OK),
+        (("trickle", "ok:a"), ONE_TIMEOUT, {"timeout": 1}, THEN_OK),
         (("close",), ("--total_number", 1000), {"ConnectionClosed": 20, "unsent": 980}, {"latency_ms": 0}),
     ],
 )
@@ -213,11 +216,10 @@ def test_errors_are_counted_by_type(
 
 def test_server_that_reads_nothing(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
     more_than_the_kernel_buffers = b"ok:" + b"x" * 16_000_000
-    options = ("--total_number", 1, "--request_client", 1, "--warmup", 0, "--timeout", 0.3)
+    options = ("--total_number", 1, "--request_client", 1, "--warmup", 0, "--timeout", 2)
     done, result = load(images(a=more_than_the_kernel_buffers), serve(deaf=True).port, *options)
     assert done.returncode == 2
     assert result["errors"] == {"timeout": 1}
-    assert result["latency_failed_ms"]["max"] < 5000
 
 
 def test_dead_client_is_counted(serve: Callable[..., ToyServer], images: Callable[..., Path]) -> None:
@@ -240,9 +242,9 @@ def test_interrupt_reports_what_was_done(serve: Callable[..., ToyServer], images
     path = directory.parent / "report.json"
     options = ("--request_client", 1, "--total_number", 9, "--warmup", 0, "--json", path)
     with subprocess.Popen(command(directory, server.port, *options), stdout=-1, stderr=-1, text=True) as process:
-        assert stalled.wait(20)
+        assert stalled.wait(WAIT)
         process.send_signal(signal.SIGINT)
-        _, complaints = process.communicate(timeout=20)
+        _, complaints = process.communicate(timeout=WAIT)
     assert process.returncode == 130, complaints
     assert path.exists(), complaints
     assert "Traceback" not in complaints
@@ -256,13 +258,12 @@ def test_clients_do_not_outlive_a_killed_parent(serve: Callable[..., ToyServer],
     options = ("--request_client", 3, "--total_number", 3_000_000, "--warmup", 0)
     # One client starts with the image that stalls: when it does, all are at work.
     with subprocess.Popen(command(images(a="ok:a", b="ok:b", c="stall"), server.port, *options), stderr=-1) as process:
-        assert stalled.wait(20)
+        assert stalled.wait(WAIT)
         clients = psutil.Process(process.pid).children()
         process.kill()
     server.ended.set()
-    _, alive = psutil.wait_procs(clients, timeout=10)
     assert len(clients) == 3
-    assert alive == []
+    eventually(lambda: not any(map(is_alive, clients)))
 
 
 # --- refusals
@@ -317,7 +318,7 @@ def test_the_same_as_a_command_of_the_package(code: str, said: str, tmp_path: Pa
     (tmp_path / "x.json").write_text("[]")
     options = ["--img_dir", str(directory)], ["compare", *[str(tmp_path / "x.json")] * 2]
     runs = [[sys.executable, "-c", code, "load", *more] for more in options]
-    done = [subprocess.run(run, capture_output=True, text=True, timeout=30) for run in runs]
+    done = [subprocess.run(run, capture_output=True, text=True, timeout=WAIT) for run in runs]
     assert done[0].stderr == said.replace("DIR", str(directory))
     assert done[1].stderr.startswith("torchpipe load: compare")
     assert [(run.returncode, run.stdout, run.stderr.count("\n")) for run in done] == [(1, "", 1)] * 2

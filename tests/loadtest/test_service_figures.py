@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,9 +59,11 @@ def stats_server(answer: Callable[[int], Any] = told, status: int = 200) -> Iter
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_figures_are_of_one_request_and_of_the_run_alone() -> None:
@@ -134,10 +137,10 @@ def test_the_port_that_takes_images_is_told_from_that_of_the_figures(
 def test_a_port_where_nobody_listens_is_refused(
     serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stats_server() as port:
-        pass
-    options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
-    assert "Connection refused" in refused(capsys, *options)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", bound.getsockname()[1])
+        assert "Connection refused" in refused(capsys, *options)
 
 
 def test_no_proxy_is_asked(serve: Serve, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
