@@ -21,6 +21,9 @@ from torchpipe_py.backends.models.cuda_model import CudaModel
 WAIT = 60.0
 """Seconds after which something that must happen counts as not happening."""
 
+PROGRAM_WAIT = 4 * WAIT
+"""The same for a whole program: a busy machine may take a minute to import PyTorch alone."""
+
 
 class Gate:
     """A backend that blocks in ``forward`` until the gate opens; ``batches`` holds the data of each call.

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from fakes import PROGRAM_WAIT
 
 import torchpipe_py
 from torchpipe_py.cli import DEPENDENCIES, main
@@ -205,7 +206,7 @@ def test_a_reader_that_has_had_enough_is_no_traceback():
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 1
+        assert process.wait(PROGRAM_WAIT) == 1
 
 
 def test_without_the_dependencies_one_line_says_what_is_missing(good: str) -> None:

@@ -9,6 +9,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from fakes import PROGRAM_WAIT
+
 import torchpipe_py
 
 ROOT = Path(__file__).parent.parent
@@ -197,7 +199,7 @@ with torchpipe_py.pipe({{"backend": "Identity"}}) as run:
 print([name for name in {heavy} if name in sys.modules])
 """
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
@@ -205,7 +207,7 @@ def test_the_training_side_needs_no_optional_library() -> None:
     optional = ("torchvision", "lmdb", "cv2", "PIL")
     code = f"import sys, torchpipe_py.training; print([name for name in {optional} if name in sys.modules])"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 

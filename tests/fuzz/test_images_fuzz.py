@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import PROGRAM_WAIT
 
 FUZZER = Path(__file__).parent / "images.py"
 SEEDS = sorted((FUZZER.parent / "seeds" / "images").iterdir())
@@ -14,7 +15,7 @@ SEEDS = sorted((FUZZER.parent / "seeds" / "images").iterdir())
 
 def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FUZZER), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
 
 
 def test_three_thousand_mutants(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_it_finds_what_there_is(tmp_path: Path, harm: str, finding: str) -> None
     when = "bytes(data[:2]) == b'BM' and len(data) < 60"
     me.write_text(HARMFUL.format(path=str(FUZZER), me=str(me), harm=harm, when=when))
     command = [sys.executable, str(me), "--mutants", "400", "--jobs", "1", "--save", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert finding in done.stdout
     assert {path.stat().st_size < 60 for path in found.iterdir()} == {True}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import wire as fuzzer
+from fakes import PROGRAM_WAIT
 from service import Client, connect, eventually, serving
 
 SEEDS = sorted((Path(fuzzer.__file__).parent / "seeds" / "wire").iterdir())
@@ -15,7 +16,7 @@ SEEDS = sorted((Path(fuzzer.__file__).parent / "seeds" / "wire").iterdir())
 
 @pytest.mark.parametrize(("protocol", "mutants"), [("thrift", 2000), ("http", 1000)])
 def test_mutants(protocol: str, mutants: int) -> None:
-    tally = fuzzer.fuzz(7, mutants, 60, protocol)
+    tally = fuzzer.fuzz(7, mutants, PROGRAM_WAIT, protocol)
     assert tally.findings == []
     assert tally.mutants == mutants
     assert tally.calls > mutants / 5
@@ -39,7 +40,7 @@ def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch, protocol: str) -> No
         raise KeyError("a defect")
 
     monkeypatch.setattr(fuzzer.EchoPipe, "dispatch", dispatch)
-    assert any("a defect" in problem for problem, _ in fuzzer.fuzz(7, 200, 60, protocol).findings)
+    assert any("a defect" in problem for problem, _ in fuzzer.fuzz(7, 200, PROGRAM_WAIT, protocol).findings)
 
 
 @pytest.mark.parametrize("protocol", fuzzer.MAKERS)

@@ -15,6 +15,7 @@ from time import perf_counter
 import cv2
 import numpy as np
 import pytest
+from fakes import PROGRAM_WAIT
 
 from torchpipe_py import DeadlineExceeded, pipe
 from torchpipe_py.images.memory import CURRENT, DECODING, SMALL, DecodingMemory
@@ -214,6 +215,8 @@ for name, (kind, *options) in kinds.items():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_is_counted_is_what_decoding_takes() -> None:
-    done = subprocess.run([sys.executable, "-c", _PEAKS], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAKS], capture_output=True, text=True, check=True, timeout=PROGRAM_WAIT
+    )
     for name, taken, counted in map(str.split, done.stdout.splitlines()):
         assert int(taken) <= 1.1 * int(counted) + 2**23, name

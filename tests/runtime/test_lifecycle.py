@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, error_of, in_threads, outcome
+from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, in_threads, outcome
 
 from torchpipe_py import (
     Backend,
@@ -273,7 +273,7 @@ print("parent ends")
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False
     )
 
 
@@ -289,14 +289,14 @@ from torchpipe_py import pipe
 together, closed = threading.Barrier(2), threading.Semaphore(0)
 
 def done(data, error):
-    together.wait(30)
+    together.wait(60)
     p.close()
     closed.release()
 
 p = pipe({"backend": "Identity", "instance_num": 2})
 for number in range(2):
     p.dispatch({"data": number}, done)
-ended = [closed.acquire(timeout=10) for _ in range(2)]
+ended = [closed.acquire(timeout=60) for _ in range(2)]
 print(ended, flush=True)
 os._exit(0)
 """

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from benchmarks.gpu import baseline
 from conftest import encode, picture
-from fakes import WAIT
+from fakes import PROGRAM_WAIT, WAIT
 
 pytest.importorskip("thriftpy2")
 from thriftpy2.rpc import make_client
@@ -148,7 +148,7 @@ def test_a_missing_library_is_one_line(missing: str) -> None:
     present = {"tensorrt": "pycuda", "pycuda": "tensorrt"}[missing]
     setup = f"sys.modules[{present!r}] = sys.modules[{present + '.driver'!r}] = type(sys)({present!r})"
     with script(f"{setup}; sys.modules[{missing!r}] = None", "--engine", "some.engine") as process:
-        out, err = process.communicate(timeout=WAIT * 4)
+        out, err = process.communicate(timeout=PROGRAM_WAIT)
     assert process.returncode == 1
     assert out == ""
     assert re.fullmatch(rf"baseline_server\.py: {missing}\S* cannot be imported .*torchpipe_py\[tensorrt\]'\n", err)
@@ -169,7 +169,7 @@ script.LockedEngine = Fake"""
         with connect(int(serves[1])) as client:  # an idle connection does not hold it up
             assert ask(client, solid(1, 2, 9)).label == "2"
             process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=WAIT)
+            out, err = process.communicate(timeout=PROGRAM_WAIT)
     assert (process.returncode, out, err) == (0, "closed\n", "")
 
 

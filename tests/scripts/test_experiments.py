@@ -12,6 +12,7 @@ import experiments
 import numpy as np
 import pytest
 import torch
+from fakes import PROGRAM_WAIT
 from recipes.evaluation import Predictions
 from recipes.experiments.accuracy import Difference
 from recipes.experiments.epochs import LINE
@@ -57,7 +58,7 @@ def run(*arguments: object) -> str:
         [sys.executable, str(SCRIPTS / "experiments.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PROGRAM_WAIT,
         env={**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
         check=False,
     )

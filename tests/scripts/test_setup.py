@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fakes import PROGRAM_WAIT
+
 from torchpipe_py.export.options import add_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +43,7 @@ def set_up(folder: Path, status: int) -> subprocess.CompletedProcess[str]:
 def run(venv: Path, python: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "VENV": str(venv), "PYTHON": str(python)}
     command = ["bash", str(ROOT / "scripts" / "setup.sh")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
 
 
 def test_downloads_and_the_installation_are_told(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import train
+from fakes import PROGRAM_WAIT
 from training_data import write_classes, write_toml
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -37,7 +38,7 @@ def started(command: list[str], *arguments: object) -> str:
         start_new_session=True,
     ) as process:
         try:
-            printed, _ = process.communicate(timeout=100)
+            printed, _ = process.communicate(timeout=PROGRAM_WAIT)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # torchrun's processes too
             raise

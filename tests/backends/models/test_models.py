@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from conftest import Register, encode, picture, save_model
-from fakes import Gate, outcome
+from fakes import PROGRAM_WAIT, Gate, outcome
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe, register_postprocessor
@@ -418,6 +418,8 @@ def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
     code = f"from torchpipe_py import pipe; pipe({{'backend': 'OnnxTensor', 'model': {classifier!r}}}).close()"
     hidden = ("CI", "ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "XDG_CACHE_HOME", "TF_BUILD", "GITHUB_ACTIONS")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run([sys.executable, "-c", code], env={**env, "HOME": str(tmp_path)}, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**env, "HOME": str(tmp_path)}, timeout=PROGRAM_WAIT, check=False
+    )
     assert done.returncode == 0
     assert not [file for file in tmp_path.rglob("*") if "icrosoft" in str(file)]

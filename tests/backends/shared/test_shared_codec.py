@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import WAIT
+from fakes import PROGRAM_WAIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
@@ -162,7 +162,9 @@ for _ in range(50):
     del cycle
     gc.collect()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
