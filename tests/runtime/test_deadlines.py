@@ -12,7 +12,6 @@ from torchpipe_py import DeadlineExceeded, ItemBackend, pipe
 
 Data = dict[str, Any]
 SOON = 0.02
-TIME_TO_BEGIN = 1.0
 
 
 def test_a_met_deadline_changes_the_dict_as_without(register: Register) -> None:
@@ -65,9 +64,12 @@ def test_missed_in_the_queue_without_a_waiting_thread(register: Register, most: 
 def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
     gate = Gate()
     data: Data = {"data": "slow", "mine": 1}
+    timeout = 0.1
     with pipe({"a": {"backend": register(gate.backend), "next": "b"}, "b": {}}) as p, gate:
-        with pytest.raises(DeadlineExceeded):
-            p(data, timeout=TIME_TO_BEGIN)
+        while not gate.batches:  # on a busy machine the time may be over before it is run
+            with pytest.raises(DeadlineExceeded):
+                p(data, timeout=timeout)
+            timeout *= 2
         gate.wait_entered()
         gate.open()
         p({"data": "last"})
@@ -81,7 +83,7 @@ def test_a_list_misses_its_deadline_together(register: Register) -> None:
     items: list[Data] = [{"data": "slow"}, {"data": "queued"}]
     with pipe({"backend": register(gate.backend)}) as p, gate:
         with pytest.raises(DeadlineExceeded):
-            p(items, timeout=TIME_TO_BEGIN)
+            p(items, timeout=SOON)
         assert p.stats()["inflight"] == 0
         errors = [item.pop("error") for item in items]
         gate.open()
@@ -131,7 +133,7 @@ def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> Non
     }
     with pipe(config) as p, slow_node:
         slow = slow_node.hold(p, {"data": "slow"})
-        timeouts = (0.1 * 1.5**number for number in range(10))
+        timeouts = (0.1 * 1.5**number for number in range(14))
         assert any(error_of(p.submit({"data": "hurried"}, timeout=timeout)) is None for timeout in timeouts)
         assert not slow.done()
         slow_node.open()

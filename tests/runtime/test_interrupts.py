@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
@@ -251,10 +252,12 @@ def raising_handler() -> Iterator[None]:
 def interrupt_at_random(p: pipe, data: Any, count: int, moments: random.Random) -> int:
     """Call until so many calls were interrupted; how many calls that took."""
     p({"data": data})
-    started = perf_counter()
-    for _ in range(20):
+    spans = []
+    for _ in range(21):
+        started = perf_counter()
         p({"data": data})
-    span = (perf_counter() - started) / 20
+        spans.append(perf_counter() - started)
+    span = median(spans)  # a pause in one of them would put most moments behind the calls
     calls = hits = 0
     while hits < count:
         calls += 1
