@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import Register, picture
-from fakes import WAIT
+from fakes import PROGRAM_WAIT, WAIT
 
 from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
 from torchpipe_py.backends.base import BackendConfig, Shared
@@ -31,8 +31,8 @@ from torchpipe_py.plan.build import plan_pipeline
 Data = dict[str, Any]
 
 PROCESS = {"decode_isolation": "process"}
-LIMIT = 2.0
-"""Seconds an image may take where that is tested."""
+LIMIT = 0.2
+"""Seconds that an image may take which takes too long; on a busy machine any other may take as long."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +42,7 @@ def nothing_left() -> Iterator[None]:
     yield
     assert set(psutil.Process().children()) - children == set()
     assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe_py template"]
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,23 @@ def hostile() -> Iterator[pipe]:
             yield p
 
 
-@pytest.fixture
-def hasty(register: Register) -> Iterator[pipe]:
-    """An image must not take long."""
-    with pipe({"backend": register(hostile_decoders.Hostile), "max_seconds": LIMIT, **PROCESS}) as p:
-        yield p
-
-
 def ask(p: pipe, data: bytes | str, **more: Any) -> Data:
     item = {"data": data.encode() if isinstance(data, str) else data, **more}
     p(item)
     return item
+
+
+def backend_of(p: pipe) -> Any:
+    return p._runtime.nodes["node"].instances[0].backend
+
+
+def ask_in_haste(p: pipe, data: str) -> Data:
+    """The same of the decoder that is there, which has no longer than the limit."""
+    decoder = backend_of(p)._decoder
+    assert decoder._connection.gettimeout() == decoder._seconds == WAIT  # as the node says
+    decoder._seconds = LIMIT
+    decoder._connection.settimeout(LIMIT)
+    return ask(p, data)
 
 
 def said(p: pipe, data: str) -> str:
@@ -190,12 +196,13 @@ def test_a_decoder_that_dies_costs_one_image(hostile: pipe, act: str) -> None:
     assert len(str(items[1]["error"])) < 200
 
 
-def test_a_decoder_that_takes_too_long_costs_one_image(hasty: pipe) -> None:
-    items: list[Data] = [{"data": data} for data in (b"plain", b"spin", b"plain")]
-    hasty(items)
-    assert [bytes(item["result"]) if "result" in item else None for item in items] == [b"'plain'", None, b"'plain'"]
-    assert isinstance(items[1]["error"], WorkerDied)
-    assert "took longer than 2 s and was ended" in str(items[1]["error"])
+def test_a_decoder_that_takes_too_long_costs_one_image(hostile: pipe) -> None:
+    assert said(hostile, "plain") == "'plain'"
+    item = ask_in_haste(hostile, "spin")
+    assert "result" not in item
+    assert isinstance(item["error"], WorkerDied)
+    assert "took longer than 0.2 s and was ended" in str(item["error"])
+    assert said(hostile, "plain") == "'plain'"
 
 
 def test_memory_is_bounded(hostile: pipe) -> None:
@@ -316,11 +323,11 @@ def test_a_decoder_killed_while_idle_costs_nothing(hostile: pipe) -> None:
     assert int(said(hostile, "pid")) != pid
 
 
-def test_a_stopped_decoder_costs_its_request(hasty: pipe) -> None:
-    pid = int(said(hasty, "pid"))
+def test_a_stopped_decoder_costs_its_request(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
     os.kill(pid, signal.SIGSTOP)
-    assert "took longer than 2 s" in str(ask(hasty, "plain")["error"])
-    assert said(hasty, "plain") == "'plain'"
+    assert "took longer than 0.2 s" in str(ask_in_haste(hostile, "plain")["error"])
+    assert said(hostile, "plain") == "'plain'"
     wait_dead(pid)
 
 
@@ -359,12 +366,14 @@ def test_an_instance_that_ends_first_ends_no_decoder_of_another(jpeg: bytes) -> 
 
 
 def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(template, "ANSWER_SECONDS", WAIT)
     with pipe({"backend": register(hostile_decoders.Hostile), **PROCESS}) as p:
         parent_of(int(said(p, "pid"))).suspend()
+        control = backend_of(p)._template._control
+        assert control.gettimeout() == WAIT
+        control.settimeout(LIMIT)  # that one does not answer at all, the next one may take its time
         assert said(p, "plain") == "'plain'"
         assert isinstance(ask(p, "segfault")["error"], WorkerDied)
-        monkeypatch.setattr(template, "ANSWER_SECONDS", WAIT)
         pid = int(said(p, "pid"))
         stopped = [parent_of(pid), psutil.Process(pid)]
         for process in stopped:
@@ -415,7 +424,7 @@ def test_stopped_children_end_with_their_parent(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(PROGRAM, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "app.py")], stdout=subprocess.PIPE, timeout=WAIT, check=False, env=env
+        [sys.executable, str(tmp_path / "app.py")], stdout=subprocess.PIPE, timeout=PROGRAM_WAIT, check=False, env=env
     )
     assert done.returncode == -signal.SIGKILL
     pids = [int(word) for word in done.stdout.split()]

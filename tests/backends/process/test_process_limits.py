@@ -10,6 +10,7 @@ from typing import Any
 import process_backends
 import pytest
 from conftest import Register
+from fakes import WAIT
 
 from torchpipe_py import BackendError, WorkerDied, pipe
 from torchpipe_py.backends.process import process
@@ -19,12 +20,16 @@ Data = dict[str, Any]
 
 @pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
 def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type) -> None:
-    """Stopped, the process would never answer."""
-    with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": 2}) as p:
+    """Stopped, the process would never answer; what is to be answered has a minute, on a busy machine too."""
+    with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
+        backend = p._runtime.nodes["node"].instances[0].backend
+        assert backend.max_seconds == backend._dispatcher._max_seconds == WAIT
         p(item := {"data": "pid"})
         os.kill(item["result"][0], signal.SIGSTOP)
-        with pytest.raises(WorkerDied, match="took longer than 2 s and was ended"):
+        backend.max_seconds = backend._dispatcher._max_seconds = 0.2
+        with pytest.raises(WorkerDied, match=r"took longer than 0\.2 s and was ended"):
             p({"data": "pid"})
+        backend.max_seconds = backend._dispatcher._max_seconds = WAIT
         p(other := {"data": "pid"})
         assert other["result"][0] != item["result"][0]
 
