@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import Gate, outcome
+from fakes import WAIT, Gate, outcome
 from kept_spans import KeptSpans
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
@@ -16,6 +16,14 @@ from torchpipe_py import BackendError, Overloaded, pipe
 from torchpipe_py.runtime import spans as module
 
 Data = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def time_to_close() -> Iterator[None]:
+    """A pipe that is closed has made all its spans, on a busy machine too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CLOSE_SECONDS", WAIT)
+        yield
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from torchpipe_py.runtime.tracing import taken_at
 MOST_WAITING = 1024
 """Finished requests whose spans are still to be made; of more than that no spans are made."""
 
+CLOSE_SECONDS = 2.0
+"""For which whoever closes waits until the spans of finished requests are made."""
+
 T = TypeVar("T")
 
 
@@ -40,11 +43,11 @@ class Spans:
         self._thread = threading.Thread(target=self._main, name="torchpipe-spans", daemon=True)
         self._thread.start()
 
-    def close(self, seconds: float = 2.0) -> None:
-        """Make the spans of what is finished, for so long at most, and end the thread. May be called again."""
+    def close(self) -> None:
+        """Make the spans of what is finished, as far as there is time, and end the thread. May be called again."""
         self.stop()
         if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
+            self._thread.join(CLOSE_SECONDS)
 
     def stop(self) -> None:
         """``close`` without waiting for it."""
