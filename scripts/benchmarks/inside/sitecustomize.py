@@ -28,7 +28,7 @@ def tell(seconds: float) -> dict[str, object]:
     seen: dict[str, Counter[str]] = {}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     until = perf_counter() + seconds
-    while perf_counter() < until:
+    while perf_counter() < until or (seconds and not seen):
         sleep(STEP)
         for ident, frame in sys._current_frames().items():
             if ident != own:
