@@ -66,8 +66,8 @@ class Worker:
     def __init__(self, config: Any, server: EngineServer, watch: Watch | None = None) -> None:
         self._watcher = Watcher()
         self.engine, self.server = EngineClient(watch or self._watcher.watch), server
-        link(self, server)
         try:
+            link(self, server)
             self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)
         except BaseException:
             self._end()

@@ -1310,6 +1310,7 @@ def test_the_end_of_a_request_reaches_what_its_jump_started(register: Register, 
         if end == "timeout":
             with pytest.raises(DeadlineExceeded):
                 p(data, timeout=0.5)
+            until(lambda: p.stats()["inflight"] == 1)  # what a jump starts at that moment ends at once
         elif end == "cancel":
             future = p.submit(data)
             until(lambda: p.stats()["nodes"]["r"]["queued"] == 1)

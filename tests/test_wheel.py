@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes import PROGRAM_WAIT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"torchpipe_py": ROOT, "torchpipe_client": ROOT / "server", "torchpipe_server": ROOT / "server"}
@@ -23,7 +24,7 @@ pytest.importorskip("hatchling")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=PROGRAM_WAIT)
     (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as opened:
         yield opened
@@ -32,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 def test_it_holds_the_packages_and_the_contract_and_no_more(wheel: zipfile.ZipFile) -> None:
     wanted = {"torchpipe_py/inference.thrift"}
     for package, folder in PACKAGES.items():
-        files = (path for path in (folder / package).rglob("*") if path.is_file() and path.suffix != ".pyc")
+        files = (path for path in (folder / package).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
         wanted |= {str(path.relative_to(folder)) for path in files}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
     assert wheel.read("torchpipe_py/inference.thrift") == (ROOT / "idl" / "inference.thrift").read_bytes()
@@ -75,7 +76,7 @@ def test_it_works_away_from_the_repository(wheel: zipfile.ZipFile, tmp_path: Pat
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROGRAM_WAIT,
         check=False,
     )
     idl = (ROOT / "idl" / "inference.thrift").read_text(encoding="utf-8")

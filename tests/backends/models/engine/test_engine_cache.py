@@ -19,6 +19,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from fakes import PROGRAM_WAIT, WAIT, eventually
 
 from torchpipe_py import BackendUnavailable, ConfigError, pipe
 from torchpipe_py.backends.models.bounds import to_bounds
@@ -247,18 +248,18 @@ def test_the_lock_keeps_a_second_one_waiting(tmp_path: Path, built: list[str], m
 
     def slow(*args: Any) -> tuple[Any, bytes]:
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(WAIT)
         return quick(*args)
 
     monkeypatch.setattr(engine_build, "new_engine", slow)
     results: list[str] = []
     threads = [threading.Thread(target=lambda: results.append(cached_engine(TRT, SPEC, path, GPU))) for _ in range(2)]
     threads[0].start()
-    assert inside.wait(30)
+    assert inside.wait(WAIT)
     threads[1].start()
     go_on.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT)
     assert results == ["engine of model"] * 2
     assert built == ["fp16"]
 
@@ -266,7 +267,7 @@ def test_the_lock_keeps_a_second_one_waiting(tmp_path: Path, built: list[str], m
 def _hold(path: str, held: Any, go_on: Any) -> None:
     with EngineCache(path).locked():
         held.set()
-        go_on.wait(30)
+        go_on.wait(WAIT)
 
 
 def test_the_lock_holds_between_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,7 +275,7 @@ def test_the_lock_holds_between_processes(tmp_path: Path, caplog: pytest.LogCapt
     path, held, go_on = str(tmp_path / "m.trt"), context.Event(), context.Event()
     other = context.Process(target=_hold, args=(path, held, go_on))
     other.start()
-    assert held.wait(60)
+    assert held.wait(PROGRAM_WAIT)
     entered = threading.Event()
 
     def enter() -> None:
@@ -283,12 +284,12 @@ def test_the_lock_holds_between_processes(tmp_path: Path, caplog: pytest.LogCapt
 
     thread = threading.Thread(target=enter)
     thread.start()
-    assert not entered.wait(0.2)
+    eventually(lambda: "another process is at it, waiting" in caplog.text)
+    assert not entered.is_set()
     go_on.set()
-    assert entered.wait(30)
+    assert entered.wait(WAIT)
     thread.join()
     other.join()
-    assert "another process is at it, waiting" in caplog.text
 
 
 # -- what is missing ----------------------------------------------------------------------------------------------
