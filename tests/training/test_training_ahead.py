@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ class SlowAfterTheFirst:
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         if index:
-            SlowAfterTheFirst.given.wait(WAIT)
+            assert SlowAfterTheFirst.given.wait(WAIT)
         return encode(picture(20, 20)), index
 
     given = threading.Event()
@@ -125,10 +124,8 @@ class SlowAfterTheFirst:
 def test_a_batch_does_not_wait_for_the_next_one() -> None:
     SlowAfterTheFirst.given.clear()
     with wrapped(SlowAfterTheFirst(), {"decode": DECODE}, batch_size=1, transforms_gpu=None) as loader:
-        began = time.monotonic()
         next(loader)
-        assert time.monotonic() - began < WAIT / 2
-        SlowAfterTheFirst.given.set()
+        SlowAfterTheFirst.given.set()  # in time, or reading the next one fails
         assert len(list(loader)) == 3
 
 

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from examples import prefetch
+from fakes import WAIT, eventually
 from torch.utils.data import DataLoader
 
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher
 from torchpipe_py.training.prefetch.background import Buffer
-
-WAIT = 60.0
 
 
 class Source:
@@ -32,15 +31,6 @@ class Source:
             yield number
         if self.error is not None:
             raise self.error
-
-
-def until(predicate: Any) -> None:
-    waiting = threading.Event()
-    for _ in range(2000):
-        if predicate():
-            return
-        waiting.wait(0.005)
-    raise AssertionError("never came true")
 
 
 def consume(items: Iterator[int], consumers: int) -> tuple[list[int], list[str]]:
@@ -71,9 +61,9 @@ def test_items_come_in_order() -> None:
 def test_it_runs_ahead_only_so_far() -> None:
     source = Source(100)
     with BackgroundIterator(source, depth=3) as items:
-        until(lambda: source.given == 4)  # three ready, one in hand
+        eventually(lambda: source.given == 4)  # three ready, one in hand
         assert next(items) == 0
-        until(lambda: source.given == 5)
+        eventually(lambda: source.given == 5)
         assert items.is_ready
     assert source.given <= 6
 
