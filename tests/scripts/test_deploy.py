@@ -13,9 +13,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fakes import WAIT
+from fakes import PROGRAM_WAIT, WAIT
 from service import IDL, Process, connect, eventually, serving
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
@@ -28,8 +29,10 @@ PING = b"\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01\x00"
 MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
 
 
-def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False, **options
+    )
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -74,7 +77,7 @@ def test_the_service_needs_a_folder_for_temporary_files_and_no_privileges() -> N
     with subprocess.Popen([*jail, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             match = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)", process.stdout.readline())
-            client = make_client(IDL.InferenceService, "127.0.0.1", int(match[1]))
+            client = make_client(IDL.InferenceService, "127.0.0.1", int(match[1]), timeout=int(WAIT * 1000))
             image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
             assert client.infer_batch(IDL.InferenceParams(uuid="", data=image)).label == "ring"
             client.close()
@@ -148,7 +151,7 @@ def _listens(port: int) -> bool:
 def test_a_client_with_a_certificate_is_answered(proxy: int, tmp_path: Path) -> None:
     files = {"cafile": "ca.crt", "certfile": "client.crt", "keyfile": "client.key"}
     paths = {name: str(tmp_path / file) for name, file in files.items()}
-    client = make_client(IDL.InferenceService, "127.0.0.1", proxy, **paths)
+    client = make_client(IDL.InferenceService, "127.0.0.1", proxy, timeout=int(WAIT * 1000), **paths)
     client.ping()
     client.close()
     log = tmp_path / "torchpipe.log"
@@ -183,11 +186,15 @@ def test_a_client_without_tls_is_refused(proxy: int) -> None:
 
 @pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
 def test_clients_of_a_balancer_notice_nothing_when_a_service_ends(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
-    with Process("--http-port", "0") as one, Process("--http-port", "0") as two:
-        text = HAPROXY.read_text().replace("0.0.0.0:8888", f"127.0.0.1:{port}").replace("inter 1s", "inter 50ms")
+    with (
+        socket.socket() as bound,  # from here on, so that nobody takes the port meanwhile
+        Process("--http-port", "0") as one,
+        Process("--http-port", "0") as two,
+    ):
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        text = HAPROXY.read_text().replace("0.0.0.0:8888", f"fd@{bound.fileno()}").replace("inter 1s", "inter 50ms")
         text = text.replace("timeout connect 2s", "timeout connect 30s\n    timeout check 30s")  # of a busy machine
         for service, there in ((one, "10.0.0.1:8888 port 8080"), (two, "10.0.0.2:8888 port 8080")):
             service.wait_started()
@@ -196,9 +203,10 @@ def test_clients_of_a_balancer_notice_nothing_when_a_service_ends(tmp_path: Path
             text = text.replace(there, f"127.0.0.1:{service.port} port {status}")
         config = tmp_path / "haproxy.cfg"
         config.write_text(text)
-        tested = run("haproxy", "-c", "-f", config)
+        descriptor = {"pass_fds": (bound.fileno(),)}
+        tested = run("haproxy", "-c", "-f", config, **descriptor)
         assert tested.returncode == 0, tested.stderr
-        process = subprocess.Popen(["haproxy", "-f", config, "-db"], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(["haproxy", "-f", config, "-db"], stderr=subprocess.DEVNULL, **descriptor)
         try:
             eventually(lambda: _listens(port), "haproxy does not listen")
             with Client(f"127.0.0.1:{port}") as client:
