@@ -17,7 +17,7 @@ exception InferenceError {
     1: required string code,            // a code of torchpipe_py/errors.py ("overloaded", "decode_error", ...), or why
                                         // a message was refused: "too_large", "too_slow", "too_deep", "bad_type", ...
     2: required string message,         // one line for a person
-    3: optional i32 retry_after_ms,     // when a repetition may succeed, for "overloaded"
+    3: optional i32 retry_after_ms,     // when a repetition may succeed, for "overloaded" and "unavailable"
 }
 
 // One item of infer_many: exactly one of the two fields is set.

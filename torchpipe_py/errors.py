@@ -82,7 +82,7 @@ class BackendUnavailable(TorchpipeError, ValueError, RuntimeError):
 
 
 class InvalidRequest(TorchpipeError, ValueError):
-    """A request that is no dict, has no ``data``, or holds a value of a type the pipeline cannot take."""
+    """A request that is no dict, has no ``data``, or holds what the pipeline cannot take: by type, shape or size."""
 
     code = "invalid_request"
 
@@ -116,7 +116,9 @@ class DecodeError(NoResult, ValueError):
 
 
 class Overloaded(TorchpipeError, RuntimeError):
-    """Refused at the entry because ``max_inflight`` requests are in flight; nothing was started."""
+    """Refused at the entry: ``max_inflight`` requests are in flight, or the queue rules the deadline out. Nothing was
+    started; ``retry_after_ms`` says when it may be, where that is known.
+    """
 
     code = "overloaded"
 
@@ -132,7 +134,9 @@ class DeadlineExceeded(TorchpipeError, TimeoutError):
 
 
 class WorkerDied(TorchpipeError, RuntimeError):
-    """The worker process of a ``Process`` ended while it had the request, or cannot be started again."""
+    """The process that had the request ended: that of a ``Process``, of an isolated decoder, of a shared node, or the
+    service's worker. Or it cannot be started again.
+    """
 
     code = "worker_died"
 

@@ -29,7 +29,7 @@ class Client:
 
     A call is part of the trace that its ``traceparent`` names, else of OpenTelemetry's current span, if there is one.
 
-    Each call returns, or raises one ``ClientError``.
+    Each call returns, or raises one ``ClientError``; ``ValueError`` for a ``timeout`` or ``deadline_ms`` of 0 or less.
     """
 
     def __init__(
@@ -88,7 +88,9 @@ class Client:
     ) -> dict[str, Any]:
         """Any pipeline: ``inputs`` by the keys of its dict, and those of its keys back that ``outputs`` names.
 
-        Values are bytes, texts, numbers, arrays of NumPy and lists of arrays. Dicts and lists come back as JSON text.
+        Values are bytes, texts, numbers, arrays of NumPy (``bool``, ``uint8``, ``int8`` to ``int64``, ``float16`` to
+        ``float64``, of any shape) and lists of arrays. Dicts and lists come back as JSON text. Without ``outputs`` it
+        is ``result`` that comes back.
         """
         call = Infer(inputs, outputs, node_name, uuid, trace_of(traceparent))
         return self._run(call, self._limits.attempts(timeout, deadline_ms))

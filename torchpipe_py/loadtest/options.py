@@ -66,13 +66,19 @@ def parse_arguments(arguments: Sequence[str], program: str) -> argparse.Namespac
     description = f"Load tester of the inference service. `{program} compare A.json B.json` compares two reports."
     parser = ArgumentParser(prog=program, description=description, epilog=_STATUSES)
     add_options(parser, clients="client processes")
-    option = parser.add_argument
-    option("--host", default="127.0.0.1")
-    option("--port", type=at_least(1, 65535), default=8888)
+    option, default = parser.add_argument, "; default %(default)s"
+    option("--host", default="127.0.0.1", help="where the service is" + default)
+    option("--port", type=at_least(1, 65535), default=8888, metavar="PORT", help="that takes images" + default)
     option("--transport", choices=("buffered", "framed", "http"), default="buffered", help="two of Thrift, or HTTP")
     option("--path", metavar="PATH", help="where images are POSTed over HTTP; default /infer")
-    option("--timeout", type=above_zero("seconds"), default=10.0, help="seconds for a call, and for a connection")
-    option("--server_pid", type=at_least(1), help="whose CPU use is reported; default: who listens on the port here")
+    limit = "seconds for a call, and for a connection"
+    option("--timeout", type=above_zero("seconds"), default=10.0, metavar="S", help=limit + default)
+    option(
+        "--server_pid",
+        type=at_least(1),
+        metavar="PID",
+        help="whose CPU use is reported; default: who listens on the port here",
+    )
     option(
         "--http-port",
         type=at_least(1, 65535),
