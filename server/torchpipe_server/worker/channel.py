@@ -17,6 +17,7 @@ from torchpipe_server.serving.loop import READ, WRITE, Loop
 logger = logging.getLogger("torchpipe_server")
 
 _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
+_GONE = (errno.EPIPE, errno.ECONNRESET)
 _RECEIVE_BYTES = 2**18
 _DESCRIPTORS = 64  # at most in one receive
 _LAST_RECEIVES = 16  # more than the system keeps of a process that has ended
@@ -70,7 +71,7 @@ class Channel:
             self._flush()
 
     def hear_out(self) -> None:
-        """The other side's process has ended: what it has said is all there is, whoever else holds its socket."""
+        """The other side is gone: what it has said is all there is, whoever else holds its socket."""
         for _ in range(_LAST_RECEIVES):  # a process that it has left behind may send without end
             if self._is_closed or not self._receive():
                 break
@@ -108,13 +109,17 @@ class Channel:
         self._loop.watch(self._sock, READ, self._ready, is_urgent=True)
 
     def _write(self, data: memoryview, descriptor: int) -> int:
-        """How many bytes the system has taken."""
+        """How many bytes the system has taken, or nobody ever will."""
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
         try:
             return self._sock.sendmsg([data], extra)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
+            if error.errno in _GONE:
+                # NOTE: later, since what it has said before its end is still to be heard.
+                self._loop.call(self.hear_out)
+                return len(data)
             if error.errno not in _PASSING:
                 self._end()
             return 0

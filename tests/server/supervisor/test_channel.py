@@ -144,6 +144,17 @@ def test_the_end_of_the_other_side_is_told_once_also_when_it_is_noticed_by_a_sen
     assert pair.ours.ends == 1
 
 
+def test_what_was_said_before_the_end_is_heard_though_it_is_noticed_by_a_send(pair: Pair) -> None:
+    """A worker that has ended well has said so, whatever is still sent to it."""
+    send(pair.theirs, {"type": "end"})
+    pair.theirs.channel.close()
+    for _ in range(3):
+        send(pair.ours, {"type": "stats"}, "text")
+    pair.run(lambda: pair.ours.ends)
+    pair.loop._round(0.0)
+    assert (pair.ours.heard, pair.ours.ends) == ([({"type": "end"}, None)], 1)
+
+
 def test_what_is_unsent_at_the_end_is_given_back(pair: Pair) -> None:
     """The fixture counts descriptors."""
     send(pair.ours, {"text": "x" * MEBIBYTE}, "large")
