@@ -408,7 +408,7 @@ class Server:
             if self.counters.is_logging:
                 request_id = method.request_id(args)
             ticket = method.start(args, partial(self._finish, connection, service, head, began, request_id))
-        except Exception as error:
+        except BaseException as error:  # code of the user's own may raise ``SystemExit``, and others' requests are here
             self._finish(connection, service, head, began, request_id, error)
             return is_settled
         if ticket is not None and connection.attach(ticket) and ticket.deadline is not None:

@@ -275,6 +275,17 @@ def test_a_plain_method_may_raise_as_well(serve: Serve, idl):
             client.count()
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError("gone")], ids=["exit", "cancelled"])
+def test_what_no_handler_should_raise_costs_its_own_request(serve: Serve, error):
+    def count(self: Any) -> int:
+        raise error
+
+    with serve(count=count) as made, made.client() as client:
+        with pytest.raises(TApplicationException, match=f"{type(error).__name__}: {error}"):
+            client.count()
+        assert client.name() == "photos"
+
+
 def test_an_undeclared_exception_of_a_oneway_method_is_logged_and_no_more(serve: Serve, caplog):
     def forget(self: Any, name: str) -> None:
         raise KeyError(name)
