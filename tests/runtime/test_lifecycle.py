@@ -26,6 +26,7 @@ from torchpipe_py import (
     SetupError,
     pipe,
 )
+from torchpipe_py.runtime.idle import Leadership
 
 Data = dict[str, Any]
 Threads = Callable[[], list[threading.Thread]]
@@ -223,6 +224,33 @@ def test_a_forgotten_pipe_ends_its_threads(pipe_threads: Threads, used: str) -> 
     del p
     gc.collect()
     assert [thread for thread in threads if thread.is_alive()] == []
+
+
+def test_a_pipe_that_is_collected_on_its_own_thread_ends(
+    register: Register, pipe_threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection may come anywhere, also where that thread holds a lock of its lane."""
+    gate, takes_over = Gate(4), Leadership._takes_over
+    p = pipe({"a": {"backend": register(gate.backend)}})
+    (thread,), lock = pipe_threads(), p._runtime.nodes["a"].lane.idle._lock
+
+    def collect_first(leadership: Leadership) -> bool:
+        gc.collect()
+        return takes_over(leadership)
+
+    monkeypatch.setattr(Leadership, "_takes_over", collect_first)
+    gc.disable()  # elsewhere
+    try:
+        with gate:
+            gate.hold(p, {"data": 1})
+            vars(p)["itself"] = p
+            del p
+        thread.join(WAIT)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+        if lock.locked():
+            lock.release()
 
 
 @pytest.mark.parametrize("most", [1, 4])

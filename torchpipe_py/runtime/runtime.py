@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
@@ -153,9 +153,11 @@ class Runtime:
 
     def drop(self) -> None:
         """``close`` for a pipe that nobody has any more."""
-        # NOTE: a collection may end it anywhere, even where a thread is being started: start none, if possible.
+        # NOTE: a collection may end it anywhere, even where a thread is being started: start none, if possible. That of
+        # an instance may be about to lead or to queue, and hold a lock that whoever ends the pipe takes as well.
         if any(node.current_instance() for node in self.nodes.values()):
-            self.close()
+            with suppress(RuntimeError):  # Python ends, and ends the pipe itself
+                threading.Thread(target=self.end, name="torchpipe_py close", daemon=True).start()
         else:
             self.end()
 
