@@ -25,7 +25,7 @@ from service import eventually
 
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe
-from torchpipe_py.backends.shared import client, engine_link, memory
+from torchpipe_py.backends.shared import client, engine_link, memory, remote
 from torchpipe_py.backends.shared import link as link_module
 from torchpipe_py.backends.shared.codec import pack
 from torchpipe_py.backends.shared.link import Call
@@ -34,6 +34,7 @@ from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.runtime.request import Request, nobody_waits
 
 Data = dict[str, Any]
 HOLD = "hold"
@@ -332,6 +333,40 @@ def test_a_request_that_is_given_up_while_it_runs_keeps_its_slot(register: Regis
         gate.open()
         assert [outcome(future)["result"] for future in futures] == [11.0, 21.0]
         eventually(lambda: worker.engine.pending() == 0)
+
+
+@pytest.mark.parametrize("has_slot", [True, False])
+def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_slot: bool) -> None:
+    """Or company at a node behind would be waited for; and while the engine process hangs, memory would grow."""
+    gate = Gate()
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "held"})
+        if not has_slot:
+            worker.engine._link.free.clear()
+        given_up = worker.pipe.submit({"data": "given up"})
+        assert worker.pipe.stats()["nodes"]["a"]["queued"] == 1
+        assert given_up.cancel()
+        assert worker.pipe.stats()["nodes"]["a"]["queued"] == 0
+        assert not worker.engine._waiting
+        gate.open()
+        assert outcome(held)["result"] == "held"
+        eventually(lambda: worker.pipe.stats()["nodes"]["a"]["busy"] == 0)
+
+
+def test_a_request_that_is_over_before_it_is_handed_over_is_no_load(register: Register) -> None:
+    with workers_of(shared(register(Gate().backend))) as (worker,):
+        lane = worker.pipe._runtime.nodes["a"].lane
+        request = Request({"data": 1}, nobody_waits, "a")
+        pack_sent = remote.pack_sent
+
+        def end_first(*given: Any) -> Any:
+            request.done = True
+            return pack_sent(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remote, "pack_sent", end_first)
+            lane.put(request)
+        assert lane.load() == 0
 
 
 def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:

@@ -6,6 +6,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -87,6 +89,8 @@ class EngineClient:
     def ask(self, call: Call) -> None:
         """Have the engine process run it."""
         with self._lock:
+            if call.is_over:
+                return
             link = self._link
             if link is None:
                 call.until = call.asked + HOLD_SECONDS
@@ -98,18 +102,22 @@ class EngineClient:
         self._send(link, call)
 
     def give_up(self, call: Call) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more: it ends here at once. Its slot, if any, is free when it has ended there too."""
         with self._lock:
-            if call.is_given_up:
+            if call.is_over:
                 return
-            call.is_given_up = True
+            call.is_over = True
             link = self._link
             if link is not None and call.slot >= 0 and link.calls[call.slot] is call:
                 link.memory.give_up(call.slot, call.number)
             else:
                 link = None
+                # NOTE: while no slot becomes free, these would hold more and more memory.
+                with suppress(ValueError):
+                    self._waiting.remove(call)
         if link is not None:
             link.bell.ring()
+        self._tell(call, None, CancelledError())
 
     def pending(self) -> int:
         """Calls that are not answered; a moment's estimate."""
@@ -150,14 +158,15 @@ class EngineClient:
         link.bell.ring()
 
     def _free(self, link: Link, call: Call) -> bool:
-        """Its slot is free for the next call that waits; ``False`` where it has none since the link is lost."""
+        """Its slot, unless the link is lost, is free for the next call that waits; whether it is to be told."""
         with self._lock:
             if link.calls[call.slot] is not call:
                 return False
             link.free_slot(call.slot)
+            is_over, call.is_over = call.is_over, True
         if self._waiting:
             self._send_waiting(link)
-        return True
+        return not is_over
 
     def _send_waiting(self, link: Link) -> None:
         while True:
@@ -165,8 +174,6 @@ class EngineClient:
                 if self._link is not link or not link.free or not self._waiting:
                     return
                 call = self._waiting.popleft()
-                if call.is_given_up:
-                    continue
                 link.take_slot(call)
             self._send(link, call)
 
@@ -234,6 +241,8 @@ class EngineClient:
             now = perf_counter()
             late = [call for call in self._waiting if call.until <= now]
             self._waiting = deque(call for call in self._waiting if call.until > now)
+            for call in late:
+                call.is_over = True
         for call in late:
             self._tell(call, None, EngineUnavailable(self._missing))
 
@@ -284,9 +293,7 @@ class EngineClient:
             self._tell(call, answer, error)
 
     def _tell(self, call: Call, answer: Any, error: BaseException | None) -> None:
-        """End a call, unless nobody waits for it any more."""
-        if call.is_given_up:
-            return
+        """End a call. NOTE: whoever has found that it was not over, with the lock held, does that."""
         try:
             call.done(answer, error)
         except Exception as failure:
@@ -307,6 +314,9 @@ class EngineClient:
             lost = [call for call in link.calls if call is not None and call.slot not in link.large]
             for call in lost:
                 link.calls[call.slot] = None
+            lost = [call for call in lost if not call.is_over]
+            for call in lost:
+                call.is_over = True
         for call in lost:
             self._tell(call, None, WorkerDied("the engine process died while it had the request"))
         while link.large:

@@ -36,9 +36,9 @@ Done = Callable[[Any, BaseException | None], object]
 
 
 class Call:
-    """A request on its way; ``done(answer, error)`` is called once, unless it is given up."""
+    """A request on its way; ``done(answer, error)`` is called once. ``is_over``: it is called, or about to be."""
 
-    __slots__ = ("asked", "deadline", "done", "is_given_up", "number", "packed", "section", "sent", "slot", "until")
+    __slots__ = ("asked", "deadline", "done", "is_over", "number", "packed", "section", "sent", "slot", "until")
 
     def __init__(self, section: int, packed: Packed, deadline: float | None, done: Done) -> None:
         self.section, self.packed, self.done = section, packed, done
@@ -46,7 +46,7 @@ class Call:
         self.asked = self.sent = perf_counter()
         self.until = inf  # when it fails, where no engine process is there
         self.slot, self.number = -1, 0
-        self.is_given_up = False
+        self.is_over = False
 
 
 C = TypeVar("C", bound="Numbered")

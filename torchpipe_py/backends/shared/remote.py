@@ -36,7 +36,9 @@ class Remote(HandOverBackend):
 
         call = Call(self._section, packed, request.deadline, finish)
         request.linked().give_up.append(lambda: self._engine.give_up(call))
-        if not request.done:
+        if request.done:  # perhaps before it could be given up there
+            self._engine.give_up(call)
+        else:
             self._engine.ask(call)
 
     def expected_wait(self) -> float:
