@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from chaos.tally import Tally
 from chaos.wire import ClosedError, HttpWire, Reply, Wire, connect
 
-ANSWER_WITHIN = 10.0  # seconds after which an answer counts as lost
+ANSWER_WITHIN = 60.0  # seconds after which an answer counts as lost
 Answer = tuple[str, float]
 Ask = Callable[[int, int], tuple[bytes, Answer]]
 """Client and number of the request to the data and its answer."""
@@ -49,7 +49,7 @@ class Load:
 
     @property
     def tally(self) -> Tally:
-        """Of all clients, so far."""
+        """Of all clients, once they have ended."""
         whole = Tally()
         for tally in self._tallies:
             whole += tally
@@ -58,6 +58,11 @@ class Load:
     @property
     def sent(self) -> int:
         return sum(tally.sent for tally in self._tallies)
+
+    @property
+    def ok(self) -> int:
+        """Of all clients, so far."""
+        return sum(tally.ok for tally in self._tallies)
 
     @property
     def is_running(self) -> bool:
@@ -132,7 +137,7 @@ class Caller:
             wire.send(message)
             reply = wire.receive()
         except ClosedError:
-            self._tally.closed.append(time.monotonic())
+            self._tally.closed.append((began, time.monotonic()))
             self._drop()
         except TimeoutError:
             self._tally.lost += 1

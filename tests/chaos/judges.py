@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from chaos.tally import Tally, percentile
 
 TYPED = {"ok", "overloaded", "unavailable", "worker_died"}
-AFTER_KILL = 3.0  # seconds in which a kill may close a connection
 
 
 def answered(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> list[str]:
@@ -32,9 +31,12 @@ def answered(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> lis
     return problems
 
 
-def closed_by_kills(closed: Sequence[float], kills: Sequence[float]) -> list[str]:
-    """A connection may be closed where a worker had it that was killed, and nowhere else."""
-    lost = [when for when in closed if not any(0 <= when - kill <= AFTER_KILL for kill in kills)]
+def closed_by_kills(closed: Sequence[tuple[float, float]], kills: Sequence[tuple[float, float]]) -> list[str]:
+    """A connection may be closed where a worker had it that was killed, and nowhere else.
+
+    kills: when, and by when another worker was there. What is sent later is not sent to the killed one.
+    """
+    lost = [when for when in closed if not any(kill <= when[1] and when[0] <= back for kill, back in kills)]
     return [f"{len(lost)} connections closed though nothing was killed"] if lost else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 LIGHT = HERE.parent / "light"
 DEMO = "configs/demo.toml"
-WAIT = 30.0
+WAIT = 60.0
 MEBIBYTE = 2**20
 ENVIRONMENT = dict(os.environ)
 """As it was in the main thread: pytest changes ``os.environ`` between tests, while other threads start services."""
@@ -40,6 +40,13 @@ def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
     return True
 
 
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Service:
     """``torchpipe-serve`` with a backend of ``chaos_backends`` (``node`` says how), or a ``config`` of the project's.
 
@@ -48,6 +55,13 @@ class Service:
 
     def __init__(self, *args: str, config: str = "", fault: str = "", **node: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
+        try:
+            self._start(*args, config=config, fault=fault, **node)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def _start(self, *args: str, config: str, fault: str, **node: Any) -> None:
         self.config = Path(ROOT / config) if config else Path(self._folder.name) / "chaos.toml"
         if not config:
             self.write(**node)
@@ -61,7 +75,6 @@ class Service:
         flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
         light = {} if config else {"PYTHONPATH": str(LIGHT)}
         backends = ["--import", str(HERE / "chaos_backends.py")]
-        self._began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, *program, str(self.config), *flags, *backends, *args],
             cwd=ROOT,
@@ -107,9 +120,21 @@ class Service:
             return None
 
     def stats(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._http}/stats", timeout=WAIT) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+        """Asked again while the supervisor takes too long to say: the machine is busy, or stood still."""
+        until = time.monotonic() + WAIT
+        while True:
+            connection = http.client.HTTPConnection("127.0.0.1", self._http, timeout=WAIT)
+            try:
+                connection.request("GET", "/stats")
+                answer = connection.getresponse()
+                if answer.status == 200:
+                    found: dict[str, Any] = json.load(answer)
+                    return found
+                text = answer.read()
+            finally:
+                connection.close()
+            if time.monotonic() > until:
+                raise RuntimeError(f"/stats: {answer.status} {text!r}")
 
     @property
     def inflight(self) -> int:
@@ -153,7 +178,7 @@ class Service:
 
     def alive(self) -> list[psutil.Process]:
         """Of those that were ever seen."""
-        return [one for one in self._seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        return [one for one in self._seen if _is_alive(one)]
 
     def memory(self) -> int:
         """Bytes that are resident, of the supervisor and its children."""

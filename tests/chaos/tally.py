@@ -11,14 +11,15 @@ from typing import Any
 class Tally:
     """Each request sent is in exactly one of codes, closed, abandoned, lost and crossed.
 
-    codes: answers by ``ok`` or the error's code. closed: when the server closed the connection of one in work.
-    abandoned: by the client. lost: without an answer in time. crossed: with another one's, or with a second answer.
+    codes: answers by ``ok`` or the error's code. closed: when it was sent, and when it was noticed that the server had
+    closed the connection. abandoned: by the client. lost: without an answer in time. crossed: with another one's, or
+    with a second answer.
     seconds: by code, from sending to the answer.
     """
 
     sent: int = 0
     codes: Counter[str] = field(default_factory=Counter)
-    closed: list[float] = field(default_factory=list)
+    closed: list[tuple[float, float]] = field(default_factory=list)
     abandoned: int = 0
     lost: int = 0
     crossed: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -19,24 +20,28 @@ from chaos.tally import Report
 AT_ONCE = 4
 
 ROWS: dict[str, Callable[[], Report]] = {
-    "overload": lambda: scenarios.overload(p99=5.0, share=0.2, within=30.0),
-    "worker killed, one of one": lambda: scenarios.worker_killed(1, kills=1, within=20.0),
-    "worker killed, one of two": lambda: scenarios.worker_killed(2, kills=2, every=1.2, within=20.0),
-    "clients gone": scenarios.clients_gone,
+    "overload": lambda: scenarios.overload(p99=20.0, share=0.2, within=60.0, patience=60.0),
+    "worker killed, one of one": lambda: scenarios.worker_killed(1, kills=1, within=60.0, answer_within=60.0),
+    "worker killed, one of two": lambda: scenarios.worker_killed(
+        2, kills=2, every=1.2, within=60.0, answer_within=60.0
+    ),
+    "clients gone": lambda: scenarios.clients_gone(within=60.0),
     "malformed bytes": scenarios.malformed,
     "oversize": scenarios.oversize,
-    "SIGTERM": scenarios.stopped,
-    "SIGTERM with a thousand idle clients": lambda: scenarios.stopped(requests=20, idle=900),
+    "SIGTERM": lambda: scenarios.stopped(within=60.0),
+    "SIGTERM with a thousand idle clients": lambda: scenarios.stopped(requests=20, idle=900, within=60.0),
     "corrupt item": scenarios.corrupt_item,
     "soak": lambda: scenarios.soak(4.0, most=4 * MEBIBYTE),
     "concurrency": scenarios.concurrency,
-    "mixed": lambda: scenarios.mixed(within=30.0),
-    "hang": lambda: scenarios.hanging(answer_within=20.0),
-    "cannot start: raises": lambda: scenarios.cannot_start("ChaosRaise", word="planted failure"),
-    "cannot start: crashes": lambda: scenarios.cannot_start("ChaosCrash", word="given up after 5 attempts"),
+    "mixed": lambda: scenarios.mixed(within=60.0),
+    "hang": lambda: scenarios.hanging(3.0, answer_within=60.0),
+    "cannot start: raises": lambda: scenarios.cannot_start("ChaosRaise", within=150.0, word="planted failure"),
+    "cannot start: crashes": lambda: scenarios.cannot_start(
+        "ChaosCrash", within=150.0, word="given up after 5 attempts"
+    ),
     "crash loop": scenarios.crash_loop,
-    "bad reload": scenarios.bad_reload,
-    "supervisor killed": scenarios.supervisor_killed,
+    "bad reload": lambda: scenarios.bad_reload(60.0),
+    "supervisor killed": lambda: scenarios.supervisor_killed(within=60.0),
 }
 
 CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
@@ -63,8 +68,15 @@ CONTROLS: dict[str, tuple[Callable[[], Report], str]] = {
     ),
     "leak": (lambda: scenarios.soak(3.0, most=4 * MEBIBYTE, leak_bytes=2**16), "resident memory grew"),
     "results crossed": (lambda: scenarios.concurrency(fault="cross_results"), "another request's"),
-    "replies lost": (lambda: scenarios.mixed(1000, 1.0, within=1.0, fault="lose_replies"), "without an answer"),
-    "replies repeated": (lambda: scenarios.mixed(1000, 1.0, fault="repeat_replies"), "a second one"),
+    # A worker that is replaced before its 200th reply loses none.
+    "replies lost": (
+        lambda: scenarios.mixed(1000, 1.0, kill_every=inf, reload_every=inf, within=1.0, fault="lose_replies"),
+        "without an answer",
+    ),
+    "replies repeated": (
+        lambda: scenarios.mixed(1000, 1.0, kill_every=inf, reload_every=inf, fault="repeat_replies"),
+        "a second one",
+    ),
     "no look for hangs": (lambda: scenarios.hanging(0, answer_within=2.0), "without an answer"),
     "starts after all": (lambda: scenarios.cannot_start("ChaosEcho", within=1.0), "the exit code is"),
     "restarts without end": (lambda: scenarios.crash_loop(60.0, fault="restart_without_end"), "attempts is"),

@@ -16,7 +16,7 @@ SERVED = {"sent": 10, "codes": Counter(ok=10), "longest": 0.5}
     ("changes", "word"),
     [
         ({}, ""),
-        ({"sent": 12, "codes": Counter(ok=10, worker_died=1), "closed": [1.0]}, ""),
+        ({"sent": 12, "codes": Counter(ok=10, worker_died=1), "closed": [(1.0, 1.1)]}, ""),
         ({"sent": 11}, "the fate of 10"),
         ({"sent": 11, "lost": 1}, "1 requests without an answer"),
         ({"sent": 11, "crossed": 1}, "another request's"),
@@ -32,9 +32,18 @@ def test_answered(changes, word):
     assert word in "".join(found)
 
 
-@pytest.mark.parametrize(("closed", "is_fine"), [([], True), ([10.5], True), ([9.9], False), ([10.5, 14.0], False)])
+@pytest.mark.parametrize(
+    ("closed", "is_fine"),
+    [
+        ([], True),
+        ([(9.0, 10.5)], True),
+        ([(11.0, 99.0)], True),  # noticed late
+        ([(9.0, 9.9)], False),
+        ([(9.0, 10.5), (13.1, 14.0)], False),
+    ],
+)
 def test_closed_by_kills(closed, is_fine):
-    assert (judges.closed_by_kills(closed, [10.0]) == []) == is_fine
+    assert (judges.closed_by_kills(closed, [(10.0, 13.0)]) == []) == is_fine
 
 
 @pytest.mark.parametrize(

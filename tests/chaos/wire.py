@@ -152,7 +152,7 @@ class HttpWire(Wire):
         return Reply(self._seqid, "ok", [(answer["label"], answer["score"])]), end
 
 
-def connect(port: int, timeout: float, answer_within: float = 5.0, wire: type[Wire] = Wire) -> Wire:
+def connect(port: int, timeout: float, answer_within: float = 30.0, wire: type[Wire] = Wire) -> Wire:
     """A full accept queue resets connections: try again for a while."""
     until = time.monotonic() + answer_within
     while True:
