@@ -77,7 +77,7 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily("torchpipe_connections_refused", "For want of room", value=connections["refused"])
     yield CounterMetricFamily("torchpipe_connections_evicted", "Idle, for a newcomer", value=connections["evicted"])
     restarts = CounterMetricFamily(
-        "torchpipe_worker_restarts", "Workers started in place of dead ones, by why those ended", labels=("reason",)
+        "torchpipe_worker_restarts", "Workers and engine processes started again, by why they ended", labels=("reason",)
     )
     for reason, count in sorted({"died": 0, **figures["restarts_by_reason"]}.items()):
         restarts.add_metric((reason,), count)
