@@ -210,6 +210,11 @@ def test_errors_are_counted_by_type(
     assert done.returncode == 2
     assert result["errors"] == errors
     assert all(f"{kind} {count}" in done.stderr for kind, count in errors.items())
+    assert set(result["error_examples"]) <= set(errors)
+    for kind, message in result["error_examples"].items():
+        assert f"{kind}, for example: {message}" in done.stderr
+    if "InferenceError:overloaded" in errors:
+        assert result["error_examples"]["InferenceError:overloaded"] == "try later"
     for name, figure in figures.items():
         assert (result[name] if name.startswith("images") else (result[name] or {"count": 0})["count"]) == figure
 
@@ -380,6 +385,7 @@ def test_images_over_http(http_port: int, images: Callable[..., Path]) -> None:
     done, result = load(folder, http_port, *options, "--labels_from_names")
     assert done.returncode == 2
     assert (result["images_ok"], result["errors"]) == (20, {"HttpStatusError:overloaded": 10})
+    assert result["error_examples"] == {"HttpStatusError:overloaded": "full"}
     assert result["accuracy"] == pytest.approx(1 / 3), "of 30 answers"
 
 

@@ -41,8 +41,6 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(report, args.json)
     print_report(report, _table(report))
-    for name, message in report["error_examples"].items():
-        print(f"{name}, for example: {message}", file=sys.stderr)
     if report["interrupted"]:
         return EXIT_INTERRUPTED
     return EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED
@@ -71,7 +69,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         report = make_report(outcome, records, about, _cpu_fields(use), limits, args.labels_from_names)
         return report | {
             "tester_share_of_clients": outside,
-            "error_examples": clients.examples,
             "nodes": node_figures(before, run.stats(), use.wall),
         }
     finally:

@@ -94,13 +94,14 @@ class CallLog:
 class Outcome:
     """A run that took place: when the clients were released (ns of ``perf_counter_ns``), and what they did.
 
-    Errors are in images, by type.
+    Errors are in images, by type; ``examples`` has a message of each type that says more than its name.
     """
 
     released: int
     logs: list[CallLog]
     interrupted: bool = False
     errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

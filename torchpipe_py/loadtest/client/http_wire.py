@@ -17,11 +17,11 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNOR
 
 
 class HttpStatusError(Exception):
-    """An answer that is no 200; ``code`` is what the service says in its JSON, or the status."""
+    """An answer that is no 200; ``code`` and ``message`` are what the service says in its JSON, or the status."""
 
-    def __init__(self, status: int, code: str) -> None:
-        super().__init__(f"status {status}: {code}")
-        self.code = code
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"status {status}: {message or code}")
+        self.code, self.message = code, message
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,6 @@ def _result(status: int, body: bytes) -> HttpResult | HttpStatusError:
         said = None
     members = said if isinstance(said, dict) else {}
     if status != 200:
-        return HttpStatusError(status, str(members.get("code", status)))
+        return HttpStatusError(status, str(members.get("code", status)), str(members.get("error", "")))
     label = members.get("label")
     return HttpResult(None if label is None else str(label))

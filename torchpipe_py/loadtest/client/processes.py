@@ -15,7 +15,7 @@ from typing import Any
 
 from torchpipe_py.loadtest.arrivals import Arrivals, CallTime, LagMeter, Load
 from torchpipe_py.loadtest.client.connection import Endpoint, connect_with_retries
-from torchpipe_py.loadtest.client.wire import Template, Wire, error_name
+from torchpipe_py.loadtest.client.wire import Template, Wire, error_message, error_name
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.plans import Payload, Plan, Rotation
 from torchpipe_py.loadtest.records import NO_REPLY, CallLog, Outcome, shared_words
@@ -97,6 +97,7 @@ class ServiceClient:
     def __init__(self, plan: Plan, endpoint: Endpoint, wire: Wire, payload: Payload, log: CallLog, gate: Gate) -> None:
         """Connects; raises `OSError`."""
         self.errors: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
         self._plan, self._endpoint, self._wire = plan, endpoint, wire
         self._payload, self._log, self._gate = payload, log, gate
         self._templates: dict[int, Template] = {}
@@ -146,7 +147,7 @@ class ServiceClient:
             answers, labels = self._exchange(count)
         except Exception as error:  # whatever a server does to a connection is a finding, by type
             ended = time.perf_counter_ns()
-            self.errors[error_name(error)] += count
+            self._count_error(error, count)
             self._log.count(count, 0, 0, 0)
             self._log.record(ended - call.due, ended, NO_REPLY)
             return False
@@ -171,11 +172,17 @@ class ServiceClient:
         ok = correct = 0
         for answer, label in zip(answers, labels, strict=True):
             if isinstance(answer, Exception):
-                self.errors[error_name(answer)] += 1
+                self._count_error(answer, 1)
             else:
                 ok += 1
                 correct += answer.label == label
         return ok, correct
+
+    def _count_error(self, error: Exception, images: int) -> None:
+        name = error_name(error)
+        self.errors[name] += images
+        if name not in self.examples and (message := error_message(error)):
+            self.examples[name] = message
 
     def _recover(self) -> bool:
         """A new connection after a broken call; False when there is no point in going on."""
@@ -204,21 +211,26 @@ class ClientProcess:
         theirs.close()  # NOTE: before the next fork, or its death would not end the channel
 
     def receive(self) -> Any:
-        """The process's next word, None when it died: `READY` or why it is not; then its errors, in images by type."""
+        """The process's next word, None when it died: `READY` or why it is not; then its errors and examples."""
         try:
             return self.channel.recv()
         except (EOFError, OSError):
             return None
 
-    def last_errors(self, interrupted: bool) -> Counter[str]:
-        """The errors that it sent in the end. A process that ended without a word owes all that has no result."""
-        errors = self.receive()
-        if errors is not None:
-            return Counter(errors)
+    def last_errors(self, interrupted: bool) -> tuple[Counter[str], dict[str, str]]:
+        """The errors that it sent in the end, in images by type, and an example of each.
+
+        A process that ended without a word owes all that has no result.
+        """
+        word = self.receive()
+        if word is not None:
+            errors, examples = word
+            return Counter(errors), examples
         owed = self.log.sent - self.log.images_ok
         if interrupted:
-            return Counter({"interrupted": owed})
-        return Counter({"ClientProcessDied": max(1, owed + self._load.unsent(self.plan.share - self.log.sent))})
+            return Counter({"interrupted": owed}), {}
+        owed += self._load.unsent(self.plan.share - self.log.sent)
+        return Counter({"ClientProcessDied": max(1, owed)}), {}
 
     def _main(self, channel: Channel) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and stops the clients by the gate
@@ -242,7 +254,7 @@ class ClientProcess:
             if not gate.is_orphaned:
                 if unsent := self._load.unsent(given_up):
                     client.errors["unsent"] += unsent
-                channel.send(dict(client.errors))
+                channel.send((dict(client.errors), client.examples))
 
 
 class ClientProcesses:
@@ -286,7 +298,9 @@ class ClientProcesses:
             outcome.interrupted = True
             self.stop()
         for client in self._clients:
-            outcome.errors += client.last_errors(outcome.interrupted)
+            errors, examples = client.last_errors(outcome.interrupted)
+            outcome.errors += errors
+            outcome.examples |= examples
         return outcome
 
     def stop(self) -> None:

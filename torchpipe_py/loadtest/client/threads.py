@@ -137,12 +137,8 @@ class ClientThreads:
             self.stop()
         for client in self._clients:
             outcome.errors += client.errors
+            outcome.examples |= client.examples
         return outcome
-
-    @property
-    def examples(self) -> dict[str, str]:
-        """A message for each type of error."""
-        return {name: message for client in self._clients for name, message in client.examples.items()}
 
     def stop(self) -> None:
         """Ends every client after the call it is in; waits a little for that. May be called again, and at any time."""

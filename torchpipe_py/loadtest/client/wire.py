@@ -204,6 +204,11 @@ def answers_of(result: Any, count: int) -> list[Any]:
     return [outcome.result or outcome.error or missing for outcome in success]
 
 
+def error_message(error: Any) -> str:
+    """What the service says of an error beyond its name; an empty string where it says nothing."""
+    return str(getattr(error, "message", None) or "").strip().split("\n", 1)[0]
+
+
 def error_name(error: Any) -> str:
     """What an error is counted as: `InferenceError:<code>` (over HTTP `HttpStatusError:<code>`),
     `TApplicationException:<type>`, `timeout`, or its class."""

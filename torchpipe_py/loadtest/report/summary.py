@@ -90,6 +90,7 @@ def make_report(
         "goodput": ok / (window or float("inf")),
         "images_failed": sum(outcome.errors.values()),
         "errors": dict(outcome.errors.most_common()),
+        "error_examples": outcome.examples,
         "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
         "latency_ms": summarize(records.good("latency")),
         "latency_failed_ms": summarize(failed),

@@ -128,6 +128,8 @@ def print_report(report: dict[str, Any], table: str) -> None:
     if report["errors"]:
         kinds = ", ".join(f"{kind} {images}" for kind, images in report["errors"].items())
         print(f"{counted(report['images_failed'], 'image')} failed: {kinds}", file=sys.stderr)
+    for kind, message in report["error_examples"].items():
+        print(f"{kind}, for example: {message}", file=sys.stderr)
 
 
 # --- several runs
