@@ -212,6 +212,11 @@ class Registry:
         return self._entry_points(group=ENTRY_POINT_GROUP)
 
 
+def own_name(what: str) -> str:
+    """What may be missing where no backend, filter or postprocessor has a name."""
+    return f"(one of your own is registered before: register_{what}, import_code, --import)"
+
+
 default = Registry()
 """What a pipe uses that is given no other, and what code registers in as it is imported."""
 

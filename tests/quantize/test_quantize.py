@@ -14,7 +14,7 @@ import pytest
 from conftest import Register, save_model
 from onnx import TensorProto, helper, numpy_helper
 
-from torchpipe_py import ItemBackend, parse_toml, pipe
+from torchpipe_py import ItemBackend, parse_toml, pipe, registry
 from torchpipe_py.cli import main
 from torchpipe_py.files import ENCRYPTED
 from torchpipe_py.plan.config import Tables
@@ -183,6 +183,21 @@ def test_what_is_calibrated_with_is_what_the_model_gets(folder: Path, write: Wri
 
 
 DECODED = {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "resize_h": 64, "resize_w": 64, "color": "rgb"}
+
+
+@pytest.mark.usefixtures("restored")
+def test_what_a_postprocessor_of_ones_own_takes_is_left_out(write: Write) -> None:
+    class Best:
+        least: float
+
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return [(0, 1.0)] * len(outputs[0])
+
+    registry.register_postprocessor(Best, "best")
+    text = f'[model]\nbackend = "OnnxTensor"\nmodel = "{MODEL}"\npostprocessor = "best"\n"best::least" = 2\nleast = 1\n'
+    tables = find_target(write(text), None).up_to_model(Path("/probe.onnx"))
+    assert "least" not in tables["model"]
+    assert "best::least" not in tables["model"]
 
 
 def test_what_is_after_the_model_is_left_out(write: Write, register: Register) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +62,10 @@ class Param:
         if self.high is not None and typed > self.high:
             raise ValueError(f"expected at most {self.high:g}, got {typed}")
         return typed
+
+    def inner(self, typed: Any) -> Mapping[str, Param]:
+        """The parameters of what a typed value names, which are keys of the node too."""
+        return {}
 
 
 @dataclass(frozen=True)

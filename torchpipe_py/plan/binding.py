@@ -15,7 +15,7 @@ from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, SERVICE_FLAGS, NodeSpec, Place, instead_of
 from torchpipe_py.plan.expression import Call, parse_expression
-from torchpipe_py.registry import ALIASES, Registry, canonical
+from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
 from torchpipe_py.values import Value, to_str
 
 logger = logging.getLogger("torchpipe_py")
@@ -142,7 +142,8 @@ class Binder:
         except Exception as error:
             raise self.node.at(key).error(f"filter {name!r}: {error}") from error
         if source is None:
-            raise self.node.at(key).error(f"no filter {name!r}; {nearest(name, self.registry.filter_names())}")
+            near = nearest(name, self.registry.filter_names())
+            raise self.node.at(key).error(f"no filter {name!r}; {near} {own_name('filter')}")
         if not hasattr(source, "create"):
             return FilterPlan(source)
         scope = name.removeprefix("Python[").removesuffix("]").strip()
@@ -164,8 +165,7 @@ class Binder:
             raise self.node.at("backend").error(error) from None
         if cls is None:
             raise self.node.at("backend").error(
-                f"no backend {call.name!r}; {nearest(call.name, self.registry.backend_names())} (one of your own is "
-                "registered before: register_backend, import_code, --import)"
+                f"no backend {call.name!r}; {nearest(call.name, self.registry.backend_names())} {own_name('backend')}"
             )
         return cls
 
@@ -190,13 +190,18 @@ class Binder:
 
     def _values(self, scope: str, source: Any, position: _Position) -> dict[str, Any]:
         """The parameters of a backend, or of a ``PythonFilter``."""
-        if source.any_params:
-            return self._all_params(scope)
-        params = {}
+        return self._all_params(scope) if source.any_params else self._typed(scope, source.parameters(), position)
+
+    def _typed(self, scope: str, declared: Mapping[str, Param], position: _Position) -> dict[str, Any]:
+        params: dict[str, Any] = {}
         # Files to make last: they belong where those that are read were found.
-        for name, param in sorted(source.parameters().items(), key=lambda item: item[1].kept):
+        for name, param in sorted(declared.items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
-            params[name] = self._value(scope, param, position)
+            key = self._key(scope, param)
+            params[name] = self._value(key, scope, param, position)
+            if key is not None and (inner := param.inner(params[name])):
+                written = str(_at_position(self.node.params[key], position, scope))
+                params[f"{name}_params"] = self._typed(written, inner, _ALONE)
         return params
 
     def _remark(self, cls: type[Backend], scope: str, params: Mapping[str, Any]) -> None:
@@ -210,8 +215,7 @@ class Binder:
             else:
                 self.problems.add(place.error(remark.text))
 
-    def _value(self, scope: str, param: Param, position: _Position) -> Any:
-        key = self._key(scope, param)
+    def _value(self, key: str | None, scope: str, param: Param, position: _Position) -> Any:
         if key is None:
             if param.default is REQUIRED:
                 place = Place(self.node.place.source, self.node.name, param.key)

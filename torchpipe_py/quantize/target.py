@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchpipe_py import registry
+from torchpipe_py.backends.control.python import declared
 from torchpipe_py.backends.models.onnx import OnnxTensor
 from torchpipe_py.errors import nearest
 from torchpipe_py.plan.binding import BackendPlan, expand
@@ -58,7 +60,12 @@ class Target:
             if after:
                 tables[name]["next"] = ",".join(after)
         node = tables[self.node]
-        for key in (*_AFTER, *OnnxTensor.ignored_keys, *(key for key in node if key.endswith("::backend"))):
+        for key in (
+            *_AFTER,
+            *self._of_postprocessor(),
+            *OnnxTensor.ignored_keys,
+            *(key for key in node if key.endswith("::backend")),
+        ):
             node.pop(key, None)
         for key in [key for key in node if key.startswith("TensorrtTensor::")]:
             node[key.replace("Tensorrt", "Onnx", 1)] = node.pop(key)
@@ -67,6 +74,13 @@ class Target:
         node["providers"] = "CPUExecutionProvider"
         self._set_model(tables, model)
         return tables
+
+    def _of_postprocessor(self) -> list[str]:
+        """Keys of the node that a postprocessor of one's own takes."""
+        name = str(next((value for key in _AFTER[:2] if (value := self.tables[self.node].get(key))), ""))
+        cls = registry.default.find_postprocessor(name)
+        own = () if cls is None else declared(cls)
+        return [key for each in own for key in (each, f"{name}::{each}")]
 
     def _up_to_node(self) -> set[str]:
         """The node, all that lead to it, and the graphs that those run."""

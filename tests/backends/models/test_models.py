@@ -413,6 +413,63 @@ def test_a_postprocessor_of_ones_own(classifier: str) -> None:
     assert item["result"] == 1
 
 
+@pytest.mark.usefixtures("restored")
+def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> None:
+    class Boxes:
+        factor: float
+        threshold: float = 0.3  # a key of the model too
+        names: str = ""
+
+        def init(self, config: dict[str, Any]) -> None:
+            assert config == {"labels": "", "k": 5, "factor": 2.0, "threshold": self.threshold, "names": self.names}
+
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return [(self.factor, self.threshold, self.names)] * len(outputs[0])
+
+    register_postprocessor(Boxes, "boxes")
+    config = {"backend": "OnnxTensor", "model": classifier, "postprocessor": "boxes"}
+    for given, result in [
+        ({"factor": 2}, (2.0, 0.3, "")),
+        ({"factor": 1, "boxes::factor": 2, "threshold": 0.9, "names": "a,b"}, (2.0, 0.9, "a,b")),
+    ]:
+        with pipe({**config, **given}) as p:
+            assert p({"data": torch.zeros(1, 3, 8, 8)})["result"] == result
+    for wrong, why in [
+        ({}, "key 'factor': boxes needs it"),
+        ({"factor": "x"}, "key 'factor': expected a finite number, got 'x'"),
+        ({"factor": 1, "factr": 2}, "key 'factr': unknown key; did you mean 'factor'"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            pipe({**config, **wrong})
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_postprocessor_that_annotates_what_no_key_can_have(classifier: str) -> None:
+    class Odd:
+        table: dict[str, int]
+
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return outputs
+
+    register_postprocessor(Odd, "odd")
+    with pytest.raises(ConfigError, match="key 'postprocessor': Odd: parameter 'table' is annotated"):
+        pipe({"backend": "OnnxTensor", "model": classifier, "postprocessor": "odd"})
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(("gives", "told"), [({"a": 1}, "a dict"), (None, "a NoneType"), ("x", "a str")])
+def test_a_postprocessor_that_gives_no_list(gives: Any, told: str, classifier: str) -> None:
+    class Wrong:
+        def forward(self, outputs: list[Any]) -> Any:
+            return gives
+
+    register_postprocessor(Wrong, "wrong")
+    why = f"Wrong gave {told}; expected a list of one result for each item"
+    config = {"backend": "OnnxTensor", "model": classifier, "postprocessor": "wrong"}
+    with pipe(config) as p, pytest.raises(BackendError, match=why):
+        p({"data": torch.zeros(1, 3, 8, 8)})
+
+
 def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
     """From 1.29 on it keeps an identifier at home, and tells its maker which models it loads."""
     code = f"from torchpipe_py import pipe; pipe({{'backend': 'OnnxTensor', 'model': {classifier!r}}}).close()"

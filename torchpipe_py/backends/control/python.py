@@ -48,8 +48,8 @@ class PythonClass(Backend):
     @classmethod
     def of(cls, wrapped: type) -> type[PythonClass]:
         """A subclass for ``wrapped``, to be used like any other backend class."""
-        declared = _declared(wrapped)
-        content = {"wrapped": wrapped, "declared": declared, "any_params": not declared, "__doc__": wrapped.__doc__}
+        params = declared(wrapped)
+        content = {"wrapped": wrapped, "declared": params, "any_params": not params, "__doc__": wrapped.__doc__}
         return type(wrapped.__name__, (cls,), content)
 
     @classmethod
@@ -66,7 +66,7 @@ class PythonClass(Backend):
         self._object: Any = None
 
     def setup(self) -> None:
-        self._object = _configured(self.wrapped, self.declared, self.params)
+        self._object = configured(self.wrapped, self.declared, self.params)
 
     def forward(self, items: list[Data]) -> None:
         results = self._object.forward(items)
@@ -99,7 +99,7 @@ class PythonFilter:
     """
 
     def __init__(self, wrapped: type) -> None:
-        self._wrapped, self._declared = wrapped, _declared(wrapped)
+        self._wrapped, self._declared = wrapped, declared(wrapped)
         self.any_params = not self._declared and hasattr(wrapped, "init")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,14 +111,14 @@ class PythonFilter:
 
     def create(self, params: Mapping[str, Any]) -> Filter:
         """A new filter with these values of its parameters."""
-        forward: Filter = _configured(self._wrapped, self._declared, params).forward
+        forward: Filter = configured(self._wrapped, self._declared, params).forward
         return forward
 
 
-def _configured(wrapped: Callable[[], Any], declared: Iterable[str], params: Mapping[str, Any]) -> Any:
-    """An instance, with its parameters as attributes, and initialised where it wants that."""
+def configured(wrapped: Callable[[], Any], names: Iterable[str], params: Mapping[str, Any]) -> Any:
+    """An instance with the parameters ``names`` as attributes, initialised with all ``params`` where it wants that."""
     made = wrapped()
-    for name in declared:
+    for name in names:
         setattr(made, name, copy.copy(params[name]))  # a list is each instance's own
     if hasattr(made, "init"):
         made.init(dict(params))
@@ -128,7 +128,7 @@ def _configured(wrapped: Callable[[], Any], declared: Iterable[str], params: Map
 def _take(results: Any, items: Sequence[Data], name: str) -> None:
     """What ``forward`` returned, as the items' results; ``ValueError`` where it is not one for each."""
     if not isinstance(results, (list, tuple)):
-        raise ValueError(f"{name}.forward returned {_kind(results)}; {_EXPECTED}")
+        raise ValueError(f"{name}.forward returned {kind(results)}; {_EXPECTED}")
     if len(results) != len(items):
         counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
         raise ValueError(f"{name}.forward returned a list of {counts}; {_EXPECTED}")
@@ -140,18 +140,19 @@ def _take(results: Any, items: Sequence[Data], name: str) -> None:
 _EXPECTED = "expected nothing (write item['result'] then), or a list of one result for each item"
 
 
-def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
+def kind(value: Any) -> str:
+    """Its type, for a message."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def _declared(wrapped: type) -> dict[str, Param]:
+def declared(wrapped: type) -> dict[str, Param]:
     """What the class annotates, as parameters; ``ConfigError`` for a type that no configuration value can have."""
     try:
         hints = typing.get_type_hints(wrapped)
     except Exception as error:
         raise ConfigError(f"{wrapped.__name__}: its annotations cannot be read: {error}") from error
-    declared = {}
+    params = {}
     for name, hint in hints.items():
         if name.startswith("_") or typing.get_origin(hint) is ClassVar or hint is ClassVar:
             continue
@@ -162,6 +163,6 @@ def _declared(wrapped: type) -> dict[str, Param]:
                 "What is no parameter is a ClassVar, or has a name that begins with '_'"
             )
         default = getattr(wrapped, name, REQUIRED)
-        declared[name] = Param(CONVERTERS[hint], default, doc=f"a parameter of {wrapped.__name__}")
-        declared[name].key = name
-    return declared
+        params[name] = Param(CONVERTERS[hint], default, doc=f"a parameter of {wrapped.__name__}")
+        params[name].key = name
+    return params

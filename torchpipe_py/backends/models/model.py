@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Backend, BatchRange, Data
+from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.onnx_header import input_channels
@@ -63,6 +64,7 @@ class ModelBackend(Backend):
     labels = Param(to_str, "", file=True, doc="text file with a label a line, for postprocessors: index to label")
     k = Param(to_int, 5, low=1, doc="how many classes TopK gives")
     threshold = Param(to_float, 0.5, low=0, high=1, doc="the least score of the classes that Sigmoid gives")
+    postprocessor_params: Mapping[str, Any] = {}
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
@@ -91,7 +93,7 @@ class ModelBackend(Backend):
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold}
-            self._postprocess = make_postprocessor(self.postprocessor, config)
+            self._postprocess = make_postprocessor(self.postprocessor, config, self.postprocessor_params)
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
@@ -178,7 +180,10 @@ class ModelBackend(Backend):
             item[TASK_RESULT_KEY] = parts[0] if len(parts) == 1 else parts
 
     def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
-        """Give each item its result; ``ValueError`` where a postprocessor gave more or fewer."""
+        """Give each item its result; ``ValueError`` where a postprocessor gave no list of one for each."""
+        if isinstance(results, (dict, str, bytes)) or not hasattr(results, "__len__"):
+            what = f"{self.postprocessor.__name__} gave {kind(results)}"
+            raise ValueError(f"{what}; expected a list of one result for each item")
         if len(results) != len(items):
             counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
             raise ValueError(f"{self.postprocessor.__name__} gave {counts}")

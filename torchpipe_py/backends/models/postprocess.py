@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.models.inputs import to_numpy
 from torchpipe_py.backends.params import Param, Postprocessors
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec
 from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.registry import own_name
 
 
 class Postprocessor:
     """``init(config)`` once; then ``forward(outputs)`` for each batch, on the instance's thread.
 
     ``outputs`` are the model's output tensors, each N×…; ``forward`` returns N results. Any class with these two
-    methods can be registered with ``register_postprocessor``; ``init`` may be missing.
+    methods can be registered with ``register_postprocessor``; ``init`` may be missing. What it annotates
+    (``iou: float = 0.5``) are its parameters, as those of a backend of one's own: keys of the node, checked, and
+    attributes before ``init``.
 
     On a GPU, one that has ``on_device`` and ``on_host`` besides is split: ``on_device(outputs)`` enqueues GPU work
     only and returns tensors N×…, and becomes part of the model's CUDA graph; these are copied to pinned memory at
@@ -27,7 +31,8 @@ class Postprocessor:
     """
 
     def init(self, config: Mapping[str, Any]) -> None:
-        """``config`` holds ``labels``, the path of the label file or an empty string, ``k`` and ``threshold``."""
+        """``config`` holds ``labels``, the path of the label file or an empty string, ``k`` and ``threshold``, and
+        over these what the class annotates."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
@@ -49,15 +54,19 @@ class PostprocessorParam(Param):
             return ""
         cls = registry.find_postprocessor(str(value))
         if cls is None:
-            raise ValueError(f"no postprocessor {value!r}; {nearest(str(value), registry.postprocessor_names())}")
+            near = nearest(str(value), registry.postprocessor_names())
+            raise ValueError(f"no postprocessor {value!r}; {near} {own_name('postprocessor')}")
+        declared(cls)  # what it annotates is refused here, where the place is known
         return cls
 
+    def inner(self, typed: Any) -> Mapping[str, Param]:
+        return declared(typed) if typed else {}
 
-def make_postprocessor(cls: type, config: Mapping[str, Any]) -> Postprocessor:
-    """An initialised ``cls``."""
-    made: Postprocessor = cls()
-    if hasattr(made, "init"):
-        made.init(config)
+
+def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Postprocessor:
+    """An initialised ``cls``; ``params`` are the values of what it annotates."""
+    own = params or {}
+    made: Postprocessor = configured(cls, own, {**config, **own})
     return made
 
 
@@ -80,7 +89,7 @@ def softmax(logits: Any) -> np.ndarray:
 class Cpu(Postprocessor):
     """Outputs as CPU tensors 1×…; several outputs as a list."""
 
-    uses: Collection[str] = ()
+    uses: ClassVar[Collection[str]] = ()
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         return _rows([output.cpu() for output in outputs])
@@ -98,7 +107,7 @@ class Cpu(Postprocessor):
 class SoftmaxCpu(Postprocessor):
     """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
 
-    uses: Collection[str] = ()
+    uses: ClassVar[Collection[str]] = ()
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         import torch
@@ -127,7 +136,7 @@ def read_labels(path: str) -> list[str]:
 class Labelling(Postprocessor):
     """What gives classes of the first output, N×C, their labels: lines of the label file, or else class indices."""
 
-    uses: Collection[str] = ("labels",)
+    uses: ClassVar[Collection[str]] = ("labels",)
     least_classes = 2
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -237,7 +246,7 @@ class SoftmaxArgMax(ArgMax):
 class TopK(Labelling):
     """The ``k`` most probable classes, or all where there are fewer: a list of ``(label, probability)``, best first."""
 
-    uses: Collection[str] = ("labels", "k")
+    uses: ClassVar[Collection[str]] = ("labels", "k")
 
     def init(self, config: Mapping[str, Any]) -> None:
         super().init(config)
@@ -270,7 +279,7 @@ class TopK(Labelling):
 class Sigmoid(Labelling):
     """The classes whose sigmoid is ``threshold`` or more: a list of ``(label, score)``, best first, empty for none."""
 
-    uses: Collection[str] = ("labels", "threshold")
+    uses: ClassVar[Collection[str]] = ("labels", "threshold")
     least_classes = 1
 
     def init(self, config: Mapping[str, Any]) -> None:
