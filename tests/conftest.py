@@ -117,6 +117,17 @@ def dataset(tmp_path: Path) -> Any:
     return write_images(tmp_path / "images", 11)
 
 
+@pytest.fixture
+def workers_may_die() -> Iterator[None]:
+    """Of the tests in ``training``: PyTorch's handler of SIGCHLD, which any DataLoader before may have set, is off.
+
+    It raises in the main thread as soon as a worker has died, wherever that thread is.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
     """A smooth colorful Mat, the same for the same arguments."""
     rng = np.random.default_rng(seed)

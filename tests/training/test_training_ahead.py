@@ -96,6 +96,7 @@ class DiesLater:
         return encode(picture(20, 20)), index
 
 
+@pytest.mark.usefixtures("workers_may_die")
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_an_error_comes_after_the_batches_before_it(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # PyTorch looks every five seconds whether its workers live.

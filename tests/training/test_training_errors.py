@@ -282,6 +282,7 @@ class KillsItsWorker:
         return self._jpeg, index
 
 
+@pytest.mark.usefixtures("workers_may_die")
 def test_a_killed_worker_is_an_error(toml: str) -> None:
     with (
         wrapped(KillsItsWorker(encode(picture(20, 20))), toml, workers=2) as loader,

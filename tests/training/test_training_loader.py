@@ -68,7 +68,6 @@ def test_the_usual_loop(dataset: ImageFiles, toml: str) -> None:
         assert loader.epoch == 2
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
 @pytest.mark.parametrize("workers", [1, 3])
 def test_batches_are_the_same_for_any_number_of_workers(dataset: ImageFiles, tmp_path: Path, workers: int) -> None:
     options: dict[str, Any] = {

@@ -18,7 +18,7 @@ import pytest
 import torch
 from fakes import PROGRAM_WAIT
 from torch.utils.data import DataLoader
-from training_data import OnTheCpu, RandomOffset, same, taken, wrapped, write_images, write_toml
+from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images, write_toml
 
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure
@@ -31,6 +31,8 @@ from torchpipe_py.training import (
     wrap_dataloader_torchpipe,
 )
 from torchpipe_py.training.workers.slots import SLOTS, SlotReader, SlotWriter
+
+pytestmark = FORKS
 
 DECODE = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
 
@@ -208,6 +210,7 @@ def test_workers_are_told_and_ended(tmp_path: Path, toml: str) -> None:
     assert sorted(path.name for path in (tmp_path / "started").iterdir()) == ["0", "1"]
 
 
+@pytest.mark.usefixtures("workers_may_die")
 def test_a_worker_that_is_killed(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 40)
     before = set(multiprocessing.active_children())

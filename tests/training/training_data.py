@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 
 from torchpipe_py.training import ImageFiles, TensorToTensor, TorchpipeLoader, cv2Resize, wrap_dataloader_torchpipe
 
-FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-"""Python 3.12 and newer warn of every fork of a process with threads, and PyTorch has threads."""
+FORKS = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
+)
+"""Python 3.12 and newer warn of every fork of a process with threads, which PyTorch has; PyTorch of too few cores."""
 
 TOML = """
 [decode]
