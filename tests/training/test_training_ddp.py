@@ -14,7 +14,9 @@ from training_ranks import RANKS, SCENARIOS, TIMEOUT, have_started, main
 
 from torchpipe_py.training import DistributedEvalSampler
 
-START_SECONDS = 300  # only a rank that never starts is to fail: an interpreter that imports PyTorch takes its time
+# Only ranks that hang are to fail: interpreters that import PyTorch take their time, and so does what they run.
+START_SECONDS, RUN_SECONDS = 300, 2 * TIMEOUT
+pytestmark = pytest.mark.timeout(START_SECONDS + RUN_SECONDS + 60)
 
 
 def run_ranks(folder: Path, names: list[str]) -> list[Any]:
@@ -30,7 +32,7 @@ def run_ranks(folder: Path, names: list[str]) -> list[Any]:
         and time.monotonic() < latest_start
     ):
         time.sleep(0.01)
-    end = time.monotonic() + 90
+    end = time.monotonic() + RUN_SECONDS
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         process.kill()
