@@ -585,6 +585,7 @@ def test_a_large_answer_keeps_no_other_one_waiting(register: Register, monkeypat
 
 def test_a_large_answer_is_copied_while_others_are_told(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that copies it does not wait for its turn to tell those."""
+    monkeypatch.setattr(client, "_TURN_SECONDS", WAIT)
     watched: dict[int, Any] = {}
     with engine_of(shared(register(Zeros))) as server:
         Copying(monkeypatch).goes_on.set()
@@ -859,7 +860,9 @@ def test_a_pipe_is_closed_with_calls_outstanding(register: Register) -> None:
     assert gate.batches == [[-1]]
 
 
-def test_links_come_and_go_without_a_trace() -> None:
+def test_links_come_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HOLD_SECONDS", WAIT)
+
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
