@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 from fakes import WAIT
@@ -221,6 +223,28 @@ class Process:
         self.process.stdout.close()
         if self.process.stderr is not None:
             self.process.stderr.close()
+
+
+def told_at(address: str) -> tuple[int, str]:
+    """Status and text of ``http://HOST:PORT/path``, past every proxy.
+
+    Asked again while the supervisor takes too long to say: the machine is busy, or stood still.
+    """
+    answers: list[tuple[int, str]] = []
+    url = urlsplit(address)
+
+    def is_told() -> bool:
+        connection = http.client.HTTPConnection(url.netloc, timeout=WAIT)
+        try:
+            connection.request("GET", url.path)
+            answer = connection.getresponse()
+            answers.append((answer.status, answer.read().decode()))
+        finally:
+            connection.close()
+        return answers[-1] != (503, "the supervisor does not answer\n")
+
+    eventually(is_told, "the supervisor does not answer")
+    return answers[-1]
 
 
 # -- the Apache Thrift library, driven by the IDL -------------------------------------------------------------------

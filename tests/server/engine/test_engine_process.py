@@ -7,8 +7,6 @@ import os
 import signal
 import socket
 import threading
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes import WAIT
-from service import IDL, LIGHT, Client, Process, eventually
+from fakes import WAIT, is_alive
+from service import IDL, LIGHT, Client, Process, eventually, told_at
 from thrift.transport.TTransport import TTransportException
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import meet
@@ -122,12 +120,7 @@ class Service:
         write(self.config, mark, shared)
 
     def get(self, path: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(self.address + path, timeout=WAIT) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        return told_at(self.address + path)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -360,21 +353,24 @@ def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Se
     service.write()
 
 
-def test_a_signal_lets_what_was_accepted_finish(service: Service) -> None:
-    """The last test with this service."""
-    clients = [Client(service.port) for _ in range(20)]
-    seqids = [client.send_batch(f"block-{index}".encode()) for index, client in enumerate(clients)]
-    eventually(lambda: service.stats["requests"]["inflight"] == 20)
-    processes = [service.process.pid, service.engine, *service.pids("workers")]
-    service.process.signal()
-    eventually(lambda: "stopping: answering what was accepted" in service.process.stderr)
-    (service.folder / "open").touch()
-    for index, (client, seqid) in enumerate(zip(clients, seqids, strict=True)):
-        assert client.receive(seqid).label == f"block-{index}"
-        client.close()
-    assert service.process.wait() == 0, service.process.stderr
-    assert not any(map(psutil.pid_exists, processes))
-    assert "Traceback" not in service.process.stderr
+def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
+    write(tmp_path / "marked.toml")
+    service = Service(tmp_path)
+    with service.process:
+        service.wait_started()
+        clients = [Client(service.port) for _ in range(20)]
+        seqids = [client.send_batch(f"block-{index}".encode()) for index, client in enumerate(clients)]
+        eventually(lambda: service.stats["requests"]["inflight"] == 20)
+        processes = [psutil.Process(pid) for pid in (service.engine, *service.pids("workers"))]
+        service.process.signal()
+        eventually(lambda: "stopping: answering what was accepted" in service.process.stderr)
+        (service.folder / "open").touch()
+        for index, (client, seqid) in enumerate(zip(clients, seqids, strict=True)):
+            assert client.receive(seqid).label == f"block-{index}"
+            client.close()
+        assert service.process.wait() == 0, service.process.stderr
+        assert not any(map(is_alive, processes))
+        assert "Traceback" not in service.process.stderr
 
 
 def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
@@ -393,8 +389,7 @@ def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_superviso
             processes = supervisor.children(recursive=True)
             assert len(processes) >= 4
         supervisor.kill()
-        _, alive = psutil.wait_procs(processes, WAIT)
-        assert alive == []
+        eventually(lambda: not any(map(is_alive, processes)))
 
 
 def test_a_worker_that_starts_waits_on_where_no_descriptor_is_left_for_its_link() -> None:

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ import psutil
 import pytest
 from fakes import WAIT
 from http_client import every_client
-from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, pack_call, read_all
+from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, pack_call, read_all, told_at
 from thrift.transport.TTransport import TTransportException
 from torchpipe_server import cli
 from torchpipe_server.options import Options
@@ -58,8 +57,7 @@ def has_read_all(port: int) -> bool:
 
 
 def open_connections(http_port: int) -> int:
-    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/stats", timeout=WAIT) as reply:
-        return int(json.load(reply)["connections"]["open"])
+    return int(json.loads(told_at(f"http://127.0.0.1:{http_port}/stats")[1])["connections"]["open"])
 
 
 def is_let_in(port: int) -> bool:

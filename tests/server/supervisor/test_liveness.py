@@ -10,8 +10,6 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from fakes import WAIT
-from service import IDL, LIGHT, Client, Process, eventually
+from service import IDL, LIGHT, Client, Process, eventually, told_at
 from test_figures import ONE
 from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
@@ -405,22 +403,12 @@ def test_a_backend_that_does_not_return_has_its_worker_replaced(folder: Path) ->
                     client.receive(seqid)
                 assert caught.value.code in ("worker_died", "unavailable")
             eventually(lambda: process.workers != before and len(process.workers) == 1)
-            eventually(lambda: is_ready(address))
+            eventually(lambda: told_at(address + "ready")[0] == 200)
             assert queued.infer_batch(b"fine") == ("fine", 1.0)
-        with urllib.request.urlopen(address + "metrics", timeout=WAIT) as answer:
-            metrics = answer.read().decode()
+        _, metrics = told_at(address + "metrics")
         assert 'torchpipe_worker_restarts_total{reason="hung_batch"} 1.0' in metrics
         process.signal()
         assert process.wait() == 0, process.stderr
-
-
-def is_ready(address: str) -> bool:
-    try:
-        urllib.request.urlopen(address + "ready", timeout=WAIT).close()
-    except urllib.error.HTTPError as error:
-        error.close()
-        return False
-    return True
 
 
 def test_a_worker_whose_loop_is_busy_is_left_alone(folder: Path) -> None:

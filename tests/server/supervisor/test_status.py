@@ -65,14 +65,20 @@ class Served:
     def get(self, path: str, method: str = "GET") -> Answer:
         return Answer(self.http_port, path, method)
 
+    def told(self, path: str) -> Answer:
+        """Asked again while the supervisor takes too long to say: the machine is busy, or stood still."""
+        answers: list[Answer] = []
+        eventually(lambda: (answers.append(self.get(path)), answers[-1].status != 503)[1])
+        return answers[-1]
+
     def stats(self) -> dict[str, Any]:
-        answer = self.get("/stats")
+        answer = self.told("/stats")
         assert (answer.status, answer.kind) == (200, "application/json")
         found: dict[str, Any] = json.loads(answer.body)
         return found
 
     def families(self) -> dict[str, Any]:
-        answer = self.get("/metrics")
+        answer = self.told("/metrics")
         assert (answer.status, answer.kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
         return {family.name: family for family in text_string_to_metric_families(answer.text)}
 

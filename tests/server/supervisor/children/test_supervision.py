@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from unittest import mock
 import psutil
 import pytest
 from fakes import WAIT, in_threads
-from service import IDL, LIGHT, Client, Process, connect, eventually
+from service import IDL, LIGHT, Client, Process, connect, eventually, told_at
 from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
@@ -88,13 +87,13 @@ def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(fol
 
 
 def test_questions_over_http_do_not_make_a_silent_worker_a_hanging_one(folder):
-    with serve(folder, "--http-port", "0", "--hang-seconds", "10") as process:
+    with serve(folder, "--http-port", "0", "--hang-seconds", "30") as process:
         process.wait_started()
         address = process.process.stdout.readline().split()[0]
         (worker,) = process.workers
         os.kill(worker, signal.SIGSTOP)
         try:
-            in_threads(40, lambda index: urllib.request.urlopen(address + "live", timeout=WAIT).read())
+            in_threads(40, lambda index: told_at(address + "live"))
         finally:
             os.kill(worker, signal.SIGCONT)
         with Client(process.port) as client:
@@ -107,8 +106,7 @@ def test_the_figures_are_told_before_any_worker_has_told_its_own(folder):
     with serve(folder, "--http-port", "0", BLOCK_SETUP="1") as process:
         eventually((folder / "in-setup").exists)
         port = http_port(process)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=WAIT) as answer:
-            figures = json.load(answer)
+        figures = json.loads(told_at(f"http://127.0.0.1:{port}/stats")[1])
         assert (figures["state"], figures["workers"][0]["state"]) == ("starting", "starting")
         assert sum(figures["requests"]["latency"]["counts"]) == 0
         process.signal()
