@@ -92,6 +92,21 @@ def test_close_ends_what_runs_and_fails_what_waits(start: Start, tmp_path: Path)
     assert not closing.is_alive()
 
 
+def test_a_system_that_has_no_thread_left_for_a_moment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, names = threading.Thread.start, ["torchpipe-answers"]
+
+    def begin_later(thread: threading.Thread) -> None:
+        if thread.name in names:
+            names.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin_later)
+    with start() as p:
+        assert p({"data": "x"}, timeout=WAIT)["result"][2] == "x"
+    assert names == []
+
+
 def test_close_before_an_instance_has_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     has_entered, has_left = threading.Event(), threading.Event()
     keep, enter, leave = Process.keep, Dispatcher.enter, Dispatcher.leave

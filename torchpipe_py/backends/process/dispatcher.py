@@ -48,7 +48,7 @@ class Dispatcher:
         self._down: dict[int, float] = {}  # since when an instance has no worker process, and starts none
         self._is_closed = False
         self._poller = select.poll()
-        self._wake = -1  # an eventfd, as long as there is a thread
+        self._wake = -1  # an eventfd, for the thread
         self._thread: threading.Thread | None = None
 
     # -- calls, from any thread ----------------------------------------------------------------------------------
@@ -107,10 +107,12 @@ class Dispatcher:
             for fd in (*worker.watched, worker.bell.fd):
                 self._poller.register(fd, select.POLLIN)
             if self._thread is None:
-                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._poller.register(self._wake, select.POLLIN)
-                self._thread = threading.Thread(target=self._run, name="torchpipe-answers", daemon=True)
-                self._thread.start()
+                if self._wake < 0:
+                    self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                    self._poller.register(self._wake, select.POLLIN)
+                thread = threading.Thread(target=self._run, name="torchpipe-answers", daemon=True)
+                thread.start()
+                self._thread = thread  # NOTE: not before: where none could be started, the instance comes again
             given = self._give_to(worker)
             os.eventfd_write(self._wake, 1)
         self._write(given)
