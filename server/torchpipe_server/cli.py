@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.shutdown()
         print_line(2, f"torchpipe-serve: {error}").join(FLUSH_SECONDS)
         return 1
+    finally:
+        # NOTE: Python's end gives signals back to the system, for which another SIGTERM is the end, and no exit code 0.
+        _on_signals(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class CannotServeError(Exception):
@@ -172,6 +175,6 @@ def _prepare(options: Options) -> None:
         os.chdir(here)
 
 
-def _on_signals(handler: Callable[..., object], *numbers: int) -> None:
+def _on_signals(handler: Callable[..., object] | signal.Handlers, *numbers: int) -> None:
     for number in numbers:
         signal.signal(number, handler)

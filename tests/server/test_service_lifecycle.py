@@ -267,6 +267,17 @@ def test_a_port_in_use():
     assert f"127.0.0.1:{port}" in done.stderr
 
 
+def test_a_signal_at_the_very_end_changes_no_exit_code():
+    """A service manager may send it twice."""
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    code = (
+        "import signal, sys; from torchpipe_server import cli; code = cli.main(['nowhere.toml']);"
+        f"[signal.raise_signal(number) for number in {[*map(int, signals)]}]; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "nowhere.toml" in done.stderr) == (1, True)
+
+
 # -- stopping, in this process --------------------------------------------------------------------------------------
 
 
