@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -48,7 +50,7 @@ class Subject:
         self.ended: list[Child] = []
         process = SimpleNamespace(pid=self.process.pid)
         read_end, self.stderr = multiprocessing.Pipe(duplex=False)
-        forked = Forked(process, ours, self.heartbeat, read_end)
+        forked = Forked(process, os.pidfd_open(process.pid), ours, self.heartbeat, read_end)
         self.child = Child(self.loop, "worker 0", forked, lambda child, message: None, self.ended.append)
 
     def say(self, *messages: Any) -> None:
@@ -344,6 +346,33 @@ def test_a_fork_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
         for _ in range(3):
             subject.look(1.0)
     assert killed == [1]
+    loop.close()
+    journal.close()
+
+
+def none_is_left(pid: int) -> int:
+    raise OSError(errno.EMFILE, "none is left")
+
+
+def test_a_process_for_which_the_supervisor_has_no_descriptor_is_ended_and_its_start_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise nobody would know of it, and nobody start another one."""
+    process, failed = mock.Mock(pid=1), []
+    context = mock.Mock(Process=mock.Mock(return_value=process))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda name: context)
+    monkeypatch.setattr(os, "pidfd_open", none_is_left)
+    loop, journal = Loop(), Journal(1)
+    before = psutil.Process().num_fds()
+    subject = Forker(loop, Options("test"), journal)
+    subject._fork("worker", 0, {}, lambda: True, pytest.fail, failed.append)
+    loop._round(0.0)
+    assert [error.errno for error in failed] == [errno.EMFILE]
+    process.kill.assert_called_once()
+    failed.clear()
+    context.reset_mock()
+    assert psutil.Process().num_fds() <= before
+    subject.close()
     loop.close()
     journal.close()
 

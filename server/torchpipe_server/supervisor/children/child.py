@@ -74,10 +74,7 @@ class Child:
         self.is_dismissed = False  # ended on purpose, before it had anything to answer
         self.process = forked.process
         self.pid: int = self.process.pid
-        try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            self._pidfd = -1  # dead already; the channel's end tells
+        self._pidfd = forked.pidfd  # where it is dead already, the channel's end tells
         self._channel = Channel(loop, forked.sock, self._hear, self._channel_ended, is_trusted=False)
         self._stderr = WorkerStderr(loop, forked.stderr, self.pid)
         if self._pidfd >= 0:

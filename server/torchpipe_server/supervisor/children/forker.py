@@ -35,11 +35,12 @@ _MAINS: dict[Role, Callable[[Start], None]] = {"worker": worker_main, "engine pr
 class Forked(NamedTuple):
     """A worker or engine process, and what the supervisor has of it.
 
-    Its end of the channel, the memory in which the process gives signs of life, and the end of the pipe to read from
-    that is the process's stderr.
+    ``pidfd`` is -1 where it has ended already. Its end of the channel, the memory in which the process gives signs of
+    life, and the end of the pipe to read from that is the process's stderr.
     """
 
     process: Any
+    pidfd: int
     sock: socket.socket
     heartbeat: Heartbeat
     stderr: Connection
@@ -95,6 +96,8 @@ class Forker:
                 forked.process.kill()
                 forked.sock.close()
                 forked.stderr.close()
+                if forked.pidfd >= 0:
+                    os.close(forked.pidfd)
         else:
             _kill_fork_server()
 
@@ -129,7 +132,10 @@ class Forker:
         process = context.Process(target=main, args=(start,), name=f"torchpipe-{role.replace(' ', '-')}-{index}")
         try:
             process.start()
+            pidfd = _pidfd(process.pid)
         except BaseException:
+            if process.pid is not None:
+                process.kill()
             ours.close()
             read_end.close()
             raise
@@ -137,7 +143,15 @@ class Forker:
             theirs.close()
             write_end.close()
             heartbeat.close()
-        return Forked(process, ours, heartbeat, read_end)
+        return Forked(process, pidfd, ours, heartbeat, read_end)
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor of the process; -1 where it has ended already."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
 
 
 def _kill_fork_server() -> None:
