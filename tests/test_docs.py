@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +27,7 @@ from typing import NamedTuple
 
 import pytest
 import tomli
+from service import reserved_port
 from test_layers import CLIENT, PACKAGE, SERVER
 from torchpipe_server import options
 
@@ -116,6 +115,7 @@ class Reader:
         # One thread for each program's arithmetic: other tests run beside this one.
         self.environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
         self.ports: dict[str, str] = {}
+        self.reserved = contextlib.ExitStack()
         self.python: subprocess.Popen[str] | None = None
         self.service: subprocess.Popen[bytes] | None = None
         self.printed = ""
@@ -156,7 +156,7 @@ class Reader:
 
     def serve(self, command: str) -> str:
         self.stop_service()
-        self.ports = {shown: free_port() for shown in ("8888", "8080")}
+        self.ports = {shown: str(self.reserved.enter_context(reserved_port())) for shown in ("8888", "8080")}
         log = self.folder / "service.log"
         with log.open("wb") as file:
             self.service = subprocess.Popen(
@@ -213,22 +213,16 @@ class Reader:
             self.service = None
 
     def close(self) -> None:
-        if self.python is not None:
-            assert self.python.stdin is not None
-            self.python.stdin.close()
-            assert self.python.wait(timeout=60) == 0
-            assert self.python.stdout is not None
-            self.python.stdout.close()
-        self.stop_service()
-
-
-def free_port() -> str:
-    """None of those that the system gives to whoever asks for any, as other tests do meanwhile."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return str(port)
+        try:
+            if self.python is not None:
+                assert self.python.stdin is not None
+                self.python.stdin.close()
+                assert self.python.wait(timeout=60) == 0
+                assert self.python.stdout is not None
+                self.python.stdout.close()
+        finally:
+            self.stop_service()
+            self.reserved.close()
 
 
 def name_of(page: Path) -> str:

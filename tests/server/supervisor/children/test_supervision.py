@@ -169,6 +169,18 @@ def is_pinged(client: Client) -> bool:
     return True
 
 
+def test_a_worker_that_is_killed_at_the_stop_with_nothing_to_answer_is_no_loss(folder):
+    with serve(folder, "--workers", "2") as process:
+        process.wait_started()
+        worker, _ = process.workers
+        os.kill(worker, signal.SIGSTOP)
+        process.signal()
+        eventually(lambda: "stopping" in process.stderr)
+        os.kill(worker, signal.SIGKILL)
+        assert process.wait() == 0
+        assert "exit code -9; requests lost: 0" in process.stderr
+
+
 def test_the_last_words_are_heard_though_the_channel_was_full():
     """A worker that ends has no loop any more which would send them later."""
     ours, theirs = socket.socketpair()
