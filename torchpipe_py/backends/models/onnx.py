@@ -37,7 +37,7 @@ _ON_DEVICE = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 
 
 class OnnxTensor(ModelBackend):
-    """An ONNX model by ONNX Runtime: Tensors 1×C×H×W in, Tensors 1×… out, ``max`` items at a time.
+    """An ONNX model by ONNX Runtime: Mats or tensors in, Tensors 1×… out, ``max`` items at a time.
 
     Inputs are converted to the model's dtype where that loses no more than precision (``uint8`` to ``float32``, say).
     The instances of a node share one session.

@@ -39,10 +39,10 @@ class Process(HandOverBackend):
     What the dict holds goes there and comes back as copies: large arrays, Tensors on the CPU and ``bytes`` through
     shared memory, 1 GiB for a batch and its answer at most, everything else pickled. A value that cannot be pickled
     stays in the dict, unseen by the backend; ``TypeError`` where it is ``data``, or one that the backend wrote. A
-    worker that dies fails the batch it had with ``WorkerDied``; the next one gets a new worker. Classes in the brackets
-    must be importable from a module.
+    process that dies fails the batch it had with ``WorkerDied``; the next batch gets a new process. Classes in the
+    brackets must be importable from a module.
 
-    A node's own backend that takes one item at a time hands it to the worker that has least to do.
+    A node's own backend that takes one item at a time hands it to the process that has least to do.
     """
 
     children = (1, 1)
