@@ -328,7 +328,10 @@ class Fleet:
             return
         worker.is_given_up = True
         logger.critical("%s is given up after %d attempts to start it", worker.name, worker.failures)
-        self._end_if_hopeless()
+        if self._next is not None and worker in self._next.engines:
+            self._give_up_reload(f"{worker.name} cannot be started")  # its workers would wait for ever for that one
+        else:
+            self._end_if_hopeless()
         self._begin_if_complete()
 
     def _end_if_hopeless(self) -> None:

@@ -279,3 +279,27 @@ def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(
     assert failed == [f"engine process 1 cannot be started, after {START_ATTEMPTS} attempts"]
     loop.close()
     journal.close()
+
+
+def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers would wait for that one for ever, and the service would not end while they do."""
+    loop, journal, failed = Loop(), Journal(1), []
+    watcher: Any = SimpleNamespace(failed=failed.append, died=lambda child: None)
+    tables = {"global": {}, "model": {"backend": "Identity", "shared": True}}
+    fleet = Fleet(loop, Options("test", workers=2), journal, tables, lambda: tables, watcher)
+    monkeypatch.setattr(fleet, "_start", lambda worker: None)
+    (engine,) = fleet.engines
+    for slot in fleet._slots:
+        slot.child = mock.Mock(is_ready=True, clients=set())
+    fleet._has_begun = True
+    fleet.reload()
+    assert fleet._next is not None
+    assert fleet._next.engines == [engine]
+    for _ in range(START_ATTEMPTS):
+        assert (failed, fleet._next is None) == ([], False)
+        engine.child = mock.Mock(stats={}, clients=set(), has_served=False, ready_at=0.0, failure="")
+        fleet._ended(engine.child)
+    assert fleet._next is None
+    assert failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
+    loop.close()
+    journal.close()
