@@ -26,7 +26,9 @@ class Options:
     config: str
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: is every interface")
     port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which", 0, 65535)
-    http_port: int = _option(-1, "port of /, /live, /ready, /metrics and /stats; 0: any free one; -1: none", -1, 65535)
+    http_port: int = _option(
+        -1, "port of /, /graph.svg, /live, /ready, /metrics and /stats; 0: any free one; -1: none", -1, 65535
+    )
     http_host: str = _option("127.0.0.1", "address that --http-port is opened on")
     workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
