@@ -86,9 +86,7 @@ def test_neighbours_of_a_bad_image_are_bit_identical(register: Register, classif
     config = {"backend": "DecodeMat,Mat2Tensor,OnnxTensor", "model": classifier, "max": 8}
     images = [encode(picture(16, 16, seed)) for seed in range(3)]
     clean: list[Data] = [{"data": image} for image in images]
-    with pipe({**config, "backend": f"S[{config['backend']}]"}) as p:
-        for item in clean:
-            p(item)
+    assert errors_of_one_batch(register, config, clean) == [None] * 3  # the model's batch is as large in both
     items: list[Data] = [{"data": image} for image in images]
     items.insert(position, {"data": 3})
     errors = errors_of_one_batch(register, config, items)
