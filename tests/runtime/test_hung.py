@@ -117,6 +117,7 @@ def test_close_waits_for_what_somebody_waits_for(register: Register, monkeypatch
         closer.start()
         closer.join(0.3)
         assert closer.is_alive()
+        monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", WAIT)  # what returns now may take its time
         gate.open()
         assert outcome(waited_for)["result"] == 1
         closer.join(WAIT)
@@ -141,5 +142,6 @@ def test_close_leaves_what_nobody_waits_for(
             assert request.cancel()
         assert p.close() is False
         assert [record.getMessage() for record in caplog.records if "node 'broken': instance 0" in record.getMessage()]
+        monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", WAIT)
         gate.open()
         assert p.close() is True
