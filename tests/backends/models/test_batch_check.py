@@ -246,6 +246,16 @@ def test_one_trial_for_all_instances_and_its_verdict_stays() -> None:
     assert runs == [1, 1, 1, 1, 3]
 
 
+def test_no_memory_for_the_largest_batch() -> None:
+    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
+        if len(inputs[0]) > 1:
+            raise MemoryError("Unable to allocate 56.1 GiB")
+        return inputs
+
+    with pytest.raises(ConfigError, match=r"no memory for a batch of max = 5: Unable .*; set a smaller max"):
+        check(run)
+
+
 def test_inputs_that_cannot_be_made_up_are_tried_with_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
     def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
         if inputs[0].shape[1] == 1:

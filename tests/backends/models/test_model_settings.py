@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import tomli
 import torch
-from conftest import Register
+from conftest import Register, save_model
+from onnx import helper
 
 from torchpipe_py import Backend, ConfigError, Param, Registry, pipe, registry
 from torchpipe_py.backends.params import REQUIRED
@@ -75,6 +76,21 @@ def test_numbers_for_each_channel_of_a_model_that_does_not_say_how_many(tmp_path
         ConfigError, match="key 'mean': 2 numbers, and std has 3; give one for each channel, or one for"
     ):
         plan_pipeline({**config, "mean": "100, 110"})
+
+
+def test_a_fixed_batch_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    model = save_model(tmp_path / "one.onnx", nodes, {"x": [1, 3, 8, 8]}, {"y": [1, 3, 8, 8]})
+    config = {"backend": "OnnxTensor", "model": model}
+    plan_pipeline(config)
+    with pytest.raises(ConfigError, match=r"key 'model': .* input 'x' has a fixed batch of 1, .* or set max = 1"):
+        plan_pipeline({**config, "max": 4})
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5])
+def test_a_batch_that_is_no_number_of_items(config: dict[str, Any], wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"key 'max': expected a batch size or shapes .*, got {wrong}"):
+        plan_pipeline({**config, "max": wrong})
 
 
 @pytest.mark.usefixtures("restored")

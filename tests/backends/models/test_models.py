@@ -389,11 +389,8 @@ def test_softmax_max_takes_one_row_for_each_item(sum_and_difference: str, models
     nodes = [helper.make_node("Identity", ["x"], ["y"])]
     dims: dict[str, list[int | str]] = {"x": ["N", 3, 2, 2]}
     model = save_model(models / "image.onnx", nodes, dims, {"y": dims["x"]})
-    with (
-        pipe({"backend": "OnnxTensor", "model": model, "postprocessor": "SoftmaxMax"}) as p,
-        pytest.raises(BackendError, match="SoftmaxMax takes an output NxC, got 1x3x2x2"),
-    ):
-        p({"data": torch.zeros(1, 3, 2, 2)})
+    with pytest.raises(ConfigError, match=r"SoftmaxMax takes an output NxC, got \?x3x2x2"):
+        pipe({"backend": "OnnxTensor", "model": model, "postprocessor": "SoftmaxMax"})
 
 
 @pytest.mark.usefixtures("restored")
@@ -468,6 +465,28 @@ def test_a_postprocessor_that_gives_no_list(gives: Any, told: str, classifier: s
     config = {"backend": "OnnxTensor", "model": classifier, "postprocessor": "wrong"}
     with pipe(config) as p, pytest.raises(BackendError, match=why):
         p({"data": torch.zeros(1, 3, 8, 8)})
+
+
+@pytest.mark.parametrize("normalised", [{}, {"mean": 127}])
+def test_weights_beside_a_model_are_found_and_missed(normalised: dict[str, Any], tmp_path: Path) -> None:
+    """As PyTorch's newer exporter writes them."""
+    path, dims = tmp_path / "m.onnx", ["N", 3, 2, 2]
+    constants = {"w": np.full((1, 3, 2, 2), 2, np.float32)}
+    save_model(path, [helper.make_node("Mul", ["x", "w"], ["y"])], {"x": dims}, {"y": dims}, constants)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="m.onnx.data", size_threshold=0)
+    config = {"backend": "OnnxTensor", "model": str(path), **normalised}
+    with pipe(config) as p:
+        assert p({"data": torch.full((3, 2, 2), 128.0)})["result"].max() == (2 if normalised else 256)
+    (tmp_path / "m.onnx.data").unlink()
+    with pytest.raises(ConfigError, match=r"m.onnx.data beside it, which is not there: move both together"):
+        pipe(config)
+
+
+def test_an_empty_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").touch()
+    for normalised in ({}, {"mean": 127}):
+        with pytest.raises(ConfigError, match="it is empty"):
+            pipe({"backend": "OnnxTensor", "model": str(tmp_path / "m.onnx"), **normalised})
 
 
 def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ class BatchCheck:
         order = [*range(len(probes)), *np.random.default_rng(0).integers(0, len(probes), most)][:most]
         try:
             batch = run([np.concatenate([probes[which][index] for which in order]) for index in range(len(inputs))])
+        except MemoryError as error:
+            return f"there is no memory for a batch of max = {most}: {first_line(error)}; set a smaller max"
         except Exception as error:
             return (
                 f"it takes a batch of {least}, but one of {most} fails: {first_line(error)}; export it with "

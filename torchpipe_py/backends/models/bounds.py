@@ -68,14 +68,19 @@ def _between(low: Shape, shape: Shape, high: Shape) -> bool:
     )
 
 
+_EXPECTED = "expected a batch size or shapes like 4x3x224x224, at least 1 each, got {!r}"
+
+
 def to_bounds(value: Value) -> Bounds:
     """``4``, ``"4x3x224x224"``, several inputs as ``"4x3x224x224,4x10"``, several profiles as ``"1;8"``."""
+    if isinstance(value, (bool, float)):
+        raise ValueError(_EXPECTED.format(value))
     text = to_str(value) if not isinstance(value, (list, tuple)) else ",".join(to_str(part) for part in value)
     bounds = []
     for profile in text.split(";"):
         shapes = [tuple(to_int(dim) for dim in shape.split("x")) for shape in profile.split(",") if shape.strip()]
         if not shapes or any(dim < 1 for shape in shapes for dim in shape):
-            raise ValueError(f"expected a batch size or shapes like 4x3x224x224, at least 1 each, got {value!r}")
+            raise ValueError(_EXPECTED.format(value))
         if len({shape[0] for shape in shapes}) > 1:
             raise ValueError(f"the inputs of a profile have one batch size, got {profile!r}")
         bounds.append(tuple(shapes))

@@ -12,7 +12,7 @@ from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
-from torchpipe_py.backends.models.onnx_header import input_channels
+from torchpipe_py.backends.models.onnx_header import input_channels, only_input
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
     Labelling,
@@ -26,7 +26,7 @@ from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
-from torchpipe_py.errors import InvalidRequest, counted
+from torchpipe_py.errors import ConfigError, InvalidRequest, counted
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
@@ -73,6 +73,7 @@ class ModelBackend(Backend):
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
         yield from _channel_remarks(params)
+        yield from _batch_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
@@ -102,8 +103,8 @@ class ModelBackend(Backend):
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         dims = outputs[0].dims if outputs else ()
-        if len(dims) == 2 and dims[1] is not None and isinstance(self._postprocess, Labelling):
-            self._postprocess.check((1, dims[1]))
+        if dims and isinstance(self._postprocess, Labelling):
+            self._postprocess.check_declared(dims)
 
     def signature(self) -> Signature:
         gives = getattr(self._postprocess, "gives", None)
@@ -210,6 +211,18 @@ def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Rem
     elif least.exceeds(most):
         default = "" if says_max else ", its default"
         yield Remark("min", f"min = {least} is larger than max = {most}{default}")
+
+
+def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """An ONNX file that was exported with a fixed batch takes no other."""
+    name, dims = only_input(params["model"])
+    least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
+    if not dims or not dims[0] or least > most:
+        return
+    try:
+        check_declared(params["model"], [TensorSpec(name, (dims[0],))], (), least, most)
+    except ConfigError as error:
+        yield Remark("model", str(error))
 
 
 def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:

@@ -13,7 +13,7 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
 from torchpipe_py.backends.models.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
-from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, model_bytes, unsigned_model
+from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
@@ -140,7 +140,7 @@ class OnnxTensor(ModelBackend):
         except Exception as error:
             is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
             told = self.file.without_words(error)
-            why = (self.file.kind() if is_no_model else "") or told
+            why = missing_weights(self.file) or (self.file.kind() if is_no_model else "") or told
             raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from told
         missing = [name for name in names if name not in session.get_providers()]
         if missing and self.providers:

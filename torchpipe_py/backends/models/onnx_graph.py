@@ -109,15 +109,32 @@ def _load(file: ModelFile) -> Any:
     try:
         model = onnx.load(source)
     except Exception as error:
+        if missing := missing_weights(file):
+            raise ConfigError(f"model {file.path}: {missing}") from None
         told = file.without_words(error)
         why = (file.kind() if type(error).__name__ == "DecodeError" else "") or told
         raise ConfigError(f"model {file.path}: not an ONNX file: {why}") from told
+    if not model.HasField("graph"):
+        raise ConfigError(f"model {file.path}: not an ONNX file: {file.kind() or 'there is no graph in it'}")
     if not isinstance(source, str) and outside_files(model):
         raise ConfigError(
             f"model {file.path}: its weights lie in a second file, which is not encrypted with it; torchpipe encrypt "
             "takes the ONNX file with both in one folder"
         )
     return model
+
+
+def missing_weights(file: ModelFile) -> str:
+    """What is wrong where weights of a plain model should lie beside it and do not; else an empty string."""
+    import onnx
+
+    try:
+        names = () if file.has_key else outside_files(onnx.load(file.path, load_external_data=False))
+    except Exception:  # it is no model
+        return ""
+    folder = os.path.dirname(file.path)
+    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
+    return f"its weights lie in {', '.join(missing)} beside it, which is not there: move both together" * bool(missing)
 
 
 def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:

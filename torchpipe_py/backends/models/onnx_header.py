@@ -17,29 +17,34 @@ Span = tuple[int, int]
 
 def input_channels(path: str) -> int | None:
     """C of the input N×C×H×W, where a model has this one input and says its C; else ``None``, as for no ONNX file."""
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            dims = _input_dims(content)
-    except (OSError, ValueError, IndexError):  # it is empty, cut off, or something else
-        return None
+    dims = only_input(path)[1]
     if len(dims) != 4 or (dims[3] in (1, 3, 4) and dims[1] not in (1, 3, 4)):  # the latter looks like N×H×W×C
         return None
     return dims[1] or None
 
 
-def _input_dims(content: mmap.mmap) -> list[int]:
-    """The sizes of the only input, 0 for any; empty where there are others."""
+def only_input(path: str) -> tuple[str, list[int]]:
+    """Name and sizes of the only input, 0 for any size; no sizes where there are others, or for no ONNX file."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _input(content)
+    except (OSError, ValueError, IndexError):  # it is empty, cut off, or something else
+        return "", []
+
+
+def _input(content: mmap.mmap) -> tuple[str, list[int]]:
     (graph,) = _parts(content, (0, len(content)), _GRAPH)
     inputs = _parts(content, graph, _INPUT)
     if len(inputs) > 1:  # in old files the weights are among them
         constants = {_text(content, part, _INITIALIZER_NAME) for part in _parts(content, graph, _INITIALIZER)}
         inputs = [part for part in inputs if _text(content, part, _NAME) not in constants]
     if len(inputs) != 1:
-        return []
+        return "", []
     (shape,) = inputs
+    name = _text(content, shape, _NAME).decode()
     for number in _SHAPE:
         (shape,) = _parts(content, shape, number)
-    return [_size(content, dim) for dim in _parts(content, shape, _DIM)]
+    return name, [_size(content, dim) for dim in _parts(content, shape, _DIM)]
 
 
 def _text(content: mmap.mmap, message: Span, number: int) -> bytes:

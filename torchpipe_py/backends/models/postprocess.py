@@ -11,7 +11,7 @@ import numpy as np
 from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.models.inputs import to_numpy
 from torchpipe_py.backends.params import Param, Postprocessors
-from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec
+from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.registry import own_name
 
@@ -147,15 +147,22 @@ class Labelling(Postprocessor):
         """What the class is called."""
         return index if self._labels is None else self._labels[index]
 
-    def check(self, shape: Sequence[int]) -> None:
-        """``ValueError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
+    def check_declared(self, dims: Sequence[int | None]) -> None:
+        """``ConfigError`` for an output that is declared so, where that is certainly wrong."""
+        self.check(dims)
+
+    def check(self, shape: Sequence[int | None]) -> None:
+        """``ConfigError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
         if len(shape) != 2:
-            raise ValueError(f"{type(self).__name__} takes an output NxC, got {'x'.join(map(str, shape))}")
-        if shape[1] < self.least_classes:
+            raise ConfigError(f"{type(self).__name__} takes an output NxC, got {shown_dims(shape)}")
+        classes = shape[1]
+        if classes is None:
+            return
+        if classes < self.least_classes:
             raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
-        if self._labels is not None and len(self._labels) != shape[1]:
+        if self._labels is not None and len(self._labels) != classes:
             lines = f"{self._path} has {counted(len(self._labels), 'line')}"
-            raise ConfigError(f"labels: {lines}, the model has {counted(shape[1], 'class')}")
+            raise ConfigError(f"labels: {lines}, the model has {counted(classes, 'class')}")
 
 
 class SoftmaxMax(Labelling):
@@ -200,6 +207,12 @@ class ArgMax(SoftmaxMax):
         values = self._scores_on_host(output)
         return self._labelled(values.argmax(1).tolist(), values.max(1).tolist())
 
+    def check_declared(self, dims: Sequence[int | None]) -> None:
+        if len(dims) > 2:
+            self._check_map()
+        else:
+            super().check_declared(dims)
+
     def on_device(self, outputs: list[Any]) -> list[Any]:
         import torch
 
@@ -226,7 +239,7 @@ class ArgMax(SoftmaxMax):
 
     def _check_map(self) -> None:
         if self._labels is not None:
-            raise ValueError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
+            raise ConfigError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
 
     def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
         pairs = zip(indices, scores, strict=True)
