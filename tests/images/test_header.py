@@ -114,6 +114,9 @@ TAGS = [(256, 4, 1, 32), (257, 4, 1, 24)]
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes are no image of formats jpeg"),
     "one byte": (b"\xff", "no image of formats"),
+    "base64": (b"/9j/4AAQSkZJRg==", 'they look like base64: decode it first, or send it as JSON, {"inputs": '),
+    "URL": (b"data:image/png;base64,iVBORw0KGgo=", "they look like base64"),
+    "JSON": (b'{"inputs": {}}', "they look like JSON, which over HTTP has the header Content-Type: application/json"),
     "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "no image of formats"),
     "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "no image of formats"),
     "heic": (b"\0\0\0\x18ftypheic" + bytes(99), "they look like HEIC, AVIF or a video, which are not read"),

@@ -6,13 +6,14 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
+from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest, shown
 from torchpipe_py.http.answers import utf8_json
 from torchpipe_py.http.errors import Bound, RequestTooLargeError
 from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
@@ -184,6 +185,9 @@ def _plain(value: Any) -> Any:
 _encode = json.JSONEncoder(default=_plain, ensure_ascii=False, allow_nan=False).encode
 
 
+_NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
+
+
 def _base64(value: bytes | bytearray) -> dict[str, str]:
     return {"b64": base64.b64encode(value).decode()}
 
@@ -192,4 +196,13 @@ def _from_base64(key: str, text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error):
-        raise InvalidRequest(f"{key[:40]!r}: b64 is not base64") from None
+        raise InvalidRequest(f"{key[:40]!r}: b64 is not base64{_why_not(text)}") from None
+
+
+def _why_not(text: Any) -> str:
+    if not isinstance(text, str):
+        return f", but {shown(text)}"
+    if text.startswith("data:"):
+        return "; leave out what is before its comma, 'data:image/…;base64,'"
+    other = _NO_BASE64.search(text)
+    return f": it has {other[0]!r} at {other.start()}" if other else ": it is cut off, or padded wrongly"

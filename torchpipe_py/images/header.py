@@ -172,4 +172,12 @@ def _known(data: Bytes) -> str:
         return f"; they look like {known.shown}, which DecodeMat reads where its 'formats' name it"
     if bytes(data[4:8]) == b"ftyp":
         return "; they look like HEIC, AVIF or a video, which are not read; save the image as JPEG"
+    if bytes(data[:5]).startswith(_BASE64):
+        return '; they look like base64: decode it first, or send it as JSON, {"inputs": {"data": {"b64": "…"}}}'
+    if bytes(data[:1]) == b"{":
+        return "; they look like JSON, which over HTTP has the header Content-Type: application/json"
     return ""
+
+
+_BASE64 = (b"/9j/", b"iVBOR", b"UklGR", b"data:")
+"""How JPEG, PNG and WebP begin in it, and URLs that hold it."""
