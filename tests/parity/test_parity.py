@@ -479,6 +479,11 @@ def test_values_on_another_scale_are_pointed_out(
     assert any("not on one scale" in note for note in run.json["notes"])
 
 
+def test_another_order_of_the_channels_is_pointed_out(parity: Parity, write: Write, images: Path) -> None:
+    run = parity(write("a", RGB_TENSOR), write("b", BGR_TENSOR), images)
+    assert any(note.startswith("B gives BGR, A RGB: ") for note in run.json["notes"])
+
+
 def test_more_images_than_may_be_in_flight(parity: Parity, write: Write, images: Path) -> None:
     for index in range(2 * BATCH):
         (images / f"more_{index}.jpg").write_bytes(encode(picture(30, 40, index)))

@@ -196,7 +196,7 @@ class Comparison:
         parity, worst = self._parity, self._settings.worst
         parity.compared = labelled(parity.compared)
         parity.notes += [*self._limit_note(), *self._a.notes(), *self._b.notes(), *self._scale_note()]
-        parity.notes += self._label_note()
+        parity.notes += [*self._order_note(), *self._label_note()]
         differing = [(each.difference.mean, each) for each in parity.compared if each.difference is not None]
         by_mean = sorted(differing, key=lambda pair: -pair[0])
         parity.worst = [image for mean, image in by_mean[:worst] if mean > 0]
@@ -256,6 +256,14 @@ class Comparison:
         if compared and compared[0].truth is None and any(image.a is not None for image in compared):
             label = label_of(Path(compared[0].name), Path())
             yield f"no accuracy: the images are not labelled; {label!r} of {compared[0].name} is no class"
+
+    def _order_note(self) -> Iterator[str]:
+        for side, other in ((self._a, self._b), (self._b, self._a)):
+            if any(", BGR" in origin for origin in side.origins) and any(", RGB" in origin for origin in other.origins):
+                yield (
+                    f"{side.letter} gives BGR, {other.letter} RGB: the same picture here, but to a model, which takes "
+                    "channels in the order that they have, red and blue are swapped"
+                )
 
     def _scale_note(self) -> Iterator[str]:
         for side, other in ((self._a, self._b), (self._b, self._a)):
