@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
@@ -33,6 +34,9 @@ logger = logging.getLogger("torchpipe_py")
 
 LEAVE_SECONDS = 2.0
 """How long a pipe that is closed waits for a backend to return when nobody waits for its requests any more."""
+
+THREAD_PREFIX = "torchpipe-"
+"""Of the names of threads that a pipe has."""
 
 _LOOK_SECONDS = 0.05  # between two looks at whether somebody does
 
@@ -153,11 +157,12 @@ class Runtime:
 
     def drop(self) -> None:
         """``close`` for a pipe that nobody has any more."""
-        # NOTE: a collection may end it anywhere, even where a thread is being started: start none, if possible. That of
-        # an instance may be about to lead or to queue, and hold a lock that whoever ends the pipe takes as well.
-        if any(node.current_instance() for node in self.nodes.values()):
+        # NOTE: a collection may end it anywhere. A thread of a pipe may hold a lock that this takes as well, or be the
+        # one that takes the answers which this waits for. The call that starts another one there takes no lock itself.
+        is_of_pipe = threading.current_thread().name.startswith(THREAD_PREFIX)
+        if is_of_pipe or any(node.current_instance() for node in self.nodes.values()):
             with suppress(RuntimeError):  # Python ends, and ends the pipe itself
-                threading.Thread(target=self.end, name="torchpipe_py close", daemon=True).start()
+                start_new_thread(self.end, ())
         else:
             self.end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ from conftest import Register
 from fakes import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, WorkerDied, pipe
-from torchpipe_py.backends.process.child import AHEAD
+from torchpipe_py.backends.process.child import AHEAD, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher
 from torchpipe_py.backends.process.process import Process
 
@@ -105,6 +106,31 @@ def test_a_system_that_has_no_thread_left_for_a_moment(start: Start, monkeypatch
     with start() as p:
         assert p({"data": "x"}, timeout=WAIT)["result"][2] == "x"
     assert names == []
+
+
+def test_a_pipe_that_is_collected_on_the_thread_that_takes_answers_ends(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection may come anywhere. Whoever ends the pipe waits for answers that this thread has to take."""
+    read = WorkerProcess.read
+
+    def collect_first(self: WorkerProcess, *given: Any) -> Any:
+        gc.collect()
+        return read(self, *given)
+
+    monkeypatch.setattr(WorkerProcess, "read", collect_first)
+    gc.disable()  # elsewhere
+    try:
+        p = start()
+        runtime, held = p._runtime, Held(p, tmp_path)
+        eventually(lambda: held.pid)
+        vars(p)["itself"] = p
+        del p
+        held.open()
+        outcome(held.future)
+        eventually(lambda: not any(instance.is_alive for instance in runtime.nodes["node"].instances))
+    finally:
+        gc.enable()
 
 
 def test_close_before_an_instance_has_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
