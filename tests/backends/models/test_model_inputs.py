@@ -155,6 +155,31 @@ def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: list[int | str]
     np.testing.assert_array_equal(result[0], mat.transpose(2, 0, 1) if turned else mat)
 
 
+@pytest.mark.parametrize("dims", [["N", 1, 3, 4], ["N", 1, "H", "W"], ["N", "H", "W", 1]])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_mat_of_one_channel_needs_no_third_dimension(tmp_path: Path, dims: list[int | str], dtype: Any) -> None:
+    """As ``cv2.imread`` gives it with ``IMREAD_GRAYSCALE``."""
+    mat = picture(3, 4)[:, :, 0].astype(dtype)
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", dims)}) as run:
+        np.testing.assert_array_equal(run({"data": mat})["result"].numpy().reshape(3, 4), mat)
+
+
+def test_a_mat_of_one_channel_is_refused_where_three_are_taken(tmp_path: Path) -> None:
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 3, 3, 4])}) as run:
+        assert str(run({"data": np.zeros((3, 4), np.uint8)})["error"]) == "input 'x' takes 1x3x3x4, got 3x4"
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_torch_takes_a_mat_of_one_channel(tmp_path: Path, dtype: Any) -> None:
+    path = tmp_path / "model.pt2"
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2, 1, 3, 4),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, path)
+    mat = picture(3, 4)[:, :, 0].astype(dtype)
+    with pipe({"backend": "TorchTensor", "trusted": True, "model": str(path), "max": 2}) as run:
+        np.testing.assert_array_equal(run({"data": mat})["result"].numpy().reshape(3, 4), mat)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_a_mat_for_an_input_that_does_not_say_its_channels_is_refused(tmp_path: Path, dtype: Any) -> None:
     mat = picture(5, 6).astype(dtype)

@@ -77,6 +77,8 @@ class InputSpec:
         if is_mat(value) and (self.dims is None or len(self.dims) == 3):
             shape = value.shape
             return (shape[2], shape[0], shape[1]) if len(shape) == 3 else (1, *shape)
+        if isinstance(value, np.ndarray) and value.ndim == 2 and self.dims is not None and len(self.dims) == 3:
+            return (1, *value.shape)  # a Mat of one channel
         if isinstance(value, np.ndarray) and value.ndim == 3 and looks_like_mat(value):
             if self.dims is None or self.dims[0] is None:
                 raise InvalidRequest(

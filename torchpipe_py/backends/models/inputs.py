@@ -105,12 +105,14 @@ def is_image(value: Any) -> bool:
 def as_array(value: Any, dims: Sequence[int | None], dtype: np.dtype, name: str) -> np.ndarray:
     """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
 
-    A Mat H×W×C, for an input of four dimensions, is laid out as ``dims`` say. ``InvalidRequest`` for what does not
-    fit, or loses more than precision in ``dtype``.
+    A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as ``dims`` say.
+    ``InvalidRequest`` for what does not fit, or loses more than precision in ``dtype``.
     """
     if not isinstance(value, np.ndarray):
         return as_tensor_array(tensor_to_numpy(value, name), dims, dtype, name)
-    laid_out = _laid_out(value, dims, name) if len(dims) == 4 and value.ndim == 3 else value
+    laid_out = value
+    if len(dims) == 4 and value.ndim in (2, 3):
+        laid_out = _laid_out(value if value.ndim == 3 else value[:, :, None], dims, name)
     return as_tensor_array(laid_out, dims, dtype, name, value.shape)
 
 
