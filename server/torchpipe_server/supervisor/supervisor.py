@@ -165,7 +165,8 @@ class Supervisor:
             said = f"; it said: {words}" if (words := child.last_words()) else ""
             what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
             logger.error("%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, said)
-            self._has_lost = self._has_lost or self._stopping_until is not None
+            is_loss = lost > 0 or child.clients or child.answered is False
+            self._has_lost = self._has_lost or bool(is_loss and self._stopping_until is not None)
 
     def said(self, child: Child, message: Said) -> None:
         """Of its connections, or of its figures."""
