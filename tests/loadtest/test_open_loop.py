@@ -51,8 +51,10 @@ def test_stall_shows_only_from_when_calls_were_due(serve: Serve, images: Images)
     assert report["latency_ms"]["p99"] > 500
     assert report["latency_actual_ms"]["p99"] < 900
     assert report["latency_actual_ms"]["max"] > 900
-    assert report["late_sends"]["share_by_waiting"] > 0.1
-    assert any("still waited for a reply" in warning for warning in report["warnings"])
+    assert report["late_sends"]["share"] > 0.1
+    if report["valid"]:  # the machine has not held up the tester itself
+        assert report["late_sends"]["share_by_waiting"] > 0.1
+        assert any("still waited for a reply" in warning for warning in report["warnings"])
     assert max(row["p99_ms"] for row in report["per_second"] if row["p99_ms"] is not None) > 500
 
 
