@@ -8,6 +8,8 @@ import mmap
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import CancelledError
@@ -827,6 +829,39 @@ def test_a_jump_tells_that_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(EngineUnavailable) as caught:
             worker.pipe({"data": [1, 2, 3], "node_name": "each"})
         assert str(caught.value).startswith("element 0 of 3: 'a': the engine process has died")
+
+
+FORK = """
+import os, socket, warnings
+warnings.simplefilter("ignore")
+from torchpipe_py.backends.shared.engine_link import Answered, EngineLink
+from torchpipe_py.backends.shared.link import Link
+
+end, keep = os.pipe()
+
+def fork():
+    if os.fork() == 0:
+        os.close(keep)
+        os.read(end, 1)  # for as long as the parent lives
+        os._exit(0)
+
+for make in (lambda sock: (EngineLink(sock, Answered()), fork()), lambda sock: Link(sock, fork)):
+    ours, theirs = socket.socketpair()
+    try:
+        made = make(ours)
+    except EOFError:
+        pass
+    ours.close()
+    theirs.settimeout(60)
+    while theirs.recv(64):
+        pass
+"""
+
+
+def test_a_process_that_a_backend_forks_does_not_hide_the_end_of_its_own() -> None:
+    """Or a worker would wait for an engine process that was killed, as long as a child of that one lives."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=4 * WAIT)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_worker_that_is_gone_leaves_nothing_behind(register: Register) -> None:

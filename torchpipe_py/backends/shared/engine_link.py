@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torchpipe_py.backends.process.outcome import ItemOutcome
 from torchpipe_py.backends.shared.codec import pack_outcomes
-from torchpipe_py.backends.shared.link import ENDED, received_pair
+from torchpipe_py.backends.shared.link import ENDED, keep_from_forks, received_pair
 from torchpipe_py.backends.shared.memory import DONE, SLOTS, Bell, BellMemory, Header, LinkMemory, changed
 from torchpipe_py.errors import Failure, describe, logger
 
@@ -64,6 +64,7 @@ class EngineLink:
     _bell: Bell
 
     def __init__(self, sock: socket.socket, answered: Answered) -> None:
+        keep_from_forks(sock)
         self._sock, self._answered = sock, answered
         self._descriptors: list[int] = []
         sock.setblocking(False)

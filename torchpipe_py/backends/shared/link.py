@@ -7,6 +7,7 @@ import os
 import pickle
 import select
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -91,6 +92,23 @@ class Slots(Generic[C]):
         return changed(before, self._seen)
 
 
+# Process-wide, since a fork is.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def keep_from_forks(sock: socket.socket) -> None:
+    """A process that a backend forks does not hold it open: the other end hears when this process has ended."""
+    _sockets.add(sock)
+
+
+def _after_fork() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def received_pair(sock: socket.socket, kept: list[int]) -> tuple[int, int]:
     """The two descriptors that the other process has sent, which whoever closes ``kept`` closes.
 
@@ -116,6 +134,7 @@ class Link(Slots[Call]):
     """
 
     def __init__(self, sock: socket.socket, meets: Callable[[], bool]) -> None:
+        keep_from_forks(sock)
         self._sock = sock
         self._fds: list[int] = []
         super().__init__(LinkMemory.create())
