@@ -47,8 +47,12 @@ def to_value(name: str, value: Any) -> Any:
         return IDL.Value(number=float(value))
     if hasattr(value, "__array__"):
         return IDL.Value(tensor=_to_tensor(name, value))
-    if isinstance(value, (list, tuple)) and all(hasattr(item, "__array__") for item in value):
-        return IDL.Value(tensors=[_to_tensor(name, item) for item in value])
+    if isinstance(value, (list, tuple)):
+        other = next((index for index, item in enumerate(value) if not hasattr(item, "__array__")), None)
+        if other is None:
+            return IDL.Value(tensors=[_to_tensor(name, item) for item in value])
+        kind = type(value[other]).__name__
+        raise InvalidRequest(f"{name}[{other}]: a {kind} has no form on the wire in a list, which holds arrays")
     kinds = "bytes, texts, numbers, arrays and lists of arrays"
     raise InvalidRequest(f"{name}: a {type(value).__name__} has no form on the wire, as {kinds} have")
 

@@ -111,7 +111,7 @@ def test_values_come_back_as_they_went(make, echo):
     ("value", "text"),
     [
         (None, r"^inputs\['data'\]: a NoneType has no form on the wire"),
-        ([b"a"], r"^inputs\['data'\]: a list has no form"),
+        ([np.zeros(1), b"a"], r"^inputs\['data'\]\[1\]: a bytes has no form on the wire in a list, which holds arr"),
         (torch.zeros(1, dtype=torch.bfloat16), r"^inputs\['data'\]: a Tensor that NumPy makes no array of: "),
         (2**63, r"^inputs\['data'\]: an integer of more than 64 bits"),
         (np.zeros(2, np.complex64), r"^inputs\['data'\]: an array of complex64; the wire has bool, "),

@@ -260,10 +260,8 @@ class Comparison:
     def _order_note(self) -> Iterator[str]:
         for side, other in ((self._a, self._b), (self._b, self._a)):
             if any(", BGR" in origin for origin in side.origins) and any(", RGB" in origin for origin in other.origins):
-                yield (
-                    f"{side.letter} gives BGR, {other.letter} RGB: the same picture here, but to a model, which takes "
-                    "channels in the order that they have, red and blue are swapped"
-                )
+                orders = f"{side.letter} gives BGR, {other.letter} RGB"
+                yield f"{orders}: compared in RGB, but a model sees red and blue swapped"
 
     def _scale_note(self) -> Iterator[str]:
         for side, other in ((self._a, self._b), (self._b, self._a)):
