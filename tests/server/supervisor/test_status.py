@@ -346,6 +346,7 @@ def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(ser
     os.kill(worker, signal.SIGSTOP)
     try:
         assert served.get("/live").status == 200
+        assert not served.stats()["workers"][0]["responding"], "it has told nothing in the time for an answer"
         eventually(lambda: [one["responding"] for one in served.stats()["workers"]] == [False, True])
         assert served.get("/ready").status == 200
     finally:
