@@ -88,6 +88,7 @@ def test_it_learns_and_goes_on_where_it_stopped(
 def test_two_processes(folder: Path, tmp_path: Path) -> None:
     (folder / "val" / "red" / "01.jpg").write_bytes(b"no image")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["--local_addr", "127.0.0.1"]  # or the name of the machine would have to be known to it
     script = [*command, str(SCRIPTS / "train_ddp.py")]
     toml = write_toml(tmp_path)
     printed = started(script, *options(folder, toml, "--epochs", 2, "--batch-size", 2, "--bad-samples", "mask"))
