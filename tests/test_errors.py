@@ -9,8 +9,17 @@ import pytest
 from conftest import Register
 
 import torchpipe_py
-from torchpipe_py import Backend, BackendUnavailable, ConfigError, Overloaded, SetupError, TorchpipeError, pipe
-from torchpipe_py.errors import EngineUnavailable, counted, nearest
+from torchpipe_py import (
+    Backend,
+    BackendUnavailable,
+    ConfigError,
+    EngineUnavailable,
+    Overloaded,
+    SetupError,
+    TorchpipeError,
+    pipe,
+)
+from torchpipe_py.errors import counted, nearest
 
 EXPORTED = [getattr(torchpipe_py, name) for name in torchpipe_py.__all__]
 ERRORS = [each for each in EXPORTED if isinstance(each, type) and issubclass(each, BaseException)]
@@ -20,7 +29,8 @@ ERRORS = [each for each in EXPORTED if isinstance(each, type) and issubclass(eac
 def test_an_error_can_be_sent_as_json(kind: type[Exception]) -> None:
     assert issubclass(kind, TorchpipeError)
     error = kind("why")
-    assert json.loads(json.dumps(error.as_dict())) == {"code": error.code, "message": "why"}
+    when = {} if error.retry_after_ms is None else {"retry_after_ms": error.retry_after_ms}
+    assert json.loads(json.dumps(error.as_dict())) == {"code": error.code, "message": "why", **when}
 
 
 def test_when_to_come_back_is_told() -> None:
