@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import eventually
 from torch.utils.data import DataLoader, RandomSampler
 from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_toml
 
@@ -260,7 +261,7 @@ def test_a_loader_that_is_dropped_ends_its_threads(dataset: ImageFiles, toml: st
     del loader
     gc.collect()
     assert gone() is None
-    assert threads() <= before
+    eventually(lambda: threads() <= before)  # where a thread of the loader had the pipe last, another one ends that
 
 
 def test_statistics(dataset: ImageFiles, toml: str) -> None:

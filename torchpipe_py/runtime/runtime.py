@@ -146,7 +146,7 @@ class Runtime:
             return self.end(until)
         # A callback's thread cannot wait for itself, and that of the handlers of signals may be torn out of the wait.
         ended: list[bool] = []
-        closer = threading.Thread(target=lambda: ended.append(self.end(until)), name="torchpipe_py close", daemon=True)
+        closer = _closer(lambda: ended.append(self.end(until)))
         try:
             closer.start()
         except RuntimeError:  # Python ends, and starts no thread any more
@@ -162,9 +162,14 @@ class Runtime:
         is_of_pipe = threading.current_thread().name.startswith(THREAD_PREFIX)
         if is_of_pipe or any(node.current_instance() for node in self.nodes.values()):
             with suppress(RuntimeError):  # Python ends, and ends the pipe itself
-                start_new_thread(self.end, ())
+                start_new_thread(self._end_aside, ())
         else:
             self.end()
+
+    def _end_aside(self) -> None:
+        # NOTE: a thread that ``threading`` has not started is one of ``threading.enumerate()`` for ever once it joins.
+        with suppress(RuntimeError):
+            _closer(self.end).start()
 
     def refuse(self) -> None:
         """Take no further request; let every instance finish its batch, and fail what is queued."""
@@ -310,6 +315,10 @@ class Runtime:
             arrow = f" -> {', '.join(after)}" if after else ""
             lines.append(f"  {name}: {plan.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
         return "\n".join(lines)
+
+
+def _closer(end: Callable[[], object]) -> threading.Thread:
+    return threading.Thread(target=end, name="torchpipe_py close", daemon=True)
 
 
 # Process-wide, since a fork is.
