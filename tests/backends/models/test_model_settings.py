@@ -85,6 +85,9 @@ def test_a_fixed_batch_is_told_before_the_model_is_loaded(tmp_path: Path) -> Non
     plan_pipeline(config)
     with pytest.raises(ConfigError, match=r"key 'model': .* input 'x' has a fixed batch of 1, .* or set max = 1"):
         plan_pipeline({**config, "max": 4})
+    save_model(tmp_path / "one.onnx", nodes, {"x": [-1, 3, 8, 8]}, {"y": [-1, 3, 8, 8]})  # as some exporters write any
+    with pipe({**config, "max": 4}) as p:
+        assert p({"data": torch.zeros(3, 8, 8)})["result"].shape == (1, 3, 8, 8)
 
 
 @pytest.mark.parametrize("wrong", [True, 1.5])

@@ -28,6 +28,7 @@ def model(path: Path, inputs: dict[str, list[int | str]], constants: dict[str, n
         ([2, 300, 8, 8], 300),
         (["N", 3, 4, 3], 3),
         (["N", "C", 8, 8], None),
+        ([-1, -1, 8, 8], None),  # as some exporters write what is open
         (["N", 224, 224, 3], None),  # N×H×W×C
         (["N", 3], None),
     ],

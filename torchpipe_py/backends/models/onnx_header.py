@@ -52,7 +52,8 @@ def _text(content: mmap.mmap, message: Span, number: int) -> bytes:
 
 
 def _size(content: mmap.mmap, dim: Span) -> int:
-    return sum(_varint(content, start)[0] for start, _ in _parts(content, dim, _DIM_VALUE))
+    size = sum(_varint(content, start)[0] for start, _ in _parts(content, dim, _DIM_VALUE))
+    return size if size < 2**63 else 0  # some exporters write -1 for any, which ONNX Runtime takes for that
 
 
 def _parts(content: mmap.mmap, message: Span, number: int) -> list[Span]:
