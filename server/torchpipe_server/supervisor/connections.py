@@ -137,6 +137,7 @@ class Connections:
                 return True
             is_lost = is_lost or not is_written
         if is_lost or self._is_ending:
+            is_lost = is_lost or not self._hears_nothing(slot)  # nobody reads it any more
             self._close(slot)
         else:
             self._place(slot, is_suspect=request is not None)

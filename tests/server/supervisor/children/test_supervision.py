@@ -181,6 +181,19 @@ def test_a_worker_that_is_killed_at_the_stop_with_nothing_to_answer_is_no_loss(f
         assert "; requests lost: 0" in process.stderr  # the exit code as well, where the system has told it by then
 
 
+def test_what_a_worker_had_not_read_when_it_was_killed_at_the_stop_is_lost(folder):
+    with serve(folder) as process, Client(process.wait_started().port) as client:
+        client.ping()
+        (worker,) = process.workers
+        os.kill(worker, signal.SIGSTOP)
+        client.send_batch(b"unread")
+        process.signal()
+        eventually(lambda: "stopping" in process.stderr)
+        os.kill(worker, signal.SIGKILL)
+        assert process.wait() == 1
+        assert "; requests lost: 1" in process.stderr
+
+
 def test_the_last_words_are_heard_though_the_channel_was_full():
     """A worker that ends has no loop any more which would send them later."""
     ours, theirs = socket.socketpair()
