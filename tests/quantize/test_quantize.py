@@ -189,15 +189,18 @@ DECODED = {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "resize_h": 64, "res
 def test_what_a_postprocessor_of_ones_own_takes_is_left_out(write: Write) -> None:
     class Best:
         least: float
+        max: int = 1  # a key of the model too
 
         def forward(self, outputs: list[Any]) -> list[Any]:
             return [(0, 1.0)] * len(outputs[0])
 
     registry.register_postprocessor(Best, "best")
     text = f'[model]\nbackend = "OnnxTensor"\nmodel = "{MODEL}"\npostprocessor = "best"\n"best::least" = 2\nleast = 1\n'
+    text += "max = 4\n"
     tables = find_target(write(text), None).up_to_model(Path("/probe.onnx"))
     assert "least" not in tables["model"]
     assert "best::least" not in tables["model"]
+    assert tables["model"]["max"] == 4
 
 
 def test_what_is_after_the_model_is_left_out(write: Write, register: Register) -> None:

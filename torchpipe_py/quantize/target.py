@@ -76,11 +76,12 @@ class Target:
         return tables
 
     def _of_postprocessor(self) -> list[str]:
-        """Keys of the node that a postprocessor of one's own takes."""
+        """Keys of the node that a postprocessor of one's own takes, and the model does not."""
         name = str(next((value for key in _AFTER[:2] if (value := self.tables[self.node].get(key))), ""))
         cls = registry.default.find_postprocessor(name)
         own = () if cls is None else declared(cls)
-        return [key for each in own for key in (each, f"{name}::{each}")]
+        models = {param.key for param in OnnxTensor.parameters().values()}
+        return [*(key for key in own if key not in models), *(f"{name}::{key}" for key in own)]
 
     def _up_to_node(self) -> set[str]:
         """The node, all that lead to it, and the graphs that those run."""

@@ -19,6 +19,7 @@ from fakes import PROGRAM_WAIT, Gate, outcome
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe, register_postprocessor
+from torchpipe_py.backends.models.postprocess import SoftmaxMax
 
 Data = dict[str, Any]
 
@@ -394,6 +395,20 @@ def test_softmax_max_takes_one_row_for_each_item(sum_and_difference: str, models
 
 
 @pytest.mark.usefixtures("restored")
+def test_one_of_ones_own_may_make_rows_of_an_output_of_another_shape(models: Path) -> None:
+    class Pooled(SoftmaxMax):
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return super().forward([outputs[0].mean((2, 3))])
+
+    register_postprocessor(Pooled, "pooled")
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    dims: dict[str, list[int | str]] = {"x": ["N", 3, 2, 2]}
+    model = save_model(models / "features.onnx", nodes, dims, {"y": dims["x"]})
+    with pipe({"backend": "OnnxTensor", "model": model, "postprocessor": "pooled"}) as p:
+        assert p({"data": torch.zeros(1, 3, 2, 2)})["result"] == (0, pytest.approx(1 / 3))
+
+
+@pytest.mark.usefixtures("restored")
 def test_a_postprocessor_of_ones_own(classifier: str) -> None:
     class Sizes:
         """No init, and one result too few for a batch of three."""
@@ -438,6 +453,25 @@ def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> N
     ]:
         with pytest.raises(ConfigError, match=why):
             pipe({**config, **wrong})
+
+
+@pytest.mark.usefixtures("restored")
+def test_labels_that_a_postprocessor_annotates_are_found_beside_the_file(classifier: str, tmp_path: Path) -> None:
+    class Named:
+        labels: str
+
+        def init(self, config: dict[str, Any]) -> None:
+            assert config["labels"] == self.labels
+
+        def forward(self, outputs: list[Any]) -> list[Any]:
+            return [Path(self.labels).read_text(encoding="utf-8")] * len(outputs[0])
+
+    register_postprocessor(Named, "named")
+    (tmp_path / "names.txt").write_text("one", encoding="utf-8")
+    toml = f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\npostprocessor = "named"\nlabels = "names.txt"\n'
+    (tmp_path / "a.toml").write_text(toml, encoding="utf-8")
+    with pipe(str(tmp_path / "a.toml")) as p:
+        assert p({"data": torch.zeros(1, 3, 8, 8)})["result"] == "one"
 
 
 @pytest.mark.usefixtures("restored")

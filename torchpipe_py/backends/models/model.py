@@ -94,7 +94,10 @@ class ModelBackend(Backend):
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold}
-            self._postprocess = make_postprocessor(self.postprocessor, config, self.postprocessor_params)
+            own = dict(self.postprocessor_params)
+            if self.labels and "labels" in own:
+                own["labels"] = self.labels  # as it was found, perhaps beside the TOML file
+            self._postprocess = make_postprocessor(self.postprocessor, config, own)
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
@@ -103,7 +106,9 @@ class ModelBackend(Backend):
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         dims = outputs[0].dims if outputs else ()
-        if dims and isinstance(self._postprocess, Labelling):
+        # One of the user's own may make rows N×C of an output of another shape.
+        is_known = len(dims) == 2 or (dims and self.postprocessor in BUILT_IN)
+        if is_known and isinstance(self._postprocess, Labelling):
             self._postprocess.check_declared(dims)
 
     def signature(self) -> Signature:
