@@ -170,19 +170,19 @@ class WorkerProcess(Slots[Call]):
 
     def read(self, slot: int, in_place: bool = False) -> Answer:
         """The answer in a slot, before that is freed. ``in_place``: its arrays lie there as long as they live."""
-        row = self.memory.reply(slot)
+        header = self.memory.reply(slot)
         outcomes: Any = None
         error: BaseException | None = None
-        if row.kind != NOT_RUN:
+        if header.kind != NOT_RUN:
             try:
-                if in_place and row.kind == DONE and len(self._read_in_place) < _IN_PLACE:
-                    outcomes, content = self.memory.read_in_place(slot, row)
+                if in_place and header.kind == DONE and len(self._read_in_place) < _IN_PLACE:
+                    outcomes, content = self.memory.read_in_place(slot, header)
                     self._fresh = content  # NOTE: until ``free_slot``, or the slot would be free before that
                     dropped = self._dropped
                     self._read_in_place[slot] = weakref.ref(content, lambda _: dropped.append(slot))
                 else:
-                    outcomes = self.memory.read(slot, row, copies=True)
-                if row.kind == FAILED:
+                    outcomes = self.memory.read(slot, header, copies=True)
+                if header.kind == FAILED:
                     outcomes, error = None, outcomes.error()
             except BaseException as failure:
                 if is_interrupt(failure):
@@ -190,8 +190,8 @@ class WorkerProcess(Slots[Call]):
                 error = TypeError(f"{self._label}: the answer of its worker process: {first_line(failure)}")
                 error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
         if slot not in self._read_in_place:
-            self.memory.release(slot, row)
-        return Answer(row.kind, outcomes, error, row.first, row.second, self.instance)
+            self.memory.release(slot, header)
+        return Answer(header.kind, outcomes, error, header.first, header.second, self.instance)
 
     def call(self, packed: Packed, count: int, timeout: float | None) -> Any:
         """Have one call run, and wait for its outcomes; a failure there is raised here.
