@@ -170,6 +170,16 @@ def test_a_mat_of_one_channel_is_refused_where_three_are_taken(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_rows_of_a_mat_of_one_channel_are_no_channels(tmp_path: Path, dtype: Any) -> None:
+    """However few there are."""
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "one.onnx", ["N", 1, "H", "W"])}) as run:
+        assert run({"data": np.zeros((1, 5), dtype)})["result"].shape == (1, 1, 1, 5)
+    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "any.onnx", ["N", "C", "H", "W"])}) as run:
+        error = run({"data": np.zeros((4, 5), dtype)})["error"]
+    assert "does not say where a Mat's channels belong" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_torch_takes_a_mat_of_one_channel(tmp_path: Path, dtype: Any) -> None:
     path = tmp_path / "model.pt2"
     batch = torch.export.Dim("batch")

@@ -112,7 +112,7 @@ def as_array(value: Any, dims: Sequence[int | None], dtype: np.dtype, name: str)
         return as_tensor_array(tensor_to_numpy(value, name), dims, dtype, name)
     laid_out = value
     if len(dims) == 4 and value.ndim in (2, 3):
-        laid_out = _laid_out(value if value.ndim == 3 else value[:, :, None], dims, name)
+        laid_out = _laid_out(value, dims, name)
     return as_tensor_array(laid_out, dims, dtype, name, value.shape)
 
 
@@ -130,18 +130,20 @@ def as_tensor_array(
     return array
 
 
-def _laid_out(array: np.ndarray, dims: Sequence[int | None], name: str) -> np.ndarray:
+def _laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.ndarray:
     """A Mat in the order of the dimensions that the input has; an array of another kind as it is."""
+    is_gray = value.ndim == 2
+    array = value[:, :, None] if is_gray else value
     planes = array.transpose(2, 0, 1)
     fits, planes_fit = _fits(array.shape, dims[1:]), _fits(planes.shape, dims[1:])
     if not (fits and planes_fit):
         return planes if planes_fit else array
-    if dims[1] is None and dims[3] is None and looks_like_mat(array):
+    if dims[1] is None and dims[3] is None and (is_gray or looks_like_mat(array)):
         raise InvalidRequest(
             f"input {name!r} takes {shown_dims((1, *dims[1:]))}, which does not say where a Mat's channels belong; "
             "a Tensor (Mat2Tensor makes one, 1xCxHxW) and an array of four dimensions are taken as they are"
         )
-    return planes if array.dtype == np.uint8 and dims[1] is not None else array
+    return planes if (is_gray or array.dtype == np.uint8) and dims[1] is not None else array
 
 
 def looks_like_mat(array: np.ndarray) -> bool:
