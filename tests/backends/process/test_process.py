@@ -49,6 +49,12 @@ Data = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
+def ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, the exit status of a worker that died is in its error."""
+    monkeypatch.setattr(child, "_END_TIMEOUT", WAIT)
+
+
+@pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every worker is gone and reaped, and with it its descriptors and what it shared."""
     gc.collect()  # what earlier tests left behind must not go in the middle of this one

@@ -24,7 +24,8 @@ from torchpipe_py.backends.shared.link import Slots
 from torchpipe_py.backends.shared.memory import DONE, FAILED, NOT_RUN, SLEEP_SECONDS, Bell, LinkMemory
 from torchpipe_py.errors import Failure, WorkerDied, first_line
 
-_CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close, and to end after its connection
+_CLOSE_TIMEOUT = 5.0  # seconds a worker has for its backend's close
+_END_TIMEOUT = 1.0  # and to end after its connection, for which the answers of other workers wait
 
 # The path comes first, so that nothing is imported from the working directory; then Ctrl-C, which reaches it too.
 _PROGRAM = r"""
@@ -234,7 +235,7 @@ class WorkerProcess(Slots[Call]):
 
     def died(self) -> WorkerDied:
         """End it, and say how it has ended."""
-        self._wait(_CLOSE_TIMEOUT)  # the connection may end a moment before the process
+        self._wait(_END_TIMEOUT)  # the connection may end a moment before the process
         status = self._process.poll()
         self.kill()
         return WorkerDied(f"{self._label}: its worker process {self._process.pid} died: {describe_ending(status)}")
