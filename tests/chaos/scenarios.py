@@ -340,7 +340,7 @@ def mixed(
     say: Callable[[str], object] = lambda line: None,
 ) -> Report:
     """Requests, spread over ``seconds``, with kills, reloads and disconnects at once."""
-    kills: list[float] = []
+    kills: list[tuple[float, float]] = []
     reloads = 0
     rng = random.Random(requests)
     with Service("--workers", str(workers), instance_num=2, fault=fault) as it:
@@ -356,9 +356,11 @@ def mixed(
                     # A worker that has only just started counts as one that cannot, if it dies.
                     able = [row for row in it.stats()["workers"] if row["state"] == "ready" and row["uptime_s"] > 1.5]
                     if able:
+                        victim = rng.choice(able)["pid"]
                         with suppress(ProcessLookupError):
-                            os.kill(rng.choice(able)["pid"], signal.SIGKILL)
-                            kills.append(now)
+                            os.kill(victim, signal.SIGKILL)
+                            eventually(lambda pid=victim: pid not in it.known_workers())  # type: ignore[misc]
+                            kills.append((now, time.monotonic()))
                         next_kill = now + kill_every
                 if now >= next_reload:
                     it.signal(signal.SIGHUP)
@@ -382,7 +384,7 @@ def mixed(
         }
         problems = [
             *judges.answered(tally, within, CODES),
-            *judges.closed_by_kills(tally.closed, [(kill, kill + within) for kill in kills]),
+            *judges.closed_by_kills(tally.closed, kills),
             *judges.differs("whether nothing is open in the end", is_idle, True),
             *judges.differs("the exit code", code, 0),
         ]

@@ -168,6 +168,10 @@ class Service:
         self._seen.update(found)
         return found
 
+    def known_workers(self) -> set[int]:
+        """Those that the supervisor holds for alive."""
+        return {row["pid"] for row in self.stats()["workers"]}
+
     def shared_files(self) -> list[str]:
         """The files in ``/dev/shm`` that its processes have open, or mapped, but those of a Python that lies there."""
         files = set()
