@@ -110,9 +110,7 @@ def as_array(value: Any, dims: Sequence[int | None], dtype: np.dtype, name: str)
     """
     if not isinstance(value, np.ndarray):
         return as_tensor_array(tensor_to_numpy(value, name), dims, dtype, name)
-    laid_out = value
-    if len(dims) == 4 and value.ndim in (2, 3):
-        laid_out = _laid_out(value, dims, name)
+    laid_out = _laid_out(value, dims, name) if len(dims) == 4 and value.ndim in (2, 3) else value
     return as_tensor_array(laid_out, dims, dtype, name, value.shape)
 
 
