@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+from benchmarks.bare import nodes_alone
 from benchmarks.common import Attempts, Load, Report
 from benchmarks.gpu import against_mosec
 from benchmarks.gpu.against_mosec import Tried
@@ -137,3 +138,16 @@ def test_a_peer_that_does_not_start_says_why() -> None:
         started(["timeit", "missing"], {}, 1, ["/"]),
     ):
         pass
+
+
+def test_nodes_run_alone_in_processes_and_in_batches_that_they_take() -> None:
+    config = {"decode": {"backend": "DecodeMat", "next": "end"}, "end": {"backend": "Identity"}}
+    load = nodes_alone(config, 2, 3, 0.01, 1)
+    assert load.qps > 0
+    assert load.p50 > 0
+
+
+def test_nodes_that_cannot_run_alone_are_no_limit() -> None:
+    config = {"decode": {"backend": "DecodeMat", "next": "resize"}, "resize": {"backend": "ResizeMat[Identity]"}}
+    with pytest.raises(RuntimeError, match=r"benchmarks\.bare .* did not start"):
+        nodes_alone(config, 1, 1, 0.01, 1)

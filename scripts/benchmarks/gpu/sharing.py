@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bare import nodes_alone
 from benchmarks.common import REPOSITORY, Attempts, Load, Report, interleave, run_threads, test_jpeg
 from benchmarks.gpu.engines import SIDE, BareEngine, Engines
 from benchmarks.gpu.in_process import cores
@@ -152,11 +153,15 @@ def services_of(engines: Engines, choice: Choice, what: str, workers: int, is_sh
 
 
 def limits_alone(engines: Engines, choice: Choice, attempt: Attempts, seconds: float, rounds: int) -> dict[str, Load]:
-    """The engine without anything before it, and OpenCV without anything behind it."""
+    """The engine without anything before it, OpenCV without anything behind it, and GPU decode without a service."""
     loads: dict[str, Load] = {}
-    child = partial(in_child, engine_alone, engines, choice.model_most, seconds, rounds)
+    most, processes = choice.model_most, max(choice.engines)
+    child = partial(in_child, engine_alone, engines, most, seconds, rounds)
+    nodes = partial(nodes_alone, configs(engines, 1, most)[GPU], processes, most, seconds, rounds)
+    decoding = f"limit: GPU decode and the model in {processes} bare loops, a process each, batches of {most}"
     attempt("the engine alone", lambda: loads.update(child()))
     attempt("OpenCV alone", lambda: loads.update(_opencv_alone(seconds, rounds)))
+    attempt("GPU decode alone", lambda: loads.update({decoding: nodes()}))
     told("\n".join(f"{name}: {load}" for name, load in loads.items()))
     return loads
 

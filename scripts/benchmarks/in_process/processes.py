@@ -1,19 +1,16 @@
 """Pure Python work on two instances: threads, which share one GIL, against ``Process[...]``.
 
-Run as a program it measures the loop alone: ``python -m benchmarks.in_process.processes``, then seconds on each line.
+Run as a program it measures the loop alone.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from contextlib import ExitStack
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from benchmarks.common import Load, Report, interleave, python, run_threads
+from benchmarks.bare import BareProcesses, serve_loads
+from benchmarks.common import Report, interleave, run_threads
 from torchpipe_py import ItemBackend, pipe, register_backend
 
 INSTANCES, CLIENTS, LAST = 2, 4, 100_000
@@ -41,7 +38,7 @@ def processes(seconds: float, rounds: int) -> Report:
     ours = f"torchpipe_py, Process[...], {CLIENTS} clients"
     report = Report(f"processes: sum of 1 to {LAST} in a Python loop, {INSTANCES} instances")
     with ExitStack() as stack:
-        limit = _BareProcesses()
+        limit = BareProcesses(INSTANCES, "benchmarks.in_process.processes")
         stack.callback(limit.close)
         node = stack.enter_context(pipe({"backend": "PythonLoop", "instance_num": INSTANCES}))
         apart = stack.enter_context(pipe({"backend": "Process[PythonLoop]", "instance_num": INSTANCES}))
@@ -59,34 +56,8 @@ def processes(seconds: float, rounds: int) -> Report:
     return report
 
 
-class _BareProcesses:
-    """Processes that do nothing but the loop, all at the same time."""
-
-    def __init__(self) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._processes = [python("-m", "benchmarks.in_process.processes", **pipes) for _ in range(INSTANCES)]
-        for process in self._processes:
-            assert process.stdout is not None
-            process.stdout.readline()
-
-    def load(self, seconds: float) -> Load:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{seconds}\n")
-            process.stdin.flush()
-        loads = [Load(*json.loads(process.stdout.readline())) for process in self._processes if process.stdout]
-        qps, p50, p99 = zip(*map(astuple, loads), strict=True)
-        return Load(sum(qps), max(p50), max(p99))
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.communicate()
-
-
 def main() -> None:
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(astuple(run_threads(total, 1, float(line)))), flush=True)
+    serve_loads(partial(run_threads, total, 1))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torchpipe_client import Client
 from torchpipe_server.worker.worker import limit_threads
 
+from benchmarks.bare import nodes_alone
 from benchmarks.common import Load, Report, median_load, test_jpeg
 from benchmarks.inside import threads
 from benchmarks.service.observed import gpu_mib, observed, pss_mib, stats
@@ -277,6 +278,9 @@ def shared(seconds: float, rounds: int) -> Report:
         Service(named("demo", WORKERS, True), sharing(config, ["model"]), WORKERS, is_shared=True),
     ]
     report = Report("shared: demo model over Thrift, client processes, same cores")
+    batch = config["model"]["max"]
+    limit = f"limit: the demo's nodes in {WORKERS} bare loops, a process each, {batch} images at a time"
+    report.add({limit: nodes_alone(config, WORKERS, batch, seconds, rounds)})
     with images() as folder:
         for number in range(rounds):
             for service in services:
