@@ -222,11 +222,32 @@ def test_gray_is_converted_where_the_steps_say_it(jpeg: bytes) -> None:
     assert np.array_equal(item["result"], np.dstack([gray] * 3))
 
 
-@pytest.mark.parametrize(("channels", "color"), [(2, "bgr"), (5, "rgb"), (3, "gray"), (3, "hsv")])
+@pytest.mark.parametrize("wanted", ["bgr", "rgb", "gray"])
+def test_the_color_is_named_where_nothing_is_converted_too(wanted: str) -> None:
+    mat = picture(4, 6)[:, :, : 1 if wanted == "gray" else 3]
+    given = {} if wanted != "rgb" else {"color": "rgb"}
+    item = run("cvtColorMat", {"data": mat, **given}, color=wanted)
+    assert np.shares_memory(item["result"], mat)
+    assert item["color"] == wanted
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("wanted", ["bgr", "rgb", "gray"])
+@pytest.mark.parametrize("given", [{}, {"color": "bgr"}, {"color": "rgb"}])
+def test_of_four_channels_the_last_is_dropped(given: Data, wanted: str, dtype: type) -> None:
+    mat = np.dstack([picture(4, 6), picture(4, 6, 1)[:, :, 0]]).astype(dtype)
+    item = run("cvtColorMat", {"data": mat, **given}, color=wanted)
+    three = run("cvtColorMat", {"data": np.ascontiguousarray(mat[:, :, :3]), **given}, color=wanted)
+    assert item["result"].shape == (4, 6, 1 if wanted == "gray" else 3)
+    assert np.allclose(item["result"], three["result"], rtol=1e-6, atol=0)  # OpenCV adds floats in another order
+    assert item["color"] == wanted
+
+
+@pytest.mark.parametrize("color", ["bgr", "rgb", "gray"])
+@pytest.mark.parametrize("channels", [2, 5])
 def test_a_mat_that_has_no_color(channels: int, color: str) -> None:
-    wanted = "rgb" if color != "rgb" else "bgr"
-    item = run("cvtColorMat", {"data": np.zeros((4, 6, channels), np.uint8), "color": color}, color=wanted)
-    message = f"a Mat of {channels} channels and color '{color}' cannot become {wanted}"
+    item = run("cvtColorMat", {"data": np.zeros((4, 6, channels), np.uint8)}, color=color)
+    message = f"color {color} needs a Mat of 1, 3 or 4 channels, got {channels}"
     assert (str(item["error"]), isinstance(item["error"], InvalidRequest)) == (message, True)
 
 

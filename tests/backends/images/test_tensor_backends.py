@@ -124,6 +124,56 @@ def test_only_one_channel_and_three_have_a_color(channels: int) -> None:
     assert f"needs a Tensor of 1 or 3 channels, got {channels}" in refusal("cvtColorTensor", item, color="rgb")
 
 
+RED = np.full((4, 6, 3), (255, 0, 0), np.uint8)  # in RGB
+
+
+@pytest.mark.parametrize("backend", ["S[cvtColorMat,Mat2Tensor,cvtColorTensor]", "S[Mat2Tensor,cvtColorTensor]"])
+def test_a_mat_without_color_is_bgr_as_a_tensor_too(backend: str) -> None:
+    config = {"cvtColorMat::color": "bgr"} if "cvtColorMat" in backend else {}
+    item = run(backend, RED[:, :, ::-1].copy(), **config, **{"cvtColorTensor::color": "rgb"})
+    assert np.array_equal(to_mat(item["result"].cpu()), RED)
+    assert item["color"] == "rgb"
+
+
+def test_a_tensor_without_color_is_rgb_as_a_mat_too(tmp_path: Path) -> None:
+    item = run("S[Tensor2Mat,SaveMat]", to_tensor(RED), save_dir=str(tmp_path))
+    with Image.open(item["saved"]) as image:
+        assert np.array_equal(np.asarray(image), RED)
+    item = run("S[Tensor2Mat,cvtColorMat]", to_tensor(RED), color="bgr")
+    assert np.array_equal(item["result"], RED[:, :, ::-1])
+    assert item["color"] == "bgr"
+
+
+@pytest.mark.parametrize(("channels", "named"), [(1, False), (2, False), (3, True), (4, True), (6, False)])
+def test_an_image_that_becomes_another_kind_says_what_it_holds(channels: int, named: bool) -> None:
+    mat = noise(4, 6, channels)
+    for backend, data, color in (("Mat2Tensor", mat, "bgr"), ("Tensor2Mat", to_tensor(mat), "rgb")):
+        config = {"data_format": "chw"} if backend == "Tensor2Mat" else {}
+        assert run(backend, data, **config).get("color") == (color if named else None)
+        other = "rgb" if color == "bgr" else "bgr"
+        assert run(backend, {"data": data, "color": other}, **config)["color"] == other
+
+
+@pytest.mark.parametrize("color", ["gray", "RGB", "hsv", None])
+@pytest.mark.parametrize("backend", ["cvtColorMat", "cvtColorTensor", "SaveMat"])
+def test_a_color_that_is_no_channel_order(backend: str, color: str | None, tmp_path: Path) -> None:
+    config = {"save_dir": str(tmp_path)} if backend == "SaveMat" else {"color": "rgb"}
+    data = to_tensor(RED) if backend == "cvtColorTensor" else RED
+    message = refusal(backend, {"data": data, "color": color}, **config)
+    assert message == f"color {color!r} of an image of 3 channels; expected bgr or rgb"
+
+
+@pytest.mark.parametrize(
+    ("color", "shown"),
+    [(np.array(["rgb", "bgr"]), "a ndarray"), (bytes(10**7), "a bytes"), (10**5000, "a int"), ("r" * 10**7, "'rrrr")],
+    ids=["an array", "bytes", "a number", "a text"],
+)
+def test_a_color_is_shown_in_few_words(color: Any, shown: str) -> None:
+    message = refusal("cvtColorMat", {"data": RED, "color": color}, color="rgb")
+    assert message.startswith(f"color {shown}")
+    assert len(message) < 200
+
+
 @pytest.mark.parametrize("color", ["bgr", "rgb"])
 def test_gray_is_opencvs_to_the_bit(color: str) -> None:
     mat = noise(40, 50)

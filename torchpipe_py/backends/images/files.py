@@ -12,11 +12,11 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
-from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat
+from torchpipe_py.backends.images.opencv import EIGHT_BITS, OF_MATS, as_mat, color_of
 from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
 from torchpipe_py.files import replace_file
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
 
@@ -47,7 +47,8 @@ class SaveMat(ItemBackend):
 
     ``color`` in the dict is honoured; a dict without holds a BGR Mat. The path is ``saved`` in the dict. The folder is
     made if it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be
-    written, ``InvalidRequest`` for another number of channels and for a Mat that is not ``uint8``.
+    written, ``InvalidRequest`` for another number of channels, for a ``color`` that is no channel order, and for a Mat
+    that is not ``uint8``.
     """
 
     save_dir = Param(to_str, doc="folder for the files")
@@ -60,14 +61,14 @@ class SaveMat(ItemBackend):
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY], EIGHT_BITS)
-        item["saved"] = write_new(self.save_dir, ".png", self._png(mat, item.get(TASK_COLOR_KEY, "bgr")))
+        item["saved"] = write_new(self.save_dir, ".png", self._png(mat, item))
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
 
-    def _png(self, mat: np.ndarray, color: str) -> memoryview:
+    def _png(self, mat: np.ndarray, item: Data) -> memoryview:
         channels = mat.shape[2]
         if channels not in (1, 3, 4):
             raise InvalidRequest(f"a PNG has 1, 3 or 4 channels, the Mat has {channels}")
-        if color == "rgb" and channels > 1:
+        if color_of(item, channels, OF_MATS) == "rgb":
             mat = mat[:, :, [2, 1, 0, 3][:channels]]
         # What cv2.imwrite does, without its rule that the name of the unfinished file end in ".png" too.
         done, encoded = self._encode(".png", np.ascontiguousarray(mat))

@@ -15,7 +15,7 @@ from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.geometry import MAX_SIDE
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
-from torchpipe_py.errors import DecodeError, InvalidRequest, counted, first_line
+from torchpipe_py.errors import DecodeError, InvalidRequest, first_line, shown
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, Size, declared_size, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -25,6 +25,31 @@ COLORS = ("bgr", "rgb")
 """Channel orders."""
 
 MAT_COLORS = (*COLORS, "gray")
+
+OF_MATS, OF_TENSORS = "bgr", "rgb"
+"""The channel order of an image whose dict has no ``color``."""
+
+
+def color_of(item: Data, channels: int, default: str) -> str:
+    """What an image of so many channels holds: gray where it is one, else the dict's ``color``, or else ``default``.
+
+    ``InvalidRequest`` for a ``color`` that is no channel order.
+    """
+    if channels == 1:
+        return "gray"
+    color: str = item.get(TASK_COLOR_KEY, default)
+    if not (isinstance(color, str) and color in COLORS):
+        raise InvalidRequest(f"color {shown(color)} of an image of {channels} channels; expected bgr or rgb")
+    return color
+
+
+def name_color(item: Data, channels: int, default: str) -> None:
+    """Say in the dict what an image of so many channels holds, before a Tensor is made of a Mat, or a Mat of a Tensor.
+
+    What it becomes has another default.
+    """
+    if channels in (3, 4):
+        item.setdefault(TASK_COLOR_KEY, default)
 
 
 def to_color(value: Any) -> str:
@@ -176,8 +201,9 @@ class DecodeMat(StatelessBackend):
 class cvtColorMat(StatelessBackend):
     """Mat to Mat in channel order ``color``, or gray, only if it differs; a dict without ``color`` holds a BGR Mat.
 
-    A Mat of one channel is gray. Three channels become one, and one three, as ``cv2.cvtColor`` does it. Sets ``color``.
-    ``InvalidRequest`` for a Mat of another number of channels than 1, 3 or 4; of four the last is dropped.
+    A Mat of one channel is gray. Three channels become one, and one three, as ``cv2.cvtColor`` does it; of four the
+    last is dropped. Sets ``color``. ``InvalidRequest`` for a Mat of another number of channels than 1, 3 or 4, and for
+    a ``color`` of the dict that is no channel order.
     """
 
     isolation = Isolation.FOLLOWS
@@ -195,15 +221,15 @@ class cvtColorMat(StatelessBackend):
         self._codes = {
             color: getattr(cv2, f"COLOR_{color.upper()}2{wanted}") for color in MAT_COLORS if color != self.color
         }
+        self._codes[self.color] = cv2.COLOR_BGRA2BGR  # of either order
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
         channels = mat.shape[2]
-        color = "gray" if channels == 1 else item.get(TASK_COLOR_KEY, "bgr")
-        if color != self.color:
-            if channels not in (1, 3, 4) or color not in (COLORS if channels > 1 else MAT_COLORS):
-                mat_is = f"a Mat of {counted(channels, 'channel')} and color {color!r}"
-                raise InvalidRequest(f"{mat_is} cannot become {self.color}")
+        if channels not in (1, 3, 4):
+            raise InvalidRequest(f"color {self.color} needs a Mat of 1, 3 or 4 channels, got {channels}")
+        color = color_of(item, channels, OF_MATS)
+        if color != self.color or channels == 4:
             mat = as_mat(self._convert(mat, self._codes[color]))
-            item[TASK_COLOR_KEY] = self.color
+        item[TASK_COLOR_KEY] = self.color
         item[TASK_RESULT_KEY] = mat

@@ -21,7 +21,7 @@ from torchpipe_py.backends.images.geometry import (
 )
 from torchpipe_py.backends.images.layout import ImageBackend
 from torchpipe_py.backends.images.mat import keep_aspect, pad_value
-from torchpipe_py.backends.images.opencv import MAT_COLORS, max_pixels, side, to_color
+from torchpipe_py.backends.images.opencv import MAT_COLORS, OF_TENSORS, color_of, max_pixels, side, to_color
 from torchpipe_py.backends.images.pillow import smooth_interpolation
 from torchpipe_py.backends.images.resampling import (
     PRECISION_BITS,
@@ -59,7 +59,8 @@ class cvtColorTensor(ImageBackend):
 
     A dict without ``color`` holds an RGB Tensor, as ``DecodeTensor`` makes them; a Mat without ``color`` is BGR. A
     Tensor of one channel is gray. Gray is computed as ``cv2.cvtColor`` does it, of ``uint8`` to the bit. Sets
-    ``color``. ``InvalidRequest`` for a Tensor that has neither one channel nor three.
+    ``color``. ``InvalidRequest`` for a Tensor that has neither one channel nor three, and for a ``color`` of the dict
+    that is no channel order.
     """
 
     color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
@@ -68,7 +69,7 @@ class cvtColorTensor(ImageBackend):
         channels = tensor.shape[1]
         if channels not in (1, 3):
             raise InvalidRequest(f"color {self.color} needs a Tensor of 1 or 3 channels, got {channels}")
-        color = "gray" if channels == 1 else item.get(TASK_COLOR_KEY, "rgb")
+        color = color_of(item, channels, OF_TENSORS)
         if color != self.color:
             tensor = self._converted(tensor, color)
         item[TASK_COLOR_KEY] = self.color

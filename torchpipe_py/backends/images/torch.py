@@ -11,7 +11,7 @@ from torchpipe_py.backends.base import Backend, BackendConfig, Data
 from torchpipe_py.backends.control.basic import Identity, Wrapper
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.layout import ImageBackend
-from torchpipe_py.backends.images.opencv import as_mat
+from torchpipe_py.backends.images.opencv import OF_MATS, OF_TENSORS, as_mat, name_color
 from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import BackendUnavailable, InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
@@ -21,7 +21,10 @@ FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above whic
 
 
 class Mat2Tensor(GuardedBackend):
-    """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy."""
+    """Mat, H×W×C, to Tensor, 1×C×H×W, of the same dtype; always a copy.
+
+    Channels keep their order. Where the dict names no ``color``, three or four channels are ``bgr`` from here on.
+    """
 
     any_batch = True
 
@@ -50,6 +53,7 @@ class Mat2Tensor(GuardedBackend):
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
+        name_color(item, mat.shape[2], OF_MATS)
         if self._guard is None:
             item[TASK_RESULT_KEY] = self._from_numpy(self._planes(mat))
         else:
@@ -74,12 +78,14 @@ class Tensor2Mat(ImageBackend):
 
     ``uint8`` and ``bool`` give a Mat of ``uint8``, floats one of ``float32``, integers one of ``uint8`` where each lies
     in 0..255; other integers are an ``InvalidRequest``. With ``dtype = "uint8"`` all are rounded (half to even) and
-    clamped to 0..255. Channels keep their order.
+    clamped to 0..255. Channels keep their order. Where the dict names no ``color``, three or four channels are ``rgb``
+    from here on.
     """
 
     dtype = Param(to_str, "", choices=("", "uint8"), doc='"uint8" rounds and clamps; default: no value changes')
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        name_color(item, tensor.shape[1], OF_TENSORS)
         torch = self._torch
         if tensor.is_floating_point():
             tensor = tensor.detach().to(torch.float32)
