@@ -30,7 +30,7 @@ from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.backends.shared import client, engine_link, memory, remote
 from torchpipe_py.backends.shared import link as link_module
 from torchpipe_py.backends.shared.codec import pack
-from torchpipe_py.backends.shared.link import Call
+from torchpipe_py.backends.shared.link import EngineCall
 from torchpipe_py.backends.shared.memory import Header, LinkMemory
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.engine import EngineClient, EngineServer, pipe_of_worker
@@ -685,7 +685,7 @@ def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest
         worker = Worker(config, server, lambda fd, take: watched.update({fd: take} if take else {}))
         section, _ = worker.engine.section("a")
         eventually(lambda: watched)
-        worker.engine.ask(Call(section, pack({"data": "x"}), None, lambda *outcome: told.append(outcome)))
+        worker.engine.ask(EngineCall(section, pack({"data": "x"}), None, lambda *outcome: told.append(outcome)))
         assert inside.wait(WAIT)
         (way,) = server._links.values()
         way._sock.shutdown(socket.SHUT_RDWR)

@@ -197,7 +197,7 @@ def test_a_trace_of_the_pipe_beside_spans(memory: KeptSpans) -> None:
         run({"data": 1})
         with pytest.raises(RuntimeError, match="already"):
             run.instrument(memory.provider)
-    assert len(seen.spans) == 1
+    assert len(seen.visits) == 1
     assert len([span for span in memory.spans if span.name.endswith("compute")]) == 2
 
 

@@ -1,4 +1,4 @@
-"""The timeline of requests, and its file."""
+"""The visits of requests at nodes, and their file."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def test_a_batch_that_waits_for_company(register: Register) -> None:
             for future in futures:
                 outcome(future)
         p(data)
-    by_node = {(span.node, span.request): span for span in trace.spans}
+    by_node = {(visit.node, visit.request): visit for visit in trace.visits}
     assert set(by_node) == {("first", 1), ("first", 2), ("second", 1), ("second", 2)}
-    for span in trace.spans:
-        assert 0 <= span.arrived <= span.collected <= span.started <= span.ended
-    together = [span for span in trace.spans if span.node == "second"]
-    assert {(span.size, span.batch, span.instance) for span in together} == {(2, together[0].batch, 0)}
-    numbers = {span.request: span for span in together}
+    for visit in trace.visits:
+        assert 0 <= visit.arrived <= visit.collected <= visit.started <= visit.ended
+    together = [visit for visit in trace.visits if visit.node == "second"]
+    assert {(visit.size, visit.batch, visit.instance) for visit in together} == {(2, together[0].batch, 0)}
+    numbers = {visit.request: visit for visit in together}
     slow_one = next(
-        span.request
-        for span in trace.spans
-        if span.node == "first" and span.ended == max(other.ended for other in trace.spans if other.node == "first")
+        visit.request
+        for visit in trace.visits
+        if visit.node == "first" and visit.ended == max(other.ended for other in trace.visits if other.node == "first")
     )
     quick_one = 3 - slow_one
     assert numbers[quick_one].started - numbers[quick_one].collected > 0
@@ -62,7 +62,7 @@ def test_branches_and_jumps_belong_to_their_request() -> None:
     with pipe(nodes) as p, p.trace() as trace:
         for _ in range(2):
             p({"data": [1, 2], "node_name": "a"})
-    seen = sorted((span.request, span.node) for span in trace.spans)
+    seen = sorted((visit.request, visit.node) for visit in trace.visits)
     assert seen == sorted((number, node) for number in (1, 2) for node in ("a", "b", "c", "d", "e", "e"))
 
 
@@ -93,8 +93,8 @@ def test_one_trace_at_a_time_and_a_limit() -> None:
                 pass
             for number in range(5):
                 p({"data": number})
-        assert (len(trace.spans), trace.dropped) == (3, 2)
+        assert (len(trace.visits), trace.dropped) == (3, 2)
         with p.trace() as trace:
             p({"data": 1})
         p({"data": 1})
-        assert len(trace.spans) == 1
+        assert len(trace.visits) == 1

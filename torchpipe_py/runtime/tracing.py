@@ -1,4 +1,4 @@
-"""The timeline of each request: where it waited, for what, and which instance ran it in which batch."""
+"""What a pipe does while it is traced: each visit of a request at a node, written for Perfetto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INSTANCES, _REQUESTS = 1, 2  # what Chrome's format calls processes
 
 
 @dataclass(frozen=True)
-class Span:
+class TracedVisit:
     """One request at one node. Times are seconds since the trace began.
 
     From ``arrived`` to ``collected`` it stood in the queue, to ``started`` its batch waited for company, to ``ended``
@@ -54,22 +54,22 @@ def taken_at(arrived: float, collected: float, started: float) -> float:
 
 
 class Trace:
-    """What a pipe did while it was traced; see ``pipe.trace``. Beyond ``limit`` spans the rest is only counted."""
+    """What a pipe did while it was traced; see ``pipe.trace``. Beyond ``limit`` visits the rest is only counted."""
 
     def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
         self.dropped = 0
         self.is_over = False
         self._limit = limit
         self._begin = perf_counter()
-        self._spans: list[Span] = []
+        self._visits: list[TracedVisit] = []
         self._numbers = itertools.count(1)
         self._batches = itertools.count(1)
         self._lock = threading.Lock()
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def visits(self) -> tuple[TracedVisit, ...]:
         """All of them so far, in the order in which they ended."""
-        return tuple(self._spans)
+        return tuple(self._visits)
 
     def record(
         self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
@@ -77,14 +77,14 @@ class Trace:
         """A batch has run; times of ``time.perf_counter``. From any thread."""
         if self.is_over:
             return
-        if len(self._spans) + len(requests) > self._limit:
+        if len(self._visits) + len(requests) > self._limit:
             self.dropped += len(requests)
             return
         begin, batch = self._begin, next(self._batches)
         for request in requests:
             arrived = request.arrived
-            self._spans.append(
-                Span(
+            self._visits.append(
+                TracedVisit(
                     self._number(request),
                     node,
                     instance,
@@ -107,23 +107,23 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it for Perfetto (ui.perfetto.dev) or chrome://tracing: a line for each instance and each request."""
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": list(chrome_events(self._spans)), "displayTimeUnit": "ms"}, file)
+            json.dump({"traceEvents": list(chrome_events(self._visits)), "displayTimeUnit": "ms"}, file)
 
 
-def chrome_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Spans in Chrome's trace event format: batches as complete events, requests as nestable asynchronous ones."""
+def chrome_events(visits: Iterable[TracedVisit]) -> Iterator[dict[str, Any]]:
+    """Visits in Chrome's trace event format: batches as complete events, requests as nestable asynchronous ones."""
     yield _meta("process_name", _INSTANCES, 0, "instances")
     yield _meta("process_name", _REQUESTS, 0, "requests")
     lines: dict[tuple[str, int], int] = {}
-    batches: dict[tuple[str, int], list[Span]] = {}
+    batches: dict[tuple[str, int], list[TracedVisit]] = {}
     counts: Counter[int] = Counter()
-    for span in spans:
-        if (span.node, span.instance) not in lines:
-            lines[span.node, span.instance] = len(lines) + 1
-            yield _meta("thread_name", _INSTANCES, len(lines), f"{span.node} {span.instance}")
-        batches.setdefault((span.node, span.batch), []).append(span)
-        counts[span.request] += 1
-        yield from _phases(span, f"{span.request}.{counts[span.request]}")
+    for visit in visits:
+        if (visit.node, visit.instance) not in lines:
+            lines[visit.node, visit.instance] = len(lines) + 1
+            yield _meta("thread_name", _INSTANCES, len(lines), f"{visit.node} {visit.instance}")
+        batches.setdefault((visit.node, visit.batch), []).append(visit)
+        counts[visit.request] += 1
+        yield from _phases(visit, f"{visit.request}.{counts[visit.request]}")
     for (node, _), members in batches.items():
         first = members[0]
         yield {
@@ -133,17 +133,17 @@ def chrome_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
             "tid": lines[node, first.instance],
             "ts": _us(first.started),
             "dur": _us(first.ended - first.started),
-            "args": {"requests": [span.request for span in members], "batch size": first.size},
+            "args": {"requests": [visit.request for visit in members], "batch size": first.size},
         }
 
 
-def _phases(span: Span, identity: str) -> Iterator[dict[str, Any]]:
+def _phases(visit: TracedVisit, identity: str) -> Iterator[dict[str, Any]]:
     """Each visit of a node has an identity of its own: those of parallel branches overlap."""
-    times = (span.arrived, span.collected, span.started, span.ended)
+    times = (visit.arrived, visit.collected, visit.started, visit.ended)
     for phase, start, end in zip(("queue", "batch wait", "compute"), times, times[1:], strict=False):
         if end > start:
-            common = {"name": f"{span.node}: {phase}", "cat": "request", "id": identity, "pid": _REQUESTS, "tid": 0}
-            where = {"request": span.request, "instance": span.instance, "batch size": span.size}
+            common = {"name": f"{visit.node}: {phase}", "cat": "request", "id": identity, "pid": _REQUESTS, "tid": 0}
+            where = {"request": visit.request, "instance": visit.instance, "batch size": visit.size}
             yield {**common, "ph": "b", "ts": _us(start), "args": where}
             yield {**common, "ph": "e", "ts": _us(end)}
 

@@ -40,11 +40,11 @@ _NODE_TIMES = (
 def render(figures: dict[str, Any]) -> bytes:
     """What ``/metrics`` answers, of what ``/stats`` does."""
     registry = CollectorRegistry()
-    registry.register(_Figures(figures))
+    registry.register(_FiguresCollector(figures))
     return generate_latest(registry)
 
 
-class _Figures(Collector):
+class _FiguresCollector(Collector):
     def __init__(self, figures: dict[str, Any]) -> None:
         self._figures = figures
 

@@ -8,9 +8,9 @@ import pytest
 from torchpipe_server.serving.counters import RequestCounters
 from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
 
-from torchpipe_py.backends.shared.client import Figures
+from torchpipe_py.backends.shared.client import HandOverTimes
 
-TIMES = Figures().as_dict()
+TIMES = HandOverTimes().as_dict()
 
 
 def told(**more: Any) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferRequest, Limits, Wanted, read_infer
+from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferLimits, InferRequest, Wanted, read_infer
 from torchpipe_server.worker.oip.tensors import DATATYPES, NUMBERS
 
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.http.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
 
-LIMITS = Limits(Bound(2**16, "--max-text-bytes"), 32)
+LIMITS = InferLimits(Bound(2**16, "--max-text-bytes"), 32)
 TEXT: dict[str, Any] = {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x"]}
 ARRAY: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}
 

@@ -13,7 +13,7 @@ from math import inf
 from time import perf_counter
 from typing import Any, Protocol
 
-from torchpipe_py.backends.shared.link import ENDED, Call, Link
+from torchpipe_py.backends.shared.link import ENDED, EngineCall, Link
 from torchpipe_py.backends.shared.memory import SLOTS, Header
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import EngineUnavailable, WorkerDied, describe, log_failure, logger
@@ -52,12 +52,12 @@ class EngineClient:
         self._changed = threading.Condition(self._lock)
         self._link: Link | None = None
         self._next: socket.socket | None = None
-        self._waiting: deque[Call] = deque()  # for a slot, or for an engine process
+        self._waiting: deque[EngineCall] = deque()  # for a slot, or for an engine process
         self.sections: dict[str, tuple[int, Signature]] = {}
         self._is_closed = self._is_meeting = False
         self._missing = _DIED  # why there is no link
         self._thread: threading.Thread | None = None
-        self.figures = Figures()
+        self.figures = HandOverTimes()
 
     def attach(self, sock: socket.socket) -> None:
         """The engine process at the other end serves from now on, or as soon as the one before is gone."""
@@ -86,7 +86,7 @@ class EngineClient:
                 raise EngineUnavailable(f"no engine process has told what it runs within {START_SECONDS:g} s")
             return self.sections[head]
 
-    def ask(self, call: Call) -> None:
+    def ask(self, call: EngineCall) -> None:
         """Have the engine process run it."""
         with self._lock:
             if call.is_over:
@@ -101,7 +101,7 @@ class EngineClient:
             link.take_slot(call)
         self._send(link, call)
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: EngineCall) -> None:
         """Nobody waits for it any more: it ends here at once. Its slot, if any, is free when it has ended there too."""
         with self._lock:
             if call.is_over:
@@ -146,7 +146,7 @@ class EngineClient:
 
     # -- to the engine process ----------------------------------------------------------------------------------
 
-    def _send(self, link: Link, call: Call) -> None:
+    def _send(self, link: Link, call: EngineCall) -> None:
         """Write a call into the slot it has; what cannot be sent ends it."""
         try:
             call.sent = perf_counter()
@@ -157,7 +157,7 @@ class EngineClient:
             return
         link.bell.ring()
 
-    def _free(self, link: Link, call: Call) -> bool:
+    def _free(self, link: Link, call: EngineCall) -> bool:
         """Its slot, unless the link is lost, is free for the next call that waits; whether it is to be told."""
         with self._lock:
             if link.calls[call.slot] is not call:
@@ -292,7 +292,7 @@ class EngineClient:
         if self._free(link, call):
             self._tell(call, answer, error)
 
-    def _tell(self, call: Call, answer: Any, error: BaseException | None) -> None:
+    def _tell(self, call: EngineCall, answer: Any, error: BaseException | None) -> None:
         """End a call. NOTE: whoever has found that it was not over, with the lock held, does that."""
         try:
             call.done(answer, error)
@@ -324,7 +324,7 @@ class EngineClient:
         link.close()
 
 
-class Figures:
+class HandOverTimes:
     """Times of calls since the start, in seconds; threads that take answers add to them."""
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ class Figures:
         self.slot_wait = self.there = self.in_engine = self.back = 0.0
         self.recent = 0.0  # of one call from its start to its answer, the last ones more than those before
 
-    def answered(self, call: Call, reply: Header) -> None:
+    def answered(self, call: EngineCall, reply: Header) -> None:
         """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
         now, taken, done = perf_counter(), reply.first, reply.second
         with self._lock:

@@ -36,8 +36,11 @@ Done = Callable[[Any, BaseException | None], object]
 """Gets the answer or an error, once."""
 
 
-class Call:
-    """A request on its way; ``done(answer, error)`` is called once. ``is_over``: it is called, or about to be."""
+class EngineCall:
+    """A request on its way to an engine process.
+
+    ``done(answer, error)`` is called once. ``is_over`` says that ``done`` was called, or is about to be.
+    """
 
     __slots__ = ("asked", "deadline", "done", "is_over", "number", "packed", "section", "sent", "slot", "until")
 
@@ -125,7 +128,7 @@ def received_pair(sock: socket.socket, kept: list[int]) -> tuple[int, int]:
     return descriptors[0], descriptors[1]
 
 
-class Link(Slots[Call]):
+class Link(Slots[EngineCall]):
     """The slots that a worker has in one engine process, which makes ``rung`` readable when it has answered.
 
     Waits until that has told what it runs. Raises one of ``ENDED`` where it ends before that, ``EOFError`` where

@@ -10,7 +10,7 @@ from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 from torchpipe_py.backends.process.outcome import take_outcome
 from torchpipe_py.backends.shared.client import EngineClient
 from torchpipe_py.backends.shared.codec import pack_sent
-from torchpipe_py.backends.shared.link import Call
+from torchpipe_py.backends.shared.link import EngineCall
 from torchpipe_py.backends.signature import Signature
 
 
@@ -34,7 +34,7 @@ class Remote(HandOverBackend):
         def finish(outcome: tuple[Data, Any] | None, error: BaseException | None) -> None:
             done(take_outcome(item, sent, outcome) if error is None else error)
 
-        call = Call(self._section, packed, request.deadline, finish)
+        call = EngineCall(self._section, packed, request.deadline, finish)
         request.linked().give_up.append(lambda: self._engine.give_up(call))
         if request.done:  # perhaps before it could be given up there
             self._engine.give_up(call)

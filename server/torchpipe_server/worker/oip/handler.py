@@ -17,7 +17,7 @@ from torchpipe_server.serving.service import Cancellable, Done
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 from torchpipe_server.worker.many import Turns
 from torchpipe_server.worker.oip import metadata
-from torchpipe_server.worker.oip.requests import InferRequest, Limits, read_infer
+from torchpipe_server.worker.oip.requests import InferLimits, InferRequest, read_infer
 from torchpipe_server.worker.oip.results import answer, kept, outputs_of
 
 _MODEL = "/v2/models/{model}"
@@ -29,7 +29,9 @@ class OipHandler:
     The items of a request go through the pipe side by side. Where one fails, the request does.
     """
 
-    def __init__(self, run: pipe, name: str, deadlines: Deadlines, turns: Turns, limits: Limits, reply: Bound) -> None:
+    def __init__(
+        self, run: pipe, name: str, deadlines: Deadlines, turns: Turns, limits: InferLimits, reply: Bound
+    ) -> None:
         self._pipe, self._name, self._deadlines, self._turns = run, name, deadlines, turns
         self._limits, self._reply = limits, reply
         self._figures = metadata.Figures()

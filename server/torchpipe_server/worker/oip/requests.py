@@ -27,7 +27,7 @@ Row = dict[str, Any]
 """The inputs of one item, by name."""
 
 
-class Limits(NamedTuple):
+class InferLimits(NamedTuple):
     """``text`` bounds JSON, ``items`` the batch of one request."""
 
     text: Bound
@@ -61,7 +61,7 @@ class InferRequest(NamedTuple):
         return items
 
 
-def read_infer(body: bytes, fields: Mapping[str, str], limits: Limits) -> InferRequest:
+def read_infer(body: bytes, fields: Mapping[str, str], limits: InferLimits) -> InferRequest:
     """The request; raises what is wrong with it. ``fields`` are the headers, their names in lower case."""
     check_encoding(fields)
     size = _json_bytes(fields.get(HEADER_LENGTH.lower()), len(body))
