@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
+
 from torchpipe_py.backends.shared.client import Watch
 from torchpipe_py.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.runtime.lanes import hand_over
 
 
 class Watcher:
@@ -68,7 +71,9 @@ class Worker:
         self.engine, self.server = EngineClient(watch or self._watcher.watch), server
         try:
             link(self, server)
-            self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hand_over, "has_handlers", lambda: False)  # a worker of a service has none
+                self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)
         except BaseException:
             self._end()
             raise

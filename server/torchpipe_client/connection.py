@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torchpipe_client.address import Address
@@ -139,7 +139,6 @@ class Pool:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._slots = threading.Semaphore(self._most)
         for connection in self._idle:
             connection.close()
@@ -164,28 +163,30 @@ class Pool:
 
     def close(self) -> None:
         """Closes idle connections now, the others when their calls have ended."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._is_closed = True
+        self._close_idle()
+
+    # NOTE: these take no lock: the handler of a signal may close the client, or call it, while the thread that it
+    # interrupts is anywhere in them.
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop().close()
 
     def _take_idle(self) -> Connection | None:
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    raise ClientClosed("the client is closed")
-                if not self._idle:
-                    return None
+        while not self._is_closed:
+            try:
                 connection = self._idle.pop()  # the one used last: the others grow old and are closed
+            except IndexError:
+                return None
             if connection.is_usable():
                 return connection
             connection.close()
+        raise ClientClosed("the client is closed")
 
     def _put_back(self, connection: Connection) -> None:
-        with self._lock:
-            is_kept = connection.is_open and not self._is_closed
-            if is_kept:
-                self._idle.append(connection)
-        if not is_kept:
-            connection.close()
+        if connection.is_open:
+            self._idle.append(connection)
+        if self._is_closed:
+            self._close_idle()

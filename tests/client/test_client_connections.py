@@ -245,6 +245,33 @@ def test_an_interrupted_call_gives_its_connection_up():
         assert [call.connection for call in server.calls] == [1, 2]
 
 
+@pytest.mark.parametrize("moment", ["append", "pop"])
+def test_a_handler_of_a_signal_may_close_the_client_while_a_connection_changes_hands(moment: str):
+    closed = []
+
+    class Idle(list[Any]):
+        """Where a handler comes when a connection is put in, or taken out."""
+
+    def change(idle: Idle, *connection: Any) -> Any:
+        if not closed:
+            closed.append(client)
+            client.close()
+        return getattr(list, moment)(idle, *connection)
+
+    setattr(Idle, moment, change)
+    with FlakyServer() as server, Client(server.address) as client:
+        client.ping()
+        client._pool._idle = Idle(client._pool._idle)
+        call = threading.Thread(target=client.ping, daemon=True)
+        call.start()
+        call.join(WAIT)
+        assert not call.is_alive(), "it waits for itself"
+        assert closed
+        assert not client._pool._idle
+        with pytest.raises(ClientClosed):
+            client.ping()
+
+
 def test_a_call_is_cancelled_at_every_turn():
     """Also in the turn in which its connection, or its place among them, comes."""
 

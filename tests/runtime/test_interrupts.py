@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 
 import torchpipe_py.runtime
-from torchpipe_py import Backend, Registry, pipe, registry
+from torchpipe_py import Backend, PipeClosed, Registry, pipe, registry
+from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 
 WAIT = 60.0
 RUNTIME = str(Path(torchpipe_py.runtime.__file__).parent)
@@ -46,14 +48,35 @@ def assert_healthy(p: pipe, data: Any) -> None:
         assert len(set(resting(node.lane.idle))) == len(node.instances)
         assert not node.lane._waiting
         assert not node.lane._reached
-    assert not p._runtime.inflight._lock.locked()
+    lock: Any = p._runtime.inflight._lock
+    assert not lock._is_owned()
     several = [{"data": data} for _ in range(4)]
     p(several, timeout=WAIT)
     assert all("result" in item or "error" in item for item in several)
+    while any(node.lane.load() for node in nodes):
+        assert perf_counter() < limit, "something is under way"
 
 
 def resting(idle: Any) -> list[Any]:
     return [*idle.to_wake, *getattr(idle, "_followers", ())]
+
+
+class Elsewhere(HandOverBackend):
+    """Result is data; stands for one in another process."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._is_stopped = threading.Event()
+
+    def start(self, item: dict[str, Any], done: HandedOver, request: Any) -> None:
+        item["result"] = item["data"]
+        done(None)
+
+    def keep(self) -> None:
+        self._is_stopped.wait()
+
+    def stop(self) -> None:
+        self._is_stopped.set()
 
 
 PIPES: dict[str, dict[str, Any]] = {
@@ -72,6 +95,7 @@ PIPES: dict[str, dict[str, Any]] = {
         "c": {"backend": "Batched", "filter": "run"},
     },
     "broken off": {"a": {"filter": "break", "next": "b"}, "b": {}},
+    "elsewhere": {"a": {"backend": "Elsewhere", "next": "b"}, "b": {"backend": "Elsewhere"}},
 }
 
 
@@ -124,12 +148,17 @@ def places(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-class Injection:
-    """Raises in the ``number``-th place that the main thread comes to in the package, as a handler would."""
+def interrupt(where: str) -> None:
+    raise Interrupt(where)
 
-    def __init__(self, number: int) -> None:
+
+class Injection:
+    """Calls ``handler(where)`` in the ``number``-th place that the main thread comes to in the package."""
+
+    def __init__(self, number: int, handler: Callable[[str], object] = interrupt) -> None:
         self.left = number
         self.where = ""
+        self._handler = handler
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(RUNTIME):
@@ -140,7 +169,7 @@ class Injection:
             if self.left < 0:
                 sys.settrace(None)
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise Interrupt(self.where)
+                self._handler(self.where)
         return self.trace
 
 
@@ -180,6 +209,7 @@ class Batched(Backend):
 @pytest.fixture(autouse=True)
 def batched(restored: Registry) -> None:
     restored.register_backend(Batched, "Batched")
+    restored.register_backend(Elsewhere, "Elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -233,15 +263,66 @@ def test_an_interrupt_while_a_pipe_is_built_or_closed_leaves_no_thread(kind: str
     assert interrupt_each_place(build_and_close, assert_no_thread) > 100
 
 
+@up_to_3_11
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("use", [call, call_several, submit])
+@pytest.mark.parametrize("kind", ["batches", "diamond", "elsewhere"])
+def test_a_handler_may_call_the_pipe_anywhere_in_a_call(kind: str, use: Callable[[pipe], object]) -> None:
+    answers: list[dict[str, Any]] = []
+
+    def handler(where: str) -> None:
+        answers.append(p({"data": where}, timeout=WAIT))
+
+    with pipe(PIPES[kind]) as p:
+        while True:
+            injection = Injection(len(answers), handler)
+            sys.settrace(injection.trace)
+            try:
+                use(p)
+            finally:
+                sys.settrace(None)
+            if not injection.where:
+                break
+            assert answers[-1]["result"] == injection.where
+        assert_healthy(p, 1)
+    assert len(answers) > 10
+
+
+@up_to_3_11
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("kind", ["identity", "batches", "skipped", "elsewhere"])
+def test_a_handler_may_close_the_pipe_anywhere_in_a_call(kind: str) -> None:
+    has_closed: list[bool] = []
+
+    def handler(where: str) -> None:
+        has_closed.append(p.close())
+
+    while True:
+        p, data = pipe(PIPES[kind]), {"data": 1}
+        injection = Injection(len(has_closed), handler)
+        sys.settrace(injection.trace)
+        try:
+            p(data)
+        except PipeClosed:
+            assert "result" not in data
+        else:
+            assert data["result"] == 1
+        finally:
+            sys.settrace(None)
+        assert p.close()
+        if not injection.where:
+            break
+        assert p.stats()["inflight"] == 0
+    assert len(has_closed) > 10
+    assert all(has_closed)
+
+
 # -- at random moments --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def raising_handler() -> Iterator[None]:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: interrupt("a signal"))
     try:
         yield
     finally:
@@ -294,6 +375,7 @@ def test_interrupts_at_random_moments(kind: str, count: int) -> None:
 if __name__ == "__main__":
     number, seed = int(sys.argv[1]), int(sys.argv[2])
     registry.default.register_backend(Batched, "Batched")
+    registry.default.register_backend(Elsewhere, "Elsewhere")
     image = (DEMO / "images" / "ring_00.jpg").read_bytes()
     for name, tables in {**PIPES, "decode": DECODE}.items():
         with raising_handler(), pipe(tables) as built:

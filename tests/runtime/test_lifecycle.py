@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -402,15 +403,15 @@ def test_a_constructor_that_raises(register: Register) -> None:
         pipe({"backend": register(Fails)})
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (0, 0)])
-def test_an_impossible_range(register: Register, low: int, high: int) -> None:
+@pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (0, 0), (1, inf), (1, 2**63), (1, "8"), (1, None), (1.0, 2)])
+def test_an_impossible_range(register: Register, low: Any, high: Any) -> None:
     class Range(Echo):
         """A range of nothing."""
 
-        def max(self) -> int:
+        def max(self) -> Any:
             return high
 
-        def min(self) -> int:
+        def min(self) -> Any:
             return low
 
     with pytest.raises((BackendError, ConfigError), match=f"range {low}..{high} of Range"):

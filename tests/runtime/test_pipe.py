@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -417,3 +420,11 @@ def test_repr_shows_the_graph(register: Register) -> None:
         gate.open()
         outcome(running)
     assert repr(p).startswith("pipe(config, closed)\n")
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_pipe_has_no_duplicate(duplicate: Callable[[pipe], object]) -> None:
+    with pipe({"backend": "Identity"}) as run:
+        with pytest.raises(TypeError, match="a pipe has threads, which cannot be pickled or copied: build another"):
+            duplicate(run)
+        assert run({"data": 1})["result"] == 1

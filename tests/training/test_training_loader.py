@@ -22,6 +22,8 @@ from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, w
 
 from torchpipe_py import pipe
 from torchpipe_py.training import ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
+from torchpipe_py.training.batches.statistics import LoaderStatistics
+from torchpipe_py.training.prefetch.cuda import SideStreams
 
 pytestmark = FORKS
 
@@ -67,6 +69,34 @@ def test_the_usual_loop(dataset: ImageFiles, toml: str) -> None:
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(11))
         assert orders[0] != orders[1]
         assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("place", [(SideStreams, "hand_over"), (LoaderStatistics, "count")])
+def test_a_batch_at_which_ctrl_c_comes_is_read_again(
+    dataset: ImageFiles, toml: str, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = place
+    work = getattr(owner, name)
+    interrupts = iter([False, True])
+
+    def interrupted(*args: Any, **numbers: int) -> None:
+        work(*args, **numbers)
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    with wrapped(dataset, toml) as loader:
+        expected = taken(loader)
+        loader.reset(0)
+        monkeypatch.setattr(owner, name, interrupted)
+        seen: list[Any] = []
+        while len(seen) < len(expected):
+            try:
+                before = loader.state_dict()
+                seen += [next(loader)]
+            except KeyboardInterrupt:
+                assert loader.state_dict() == before
+        assert [batch.indices.tolist() for batch in seen] == [batch[2] for batch in expected]
+        assert next(interrupts, None) is None
 
 
 @pytest.mark.parametrize("workers", [1, 3])

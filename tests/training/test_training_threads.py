@@ -52,6 +52,17 @@ def consume(items: Iterator[int], consumers: int) -> tuple[list[int], list[str]]
     return taken, errors
 
 
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("no thread is left")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    feeder = BackgroundIterator.__new__(BackgroundIterator)
+    with pytest.raises(RuntimeError, match="no thread is left"):
+        feeder.__init__(Source(1))
+    feeder.close()
+
+
 def test_items_come_in_order() -> None:
     with BackgroundIterator(Source(100), depth=3) as items:
         assert list(items) == list(range(100))

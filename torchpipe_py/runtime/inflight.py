@@ -29,7 +29,7 @@ class InFlight:
         self._retry_after_ms = retry_after_ms
         self._requests: set[Request] = set()
         self._inner: set[Request] = set()  # of jumps
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the handler of a signal may call the pipe while the main thread has it
 
     def __len__(self) -> int:
         """How many were admitted and are not completed."""
@@ -37,12 +37,13 @@ class InFlight:
 
     def refuse(self) -> None:
         """Take no further request."""
-        with self._lock:
-            self.refusal = self.refusal or "the pipe is closed"
+        # NOTE: without the lock, which the main thread may have while a handler of a signal closes the pipe there. What
+        # is counted in at this moment comes to lanes that are closed.
+        self.refusal = self.refusal or "the pipe is closed"
 
     def after_fork(self) -> None:
         """In a forked child no thread is there that would complete any."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.refusal = "the pipe was built in the parent process; threads do not survive a fork"
         self._requests.clear()
         self._inner.clear()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, BackendConfig
@@ -113,9 +115,14 @@ class Instance(Sleeper):
     def _set_up(self) -> None:
         self.backend = self._create(self.index)
         self.backend.setup()
-        self.max, self.min = self.backend.max(), self.backend.min()
-        if not 1 <= self.min <= self.max:
-            raise ValueError(f"range {self.min}..{self.max} of {self.backend.config.label} is empty")
+        low, high = self.backend.min(), self.backend.max()
+        are_sizes = isinstance(low, Integral) and isinstance(high, Integral)
+        if not (are_sizes and 1 <= low <= high <= sys.maxsize):
+            raise ValueError(
+                f"range {low}..{high} of {self.backend.config.label} is none: min() and max() are integers, "
+                f"1 <= min() <= max() <= {sys.maxsize}"
+            )
+        self.max, self.min = int(high), int(low)
 
     def _tear_down(self) -> None:
         try:

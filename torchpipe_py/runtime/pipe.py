@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
@@ -67,7 +67,7 @@ class pipe:
         self._finalizer.atexit = False
         self._runtime.start()
         self._roots = self._runtime.graph.roots
-        entered = [name for name in self._roots if name not in self._runtime.graph.jumped_to]
+        entered = self._runtime.graph.entered
         self._only_root = entered[0] if len(entered) == 1 else None
         self._make_request: Callable[[Data, OnDone, str, float | None], Request] = Request
         self._spans: Spans | None = None
@@ -194,7 +194,7 @@ class pipe:
 
     @contextmanager
     def trace(self, limit: int = DEFAULT_LIMIT) -> Iterator[Trace]:
-        """Record the timeline of every request meanwhile, at most ``limit`` spans; ``save`` it, or look at ``spans``.
+        """Record each visit of a request at a node meanwhile, at most ``limit``; ``save`` them, or look at ``visits``.
 
         ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
         """
@@ -253,6 +253,9 @@ class pipe:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pipe has threads, which cannot be pickled or copied: build another one where it is needed")
 
     def __repr__(self) -> str:
         return self._runtime.describe()

@@ -19,6 +19,9 @@ def is_interrupt(error: BaseException) -> bool:
 
     None has where none is set, as in a worker of a service: then a filter did it, or a callback.
     """
-    if issubclass(type(error), Exception) or not is_main_thread():
-        return False
+    return not issubclass(type(error), Exception) and is_main_thread() and has_handlers()
+
+
+def has_handlers() -> bool:
+    """Whether a handler is set that may raise in the main thread: Ctrl-C's is, where nobody has changed that."""
     return any(callable(signal.getsignal(number)) for number in signal.valid_signals())

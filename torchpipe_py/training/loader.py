@@ -88,23 +88,26 @@ class TorchpipeLoader:
     def __next__(self) -> Batch:
         if self._is_over:
             raise StopIteration
-        with self._statistics.consumer_waits():
-            self._begin()
-            try:
+        try:
+            with self._statistics.consumer_waits():
+                self._begin()
                 outcome = self._agreed(self._next_outcome())
-            except BaseException as error:
-                # After Ctrl-C the same batch is read again.
-                self._error = error if isinstance(error, Exception) else None
-                self._stop()
-                raise
-            self._position = outcome.position
-            if outcome.batch is None:
-                self._is_over = True
-                self._stop()
-                raise StopIteration
-            self._batcher.streams.hand_over(outcome.events, tensors_in(list(outcome.batch)))
-        batch = outcome.batch
-        self._statistics.count(samples=int(batch.mask.sum()), batches=1, cpu_batches=int(batch.on_cpu))
+                batch = outcome.batch
+                if batch is not None:
+                    self._batcher.streams.hand_over(outcome.events, tensors_in(list(batch)))
+            if batch is not None:
+                self._statistics.count(samples=int(batch.mask.sum()), batches=1, cpu_batches=int(batch.on_cpu))
+        except BaseException as error:
+            # After Ctrl-C the same batch is read again.
+            self._error = error if isinstance(error, Exception) else None
+            self._stop()
+            raise
+        # NOTE: behind all calls, since a signal may interrupt any: what counts as given is given.
+        self._position = outcome.position
+        if batch is None:
+            self._is_over = True
+            self._stop()
+            raise StopIteration
         return batch
 
     def reset(self, epoch: int | None = None) -> None:

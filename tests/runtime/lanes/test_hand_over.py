@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from conftest import Register
-from fakes import WAIT
+from fakes import WAIT, eventually
 
 from torchpipe_py import pipe
 from torchpipe_py.backends.base import Data
@@ -29,6 +29,7 @@ def test_a_thread_that_has_told_an_answer_is_in_no_callback_any_more(register: R
     entered, is_told = threading.Event(), threading.Event()
     run = pipe({"backend": register(Elsewhere)})
     first, second = (run.submit({"data": number}) for number in range(2))
+    eventually(lambda: len(answers) == 2, "they are not handed over")
     other = threading.Thread(target=answers[1])
     first.add_done_callback(lambda _: (other.start(), entered.wait(WAIT)))
     second.add_done_callback(lambda _: (entered.set(), is_told.wait(WAIT)))

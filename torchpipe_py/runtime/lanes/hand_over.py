@@ -9,29 +9,40 @@ from time import perf_counter
 
 from torchpipe_py.backends.deferred import HandOverBackend, Ran
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
-from torchpipe_py.runtime.idle import IdleStack
+from torchpipe_py.runtime.idle import IdleStack, Sleeper
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led
 from torchpipe_py.runtime.request import Request
+from torchpipe_py.runtime.signals import has_handlers, is_main_thread
 
 
 class HandOverLane(Lane):
-    """Where requests go to another process: on whatever thread brings them, since that waits for nothing."""
+    """Where requests go to another process: on whatever thread brings them, since that waits for nothing.
+
+    The main thread leaves them to one that no handler of a signal interrupts, where there are any.
+    """
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led]) -> None:
         super().__init__(name, instances, fail, waiting)
-        self.idle: IdleStack[Instance] = IdleStack(self._queue)
+        self.idle: IdleStack[Sleeper] = IdleStack(self._queue)
+        self._has_handlers = has_handlers()
         self._backends = [instance.backend for instance in instances if isinstance(instance.backend, HandOverBackend)]
         self._start, self._runs_nodes = self._backends[0].start, self._backends[0].runs_nodes
         self._under_way: set[Request] = set()
 
     def put(self, request: Request) -> None:
         request.caller = None
+        if self._has_handlers and is_main_thread():
+            super().put(request)
+        else:
+            self._hand_over(request)
+
+    def _hand_over(self, request: Request) -> None:
         instance = self.instances[0]
-        if not self._starts(instance, request, request.arrived):
-            return
-        self._under_way.add(request)
         try:
+            if not self._starts(instance, request, request.arrived):
+                return
+            self._under_way.add(request)
             self._start(request.data, partial(self._finish, request), request)
         except BaseException as error:
             self._under_way.discard(request)
@@ -75,10 +86,10 @@ class HandOverLane(Lane):
             backend.stop()
 
     def load(self) -> int:
-        return len(self._under_way)
+        return len(self._under_way) + super().queued()
 
     def queued(self) -> int:
-        return max(0, len(self._under_way) - len(self.instances))
+        return max(0, self.load() - len(self.instances))
 
     def busy(self) -> int:
         return min(len(self._under_way), len(self.instances))
@@ -88,6 +99,29 @@ class HandOverLane(Lane):
 
     def _serve(self, instance: Instance) -> None:
         assert isinstance(instance.backend, HandOverBackend)
+        carrier = None
+        if self._has_handlers and instance is self.instances[0]:
+            carrier = threading.Thread(target=self._carry_aside, name=f"torchpipe-{self.name}-hand-over", daemon=True)
+            carrier.start()
         instance.backend.keep()
-        while self.idle.sleep(instance):
-            pass
+        self._carry(instance)
+        if carrier is not None:
+            instance.started = perf_counter()  # code of the user's own may pack what is handed over, and not return
+            carrier.join()
+
+    def _carry_aside(self) -> None:
+        """Hand over what the main thread brings, on a thread that does nothing else: an instance's may be kept."""
+        self.instances[0].stand_ins.add(threading.get_ident())  # a callback may close the pipe here
+        self._carry(Sleeper())
+
+    def _carry(self, sleeper: Sleeper) -> None:
+        """Hand over what is queued, until the lane is closed."""
+        while True:
+            try:
+                request = self._queue.popleft()
+            except IndexError:
+                if self.idle.sleep(sleeper):
+                    continue
+                return
+            self._hand_over(request)
+            del request

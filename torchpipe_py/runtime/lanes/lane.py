@@ -19,7 +19,7 @@ from torchpipe_py.errors import (
     describe,
 )
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.idle import IdleStack, Leadership
+from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.request import CallerThread, Request
 
@@ -72,7 +72,7 @@ class Lane:
     A batch is delivered inside ``together()``.
     """
 
-    idle: IdleStack[Instance] | Leadership
+    idle: IdleStack[Instance] | IdleStack[Sleeper] | Leadership
     upstream: Sequence[Lane]
     deliver: Callable[[Request], object]
 

@@ -180,7 +180,7 @@ def _nothing() -> None:
 def _stop(buffer: Buffer[Any], threads: list[threading.Thread]) -> None:
     buffer.close()
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.is_alive():  # Ctrl-C may come before it is started
             thread.join(GRACE)
 
 
