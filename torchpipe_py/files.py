@@ -15,8 +15,26 @@ ENCRYPTED = b"\x89TPENC\r\n"
 ENGINE = b"ftrt"
 """How TensorRT's engines begin, those of 8.6 and of 11 alike; trtexec looks for it too."""
 
+ONNX = b"\x08"
+"""How ONNX files begin: with the first field of a ModelProto, its version."""
+
 ZIP = b"PK\x03\x04"
 """How PyTorch's files begin."""
+
+
+def output_problem(path: str | os.PathLike[str], replaces: bool = False) -> str:
+    """Why no file can be written there, before the work that would be lost; an empty string where that is open.
+
+    ``replaces``: as ``replace_file`` does it, which writes to the folder, not to a file that is there.
+    """
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        return "is a directory"
+    if not os.path.isdir(folder):
+        return f"no such folder: {folder}"
+    # NOTE: os.path says no where pathlib raises, in a folder that may not be searched for one.
+    place = folder if replaces or not os.path.exists(path) else path
+    return "" if os.access(place, os.W_OK) else "Permission denied"
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode: int = 0o666) -> None:
@@ -68,7 +86,7 @@ def content_kind(file: BinaryIO, checkpoint: str) -> str:
         return f"it is a pickle, as old PyTorch checkpoints are: {checkpoint}"
     if start.startswith(ENGINE):
         return "it is an engine: TensorrtTensor takes it"
-    if start[:1] == b"\x08":  # the first field of a ModelProto, its version
+    if start.startswith(ONNX):
         return "it begins as an ONNX file does; OnnxTensor takes one that is whole"
     return ""
 

@@ -219,7 +219,7 @@ def test_what_a_user_can_mend(folder: Path, refused: Refused, monkeypatch: pytes
     assert "--transforms V2: no weights of torchvision's; expected V1" in refused("tiny", "--transforms", "V2", *RANDOM)
     (folder / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
     assert "--labels two.txt: 2 lines, tiny has 1000 classes" in refused("tiny", *RANDOM, "--labels", "two.txt")
-    assert "--out two.txt/model: File exists" in refused("tiny", *RANDOM, "--out", "two.txt/model")
+    assert "--out two.txt/model: no such folder: two.txt" in refused("tiny", *RANDOM, "--out", "two.txt/model")
     assert "--postprocessor Sigmoidd: did you mean 'Sigmoid'?" in refused(
         "tiny", *RANDOM, "--postprocessor", "Sigmoidd"
     )

@@ -79,7 +79,7 @@ def test_nothing_is_run_and_every_other_file_is_refused(tmp_path: Path) -> None:
         (whole, f"holds more than Tensors: torch.nn.modules.container.Sequential, and to load it could run any code; "
          f"save the weights alone: {alone}"),
         (saved(tmp_path / "args.pt", {"args": argparse.Namespace()}), "more than Tensors: argparse.Namespace"),
-        (script, "a TorchScript file; the backend TorchTensor serves it as it is"),
+        (script, "TorchScript or a .pt2 file; the backend TorchTensor serves it as it is"),
         (cut, "no file of torch.save"),
         (junk, "no file of torch.save"),
         (saved(tmp_path / "list.pt", [1]), "holds a list; expected a state dict"),

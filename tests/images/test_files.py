@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> Non
     expected = ["a.jpg", "b.JPEG", "deep/c.tiff", "deep/deeper/d.png", "folder.jpg/e.bmp"]
     assert find_images(str(tmp_path)) == [tmp_path / name for name in expected]
     assert find_images(tmp_path, JPEG_SUFFIXES) == [tmp_path / name for name in expected[:2]]
+
+
+def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").touch()
+    (tmp_path / "broken link.jpg").symlink_to("nowhere")  # whoever reads it is told
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(os.path.relpath(tmp_path / "socket.jpg"))  # an absolute path may be too long for one
+        assert find_images(tmp_path) == [tmp_path / "a.jpg", tmp_path / "broken link.jpg"]
 
 
 def test_labels_are_those_of_folders_and_names() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -265,7 +267,7 @@ def refused(run: Run) -> str:
     [
         (("--img_dir", "ROOT"), "no image in it"),
         (("--img_dir", "ROOT/missing"), "torchpipe: --img_dir ROOT/missing: no such directory"),
-        (("--json", "ROOT/none/x.json"), "--json ROOT/none/x.json: cannot be written"),
+        (("--json", "ROOT/none/x.json"), "--json ROOT/none/x.json: cannot be written: no such folder: ROOT/none"),
     ],
 )
 def test_runs_that_cannot_start(
@@ -275,6 +277,15 @@ def test_runs_that_cannot_start(
     Path(root).mkdir()
     run = bench(IDENTITY, images(a="a"), *(text.replace("ROOT", root) for text in options))
     assert why.replace("ROOT", root) in refused(run)
+
+
+def test_a_report_that_cannot_be_written_is_printed(bench: Bench, images: Callable[..., Path], tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    run = bench(IDENTITY, images(a="a"), "--total_number", 4, "--json", loop)
+    assert run.status == 2
+    assert "4 sent, 4 answered" in run.out
+    assert run.err.endswith(f"torchpipe: {loop}: cannot be written: {os.strerror(errno.ELOOP)}\n")
 
 
 def test_configurations_that_are_wrong(

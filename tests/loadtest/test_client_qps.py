@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import socketserver
@@ -330,12 +331,29 @@ def test_the_same_as_a_command_of_the_package(code: str, said: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")]
+    "wrong",
+    [
+        *[("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")],
+        *[("--total_number", 10**20), ("--request_batch", 10**20), ("--warmup", 10**20)],
+    ],
 )
 def test_wrong_arguments(wrong: tuple[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--img_dir", "x", *map(str, wrong)])
     assert wrong[0] in capsys.readouterr().err
+
+
+def test_more_clients_than_there_are_descriptors_for(serve: Serve, images: Callable[..., Path]) -> None:
+    run = command(images(a="ok:a"), serve().port, "--request_client", 100)
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -n 40; exec "$@"', "bash", *run], capture_output=True, text=True, timeout=4 * WAIT
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"client_qps\.py: only \d+ of 100 client processes can be started: Too many open files; "
+        r"start fewer \(--request_client\), or allow more \(ulimit -n, ulimit -u\)\n",
+        done.stderr,
+    )
 
 
 # --- over HTTP

@@ -30,7 +30,7 @@ from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.measure import statistics, verdict
 from torchpipe_py.loadtest.measure.gpu import summarize_gpus
 from torchpipe_py.loadtest.plans import make_plans
-from torchpipe_py.loadtest.records import NO_REPLY, CallLog, Records, collect
+from torchpipe_py.loadtest.records import NO_REPLY, CallLog, Records, collect, shared_words
 from torchpipe_py.loadtest.report import compare, plots
 from torchpipe_py.loadtest.report.summary import write_json
 
@@ -117,6 +117,12 @@ def test_rate_is_in_images() -> None:
     assert load.offered_images() == [100, 100]
 
 
+def test_records_of_a_run_of_days_take_no_memory_in_advance() -> None:
+    words = shared_words(2**40)
+    words[2**39] = 7
+    assert (words[0], words[2**39]) == (0, 7)
+
+
 def test_closed_load_by_time_owes_nothing() -> None:
     load = make_load(options(arrivals="closed", rate=None, duration=2.0), 1)
     assert (load.total, load.unsent(7), load.until) == (None, 0, 2 * SECOND)
@@ -147,6 +153,7 @@ def test_replay_of_lines_and_of_a_column(tmp_path: Path) -> None:
         ("id,at\nx,\n", "at", r"times, line 2: '' is not a number"),
         ("id,at\nx,1\n", "when", r"--replay_column when: .*it has: id, at"),
         ("", "when", r"it has: none"),
+        ('id,at\n"x,1\n' + "y" * 200_000, "at", r"times, after line 1: field larger than field limit"),
     ],
 )
 def test_replay_errors_name_file_and_line(text: str, column: str | None, why: str, tmp_path: Path) -> None:
@@ -473,7 +480,13 @@ def test_a_server_that_answers_nothing_any_more_is_a_regression() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("{", "not a JSON file"), ("[]", "not a report"), ('{"runs": [], "kind": "sweep"}', "of a sweep")]
+    ("text", "why"),
+    [
+        ("{", "not a JSON file"),
+        ("[" * 200_000, "not a JSON file"),
+        ("\ufeff[]", "not a report"),
+        ('{"runs": [], "kind": "sweep"}', "of a sweep"),
+    ],
 )
 def test_files_that_are_no_report(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,7 +311,11 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
             [],
             "node 'model' is reached by a jump only",
         ),
-        (DEMO.replace(str(MODEL), "net.pt2"), [], "model net.pt2: not an ONNX file: it is empty"),
+        (
+            DEMO.replace(str(MODEL), "net.pt2"),
+            [],
+            "model net.pt2: not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor",
+        ),
         (
             DEMO.replace(str(MODEL), "secret.onnx") + 'key_env = "KEY"\n',
             [],
@@ -340,7 +345,8 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
     ],
 )
 def test_mistakes(folder: Path, write: Write, refused: Refused, text: str, options: list[str], said: str) -> None:
-    (folder / "net.pt2").touch()
+    with zipfile.ZipFile(folder / "net.pt2", "w") as archive:
+        archive.writestr("net/constants.pkl", b"")
     (folder / "secret.onnx").write_bytes(ENCRYPTED)
     shutil.copy(MODEL, folder / "model.onnx")
     (folder / "folder.onnx").mkdir()
@@ -359,7 +365,7 @@ def test_mistakes(folder: Path, write: Write, refused: Refused, text: str, optio
         (["--max-drop", "little"], "expected a number, got 'little'"),
         (["--out", "model.trt"], "expected a name that ends in .onnx, got 'model.trt'; model.onnx, say"),
         (["--keep", "-1"], "expected a whole number, at least 0, got '-1'"),
-        (["--max_drop", "1"], "unrecognized arguments: --max_drop 1; did you mean '--max-drop'?"),
+        (["--max_dorp", "1"], "unrecognized arguments: --max_dorp 1; did you mean '--max-drop'?"),
     ],
 )
 def test_wrong_arguments(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

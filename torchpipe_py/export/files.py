@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchpipe_py.export.errors import ExportError
-from torchpipe_py.files import replace_file
+from torchpipe_py.files import output_problem, replace_file
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,12 @@ class Files:
         return self.name.with_name(self.name.name + suffix)
 
     def check(self, force: bool) -> None:
-        """``ExportError`` where one of them is there, unless it may be replaced."""
-        there = [str(path) for path in (self.model, self.toml, self.labels) if path.exists()]
+        """``ExportError`` where one of them is there, unless it may be replaced, or where none can be written."""
+        # Folders that are missing are made.
+        folder = next(parent for parent in self.model.parents if os.path.lexists(parent))
+        if problem := output_problem(folder / self.model.name, replaces=True):
+            raise ExportError(f"--out {self.name}: {problem}")
+        there = [str(path) for path in (self.model, self.toml, self.labels) if os.path.exists(path)]
         if there and not force:
             raise ExportError(f"{', '.join(there)}: there already; --force replaces, --out NAME gives another name")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,7 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
     The module is found as ``--import`` finds one; ``ConfigError`` where it cannot be imported, ``ExportError`` else.
     """
     module_name, _, function_name = name.rpartition(":")
-    import_code(module_name)
-    key = os.path.splitext(os.path.basename(module_name))[0] if module_name.endswith(".py") else module_name
-    module = sys.modules[key]
+    module = import_code(module_name)
     if not hasattr(module, function_name):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ExportError(f"{module_name} has no {function_name!r}; {nearest(function_name, names)}")

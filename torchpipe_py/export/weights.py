@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchpipe_py.export.errors import ExportError, one_line
-from torchpipe_py.files import file_kind
+from torchpipe_py.files import archive_kind, file_kind
 
 STATE_KEYS = ("state_dict", "model", "model_state", "model_state_dict", "weights", "net")
 """Under which a checkpoint may have its state dict, the first of them that is there."""
@@ -110,12 +113,18 @@ def named_as(tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
 def _load(path: Path) -> Any:
     import torch
 
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ExportError(f"{path}: no such file")
-    with path.open("rb") as file:
-        if not file.read(4).startswith(SAVED):
-            kind = file_kind(path)
-            raise ExportError(f"{path}: no file of torch.save{kind and f': {kind}'}")
+    try:
+        with path.open("rb") as file:
+            if not file.read(4).startswith(SAVED):
+                kind = file_kind(path)
+                raise ExportError(f"{path}: no file of torch.save{kind and f': {kind}'}")
+        with suppress(zipfile.BadZipFile):
+            if archive_kind(str(path)) not in ("checkpoint", ""):
+                raise ExportError(f"{path}: TorchScript or a .pt2 file; the backend TorchTensor serves it as it is")
+    except OSError as error:
+        raise ExportError(f"{path}: {error.strerror}") from error
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -126,8 +135,6 @@ def _load(path: Path) -> Any:
             f"{path}: holds more than Tensors: {refused[1]}, and to load it could run any code; {_how(path)}"
         ) from error
     except Exception as error:
-        if "TorchScript" in str(error):
-            raise ExportError(f"{path}: a TorchScript file; the backend TorchTensor serves it as it is") from error
         raise ExportError(f"{path}: no file of torch.save: {one_line(error)}") from error
 
 

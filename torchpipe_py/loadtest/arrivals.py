@@ -104,11 +104,14 @@ def _lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 def _column(path: Path, lines: Iterable[str], column: str) -> Iterator[tuple[int, str]]:
     rows = csv.DictReader(lines)
-    if column not in (rows.fieldnames or ()):
-        known = ", ".join(rows.fieldnames or ()) or "none"
-        raise CannotRunError(f"--replay_column {column}: {path} has no such column; it has: {known}")
-    for row in rows:
-        yield rows.line_num, (row[column] or "").strip()
+    try:
+        if column not in (rows.fieldnames or ()):
+            known = ", ".join(rows.fieldnames or ()) or "none"
+            raise CannotRunError(f"--replay_column {column}: {path} has no such column; it has: {known}")
+        for row in rows:
+            yield rows.line_num, (row[column] or "").strip()
+    except csv.Error as error:  # a quotation mark that nothing closes
+        raise CannotRunError(f"--replay {path}, after line {rows.line_num}: {error}") from error
 
 
 def rescale(times: Sequence[float], rate: float) -> list[float]:

@@ -29,18 +29,18 @@ _LIBRARIES = ("torchpipe_py", "torch", "onnxruntime")
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """0 if any image has a result, 1 if none has, 2 where the run could not start, 130 after Ctrl-C."""
+    """0 if any image has a result, 1 if none has, 2 where it cannot start or write its report, 130 after Ctrl-C."""
     try:
         report = _run(args)
+        print_report(report, _table(report))
+        if args.json is not None:
+            write_json(report, args.json)
     except (CannotRunError, TorchpipeError) as error:
         print(f"torchpipe: {error}", file=sys.stderr)
         return EXIT_CANNOT_RUN
     except KeyboardInterrupt:
         print("torchpipe: interrupted before there was anything to report", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if args.json is not None:
-        write_json(report, args.json)
-    print_report(report, _table(report))
     if report["interrupted"]:
         return EXIT_INTERRUPTED
     return EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED

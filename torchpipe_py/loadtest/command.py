@@ -14,7 +14,7 @@ from torchpipe_py.loadtest.measure.verdict import EXIT_CANNOT_RUN, EXIT_INTERRUP
 from torchpipe_py.loadtest.options import parse_arguments
 from torchpipe_py.loadtest.report.compare import compare_main
 from torchpipe_py.loadtest.report.page import page
-from torchpipe_py.loadtest.report.summary import check_output, write_csv, write_json
+from torchpipe_py.loadtest.report.summary import check_output, write_csv, write_json, writing
 from torchpipe_py.loadtest.report.tables import print_report, run_table, runs_table, search_line
 from torchpipe_py.loadtest.sweep import parse_sweep, run_search, run_sweep
 
@@ -28,23 +28,32 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
             return compare_main(arguments[1:], program)
         options = parse_arguments(arguments, program)
         report = _run(options)
+        _print(report)
+        _write(report, options)
     except CannotRunError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_CANNOT_RUN
     except KeyboardInterrupt:
         print(f"{program}: interrupted before there was anything to report", file=sys.stderr)
         return EXIT_INTERRUPTED
+    return int(report["exit_status"])
+
+
+def _print(report: dict[str, Any]) -> None:
+    if "runs" in report:
+        _print_runs(report)
+    else:
+        print_report(report, run_table(report))
+
+
+def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json is not None:
         write_json(report, options.json)
     if options.csv is not None:
         write_csv(report.get("runs", [report]), options.csv)
     if options.html is not None:
-        options.html.write_text(page(report), encoding="utf-8", errors="backslashreplace")  # a path may be no UTF-8
-    if "runs" in report:
-        _print_runs(report)
-    else:
-        print_report(report, run_table(report))
-    return int(report["exit_status"])
+        with writing(options.html) as file:
+            file.write(page(report))
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.loadtest.errors import CannotRunError
 
 DEFAULT_TOTAL = 10_000
+MOST_IMAGES = 10**9
 ARRIVALS = ("closed", "constant", "poisson", "replay")
 DEFAULT_PROBE_S = 10.0
 
@@ -31,11 +32,20 @@ def add_options(parser: argparse.ArgumentParser, clients: str) -> None:
         metavar="N",
         help=clients + default,
     )
-    option("--request_batch", type=at_least(1), default=1, metavar="N", help="images per call" + default)
+    option("--request_batch", type=at_least(1, 10_000), default=1, metavar="N", help="images per call" + default)
     option(
-        "--total_number", type=at_least(1), default=DEFAULT_TOTAL, metavar="N", help="images to send in all" + default
+        "--total_number",
+        type=at_least(1, MOST_IMAGES),
+        default=DEFAULT_TOTAL,
+        metavar="N",
+        help="images to send in all" + default,
     )
-    option("--warmup", type=at_least(0), metavar="N", help="calls per client, not counted; default 5 %%, 1 to 50")
+    option(
+        "--warmup",
+        type=at_least(0, MOST_IMAGES),
+        metavar="N",
+        help="calls per client, not counted; default 5 %%, 1 to 50",
+    )
     option("--labels_from_names", action="store_true", help="circle/03.jpg and circle_03.jpg should be circle")
     option("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     option("--no-progress", dest="progress", action="store_false", help="no progress bar")

@@ -6,6 +6,7 @@ Each word of it has one writer and is read by the others as it is, without a loc
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,13 @@ _COUNTERS = 7
 _COLUMNS = ("latency", "end", "ok", "late", "lag")
 
 
+# Pages are taken as they are written: a run of many hours would be refused its memory. Python has the name from 3.13.
+_FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
 def shared_words(count: int) -> memoryview:
-    """``count`` zeroed signed 64-bit words, shared with every process forked later."""
-    return memoryview(mmap.mmap(-1, 8 * max(1, count))).cast("q")
+    """``count`` zeroed signed 64-bit words, shared with every process forked later; most may never be written."""
+    return memoryview(mmap.mmap(-1, 8 * max(1, count), _FLAGS)).cast("q")
 
 
 class CallLog:

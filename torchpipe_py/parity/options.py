@@ -6,6 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
+from torchpipe_py.files import output_problem
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare every option."""
@@ -69,8 +71,7 @@ def _positive(text: str) -> int:
 
 
 def _output(text: str) -> Path:
-    """A file to write: its folder exists, so that no comparison is made and lost."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: " + ("is a directory" if path.is_dir() else "no such folder"))
-    return path
+    """A file that can be written, so that no comparison is made and lost."""
+    if problem := output_problem(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchpipe_py.errors import counted
-from torchpipe_py.files import replace_file
+from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.parity.compare import accuracy, agreement, judge
 from torchpipe_py.parity.report import WIDTH, clip, text_report
 from torchpipe_py.parity.run import Settings, compare_configs, images_of
@@ -49,12 +49,8 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 def _check_out(out: Path, force: bool) -> None:
     """Before minutes of work; what changes meanwhile is told when it is written."""
-    if out.is_dir():
-        raise QuantizeError(f"--out {out}: is a directory; {out / 'model.int8.onnx'}, say")
-    if not out.parent.is_dir():
-        raise QuantizeError(f"--out {out}: no such folder: {out.parent}")
-    if not os.access(out.parent, os.W_OK):
-        raise QuantizeError(f"--out {out}: cannot be written: Permission denied")
+    if problem := output_problem(out, replaces=True):
+        raise QuantizeError(f"--out {out}: {problem}{f'; {out}/model.int8.onnx, say' if os.path.isdir(out) else ''}")
     if out.exists() and not force:
         raise QuantizeError(f"--out {out}: there already; --force replaces it")
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_py.loadtest.arrivals import Arrivals, CallTime, LagMeter, Load
 from torchpipe_py.loadtest.client.connection import Endpoint, connect_with_retries
 from torchpipe_py.loadtest.client.wire import Template, Wire, error_message, error_name
@@ -261,10 +262,20 @@ class ClientProcesses:
     """Owns the client processes of one run. Make it before any thread exists: it forks."""
 
     def __init__(self, load: Load, endpoint: Endpoint, wire: Wire, payload: Payload) -> None:
+        """Forks; `CannotRunError` where the system has not enough descriptors, memory or processes for all of them."""
         self._load = load
         self._gate = Gate()
+        self._clients: list[ClientProcess] = []
         gc.freeze()  # what exists now stays shared: no collection in a client touches it
-        self._clients = [ClientProcess(plan, load, endpoint, wire, payload, self._gate) for plan in load.plans]
+        try:
+            for plan in load.plans:
+                self._clients.append(ClientProcess(plan, load, endpoint, wire, payload, self._gate))
+        except OSError as error:
+            self.stop()
+            raise CannotRunError(
+                f"only {len(self._clients)} of {counted(len(load.plans), 'client process')} can be started: "
+                f"{error.strerror or error}; start fewer (--request_client), or allow more (ulimit -n, ulimit -u)"
+            ) from error
 
     @property
     def pids(self) -> list[int]:

@@ -60,10 +60,10 @@ def _percent(text: str) -> float:
 def read_report(path: Path) -> dict[str, Any]:
     """The report of one run; `CannotRunError` when the file has none."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CannotRunError(f"compare {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CannotRunError(f"compare {path}: not a JSON file: {error}") from error
     if isinstance(report, dict) and "runs" in report:
         raise CannotRunError(f"compare {path}: the report of a {report.get('kind')}; one of a single run is needed")

@@ -8,11 +8,13 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from torchpipe_py.files import output_problem
 from torchpipe_py.loadtest.arrivals import Load
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.measure.cpu import cpu_model
@@ -141,20 +143,31 @@ def plot_fields(records: Records, load: Load) -> dict[str, Any]:
 
 def check_output(path: Path | None, flag: str = "--json") -> None:
     """Refuses a report file that could not be written, before the run rather than after it."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise CannotRunError(f"{flag} {path}: cannot be written")
+    if path is not None and (problem := output_problem(path)):
+        raise CannotRunError(f"{flag} {path}: cannot be written: {problem}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[TextIO]:
+    """A report file; ``CannotRunError`` where it cannot be written."""
+    try:
+        # A path, or an error's code, may be no UTF-8.
+        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            yield file
+    except OSError as error:
+        raise CannotRunError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def write_json(report: dict[str, Any], path: Path) -> None:
     """The whole report as a file."""
-    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a path may be no UTF-8
+    with writing(path) as file:
+        file.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_csv(reports: Sequence[dict[str, Any]], path: Path) -> None:
     """A line for each run. Empty cells are what is not known, or makes no sense for the run."""
     rows = [_csv_row(report) for report in reports]
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:  # an error's code may be none
+    with writing(path) as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
