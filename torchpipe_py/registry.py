@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torchpipe_py import filters
@@ -225,7 +226,7 @@ register_filter = default.register_filter
 register_postprocessor = default.register_postprocessor
 
 
-def import_code(name: str) -> None:
+def import_code(name: str) -> ModuleType:
     """Import a module by name, or a file that ends in ``.py`` by path, for the backends and filters it registers.
 
     The file becomes the module of its name, and its folder the last one that modules are looked for in: those beside
@@ -233,17 +234,14 @@ def import_code(name: str) -> None:
     no other folder does. ``ConfigError`` where that fails.
     """
     try:
-        if name.endswith(".py"):
-            _import_file(name)
-        else:
-            _import_module(name)
+        return _import_file(name) if name.endswith(".py") else _import_module(name)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _import_module(name: str) -> None:
+def _import_module(name: str) -> ModuleType:
     top, here = name.partition(".")[0], os.getcwd()
     spec = importlib.util.find_spec(top)
     if any(os.path.exists(file) for file in (f"{top}.py", top)):
@@ -257,10 +255,10 @@ def _import_module(name: str) -> None:
                 "another name, or to be named as a file, ./%s.py",
                 *(name, spec.origin, top),
             )
-    importlib.import_module(name)
+    return importlib.import_module(name)
 
 
-def _import_file(path: str) -> None:
+def _import_file(path: str) -> ModuleType:
     folder, file = os.path.split(os.path.abspath(path))
     module_name = os.path.splitext(file)[0]
     if not os.path.isfile(path):
@@ -269,7 +267,7 @@ def _import_file(path: str) -> None:
     if known is not None:
         if os.path.abspath(getattr(known, "__file__", None) or "") != os.path.join(folder, file):
             raise ConfigError(f"{path}: a module called {module_name!r} is imported already; rename the file")
-        return
+        return known
     if folder not in sys.path:
         sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -281,6 +279,7 @@ def _import_file(path: str) -> None:
     except BaseException:
         del sys.modules[module_name]
         raise
+    return module
 
 
 def canonical(name: str) -> str:

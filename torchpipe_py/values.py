@@ -30,12 +30,10 @@ def to_int(value: Value) -> int:
 def to_float(value: Value) -> float:
     """A finite number; ``ValueError`` otherwise."""
     number = math.nan
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    elif isinstance(value, str):
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            number = float(value.strip())
-        except ValueError:
+            number = float(value)
+        except (ValueError, OverflowError):  # of a word; of an integer of hundreds of digits
             pass
     if math.isfinite(number):
         return number

@@ -166,6 +166,86 @@ def test_annotated_parameters_are_checked(register: Register, config: Data, prob
     assert problem.format(name) in str(caught.value)
 
 
+class Undeclared:
+    """What stands for parameters elsewhere: arguments of ``__init__``, and an attribute that is not annotated."""
+
+    bias = 1
+    max = 4
+
+    def __init__(self, alpha: float = 1) -> None:
+        self.alpha = alpha
+
+    def forward(self, items: list[Data]) -> list[Any]:
+        return [self.alpha * item["data"] + self.bias for item in items]
+
+
+@pytest.mark.parametrize("form", ["{}", "Python[{}]", "S[Identity,{}]"])
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("alpha", 2.5, "unknown key; parameters of Undeclared are annotations of the class (alpha: float), not argum"),
+        ("alhpa", 2, "unknown key; parameters of Undeclared are annotations of the class (alpha: int), not arguments"),
+        ("bias", 2, "unknown key; parameters of Undeclared are annotations of the class (bias: int), not arguments of"),
+        ("other", "x", "unknown key; parameters of Undeclared are annotations of the class (other: str), not argument"),
+        ("max", 2, "no backend of this node takes a batch range; parameters of Undeclared are annotations of the cla"),
+        ("instance_nm", 3, "unknown key; did you mean 'instance_num'?"),
+        ("workers", 3, "unknown key; --workers is an option of torchpipe-serve"),
+        ("Identity::alpha", 3, "unknown key; valid: backend, "),
+    ],
+)
+def test_a_class_without_init_takes_what_it_annotates(
+    register: Register, form: str, key: str, value: object, problem: str
+) -> None:
+    config = {"backend": form.format(register(Undeclared))}
+    with pipe(config) as p:
+        assert p({"data": 2})["result"] == 3
+    with pytest.raises(ConfigError) as caught:
+        pipe({**config, key: value})
+    assert str(caught.value).startswith(f"config: node 'node': key {key!r}: {problem}")
+
+
+def test_an_argument_of_init_is_told_beside_parameters(register: Register) -> None:
+    class Both(Annotated):
+        """Annotates parameters, and has an argument besides."""
+
+        def __init__(self, scale: int = 1) -> None:
+            self.scale = scale
+
+    name = register(Both)
+    with pytest.raises(
+        ConfigError, match=r"unknown key; parameters of Both are annotations of the class \(scale: int\)"
+    ):
+        pipe({"backend": name, "factor": 1, f"{name}::scale": 2})
+    with pytest.raises(ConfigError, match="unknown key; the nearest of 14: "):
+        pipe({"backend": name, "factor": 1, "zz": 2})
+
+
+def test_a_class_that_tells_no_arguments(register: Register) -> None:
+    class Opaque(dict):  # type: ignore[type-arg]
+        """One written in C, whose arguments cannot be read."""
+
+        def forward(self, items: list[Data]) -> list[Any]:
+            return items
+
+    with pytest.raises(ConfigError, match=r"annotations of the class \(other: int\), not arguments of __init__"):
+        pipe({"backend": register(Opaque), "other": 2})
+
+
+def test_a_filter_without_init_says_what_parameters_are(restored: Registry) -> None:
+    class Bound:
+        """Takes its bound where no configuration gives it."""
+
+        def __init__(self, bound: int = 0) -> None:
+            self.bound = bound
+
+        def forward(self, data: Data) -> Status:
+            return Status.Run
+
+    restored.register_filter(Bound)
+    with pytest.raises(ConfigError, match=r"parameters of Bound are annotations of the class \(bound: int\)"):
+        pipe({"a": {"backend": "Identity", "filter": "Bound", "bound": 2}})
+
+
 def test_an_annotation_that_is_no_parameter(register: Register) -> None:
     class Wrong(Annotated):
         """A parameter that no TOML value can be."""

@@ -18,7 +18,8 @@ from conftest import Register
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, parse_toml, pipe
 from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
-from torchpipe_py.plan.config import load_config
+from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS, load_config
+from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
 from torchpipe_py.values import to_floats, to_strings
 
 Write = Callable[[str], str]
@@ -231,6 +232,41 @@ def test_a_top_level_key_that_no_node_takes_and_no_key_is_like() -> None:
         pipe({"precision": "fp16", "a": {"backend": "Identity"}})
 
 
+def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(Backend):
+        pass
+
+    class OnDevice(Backend):
+        uses_device = True
+
+    for unused in ("Identity", "S[DecodeMat,Isolated[DecodeMat]]&DecodeMat", register(Mine)):
+        caplog.clear()
+        plan_pipeline({"backend": unused, "device_id": 1})
+        assert caplog.messages == [
+            "config: node 'node': key 'device_id': nothing uses it: no backend here works on a CUDA device "
+            "(one of your own says uses_device = True)"
+        ]
+    caplog.clear()
+    for uses in ("DecodeTensor", "S[DecodeMat,Mat2Tensor]", f"Process[{register(OnDevice)}]", "Identity&SyncTensor"):
+        plan_pipeline({"backend": uses, "device_id": 1})
+    plan_pipeline({"backend": "Identity", "device_id": 0})
+    plan_pipeline({"global": {"device_id": 1}, "a": {"backend": "Identity"}})
+    assert caplog.messages == []
+
+
+def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture) -> None:
+    plan_pipeline({"decode": {}, "model": {"next": "top"}, "top": {}})
+    assert caplog.messages == [
+        "config: 2 roots: decode, model; a request must name one by node_name; "
+        "if 'model' should follow another node, that node needs next = \"model\""
+    ]
+    caplog.clear()
+    plan_pipeline({"decode": {"next": "model"}, "model": {"backend": "Jump", "jump": "inner"}, "inner": {}})
+    with pytest.raises(ConfigError, match="no node 'iner'"):
+        plan_pipeline({"a": {"backend": "Jump", "jump": "iner"}, "inner": {}})
+    assert caplog.messages == [], "a jump leads to the other root, or should"
+
+
 def test_the_backend_of_a_logical_node_is_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """As in the C++ library; somebody who expects otherwise is told."""
     plans({"a": {"backend": "Identity", "next": "a.2"}, "a.2": {"backend": "S[Identity]"}})
@@ -254,10 +290,22 @@ def test_bad_toml_names_the_line(write: Write, text: str) -> None:
     assert str(caught.value).startswith(f"{path}: ")
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000 + "]" * 3000, "{a = " * 3000 + "1" + "}" * 3000])
+def test_what_the_reader_of_toml_gives_up_at_is_no_toml(write: Write, value: str) -> None:
+    path = write(f"[a]\nx = {value}")
+    with pytest.raises(ConfigError, match=f"^{path}: not valid TOML: "):
+        pipe(path)
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
-    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    (tmp_path / "latin.toml").write_bytes(b'\xef\xbb\xbf[a]\r\nname = "\xe9"')
+    (tmp_path / "utf16.toml").write_text("[a]", encoding="utf-16")
     (tmp_path / "folder.toml").mkdir()
-    for name, problem in (("latin", "not valid TOML"), ("folder", "cannot be read")):
+    for name, problem in (
+        ("latin", "not UTF-8, as TOML is: byte 0xe9 in line 2; save it as UTF-8"),
+        ("utf16", "not UTF-8, as TOML is: byte 0xff in line 1"),
+        ("folder", "cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=problem):
             pipe(tmp_path / f"{name}.toml")
 
@@ -270,6 +318,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({}, "config: no node in it"),
         ({"global": {"instance_num": 1}}, "config: no node in it"),
         ({"a": {3: "x"}}, "config: node 'a': key 3: a key is a string"),
+        (
+            {0: {"backend": "Identity"}},
+            "config: node 0: a node's name is letters, digits, '_' and '-', with one '.' before an alias",
+        ),
         (
             {"a": {"backend": None}},
             "config: node 'a': key 'backend': expected a string, number, bool or list, got NoneType",
@@ -319,6 +371,27 @@ REFUSED = [
     (f"[a]\n{RESIZE}workers = 2", "node 'a': key 'workers'", "unknown key; --workers is an option of torchpipe-serve"),
     ("[a]\nhttp_port = 1", "node 'a': key 'http_port'", "unknown key; --http-port is an option of torchpipe-serve"),
     ("[a]\nhttp-port = 1", "node 'a': key 'http-port'", "unknown key; --http-port is an option of torchpipe-serve"),
+    # keys of other servers
+    (
+        f"[a]\n{RESIZE}max_batch_size = 8",
+        "node 'a': key 'max_batch_size'",
+        "unknown key; the largest batch is 'max' here",
+    ),
+    (
+        f"max-wait-time = 2\n[a]\n{RESIZE}",
+        "global: key 'max-wait-time'",
+        "no node takes it; it is 'batching_timeout' here, in milliseconds",
+    ),
+    (
+        f'[a]\n{RESIZE}"ResizeMat::batch_timeout" = 0.05',
+        "node 'a': key 'ResizeMat::batch_timeout'",
+        "unknown key; it is 'batching_timeout' here, in milliseconds",
+    ),
+    (
+        '[a]\nplatform = "tensorrt_plan"',
+        "node 'a': key 'platform'",
+        "unknown key; what a node runs is its 'backend' here",
+    ),
     # keys at a wrong level
     (
         '[a]\nbackend = "Identity"\n"Identity::instance_num" = 2',
@@ -374,6 +447,7 @@ REFUSED = [
     ),
     ('[a]\nbatching_timeout = "soon"', "node 'a': key 'batching_timeout'", "expected a finite number, got 'soon'"),
     ("[a]\nbatching_timeout = inf", "node 'a': key 'batching_timeout'", "expected a finite number, got inf"),
+    (f"[a]\nbatching_timeout = {10**400}", "node 'a': key 'batching_timeout'", "expected a finite number, got 1000"),
     ("[a]\nbatching_timeout = -1", "node 'a': key 'batching_timeout'", "at least 0, got -1"),
     ("[a]\nbatching_timeout = true", "node 'a': key 'batching_timeout'", "expected a finite number, got True"),
     ("[a]\ndevice_id = -1", "node 'a': key 'device_id'", "expected a CUDA device number from 0, got -1"),
@@ -431,6 +505,14 @@ REFUSED = [
 
 
 @pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_another_server_has_is_named_as_it_is_here(key: str) -> None:
+    assert set(re.findall(r"'(\w+)'", ELSEWHERE[key])) <= {*NODE_KEYS, *PIPELINE_KEYS, "max"}
+    assert set(re.findall(r"--([\w-]+)", ELSEWHERE[key])) <= set(SERVICE_FLAGS)
+    page = Path(__file__).resolve().parents[2] / "docs" / "from-other-servers.md"
+    assert f"`{key}`" in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("text", "place", "problem"), REFUSED, ids=[f"{row[1]}: {row[2]}" for row in REFUSED])
 def test_refused_with_its_place_before_any_thread(write: Write, text: str, place: str, problem: str) -> None:
     path = write(text)

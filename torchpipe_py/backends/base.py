@@ -130,6 +130,9 @@ class Backend:
     needs_cuda = False
     """It cannot be set up without a CUDA device."""
 
+    uses_device = False
+    """It works on the CUDA device ``config.device_id`` where there is one; what ``needs_cuda`` need not say it."""
+
     ignored_keys: Mapping[str, str] = {}
     """Keys of other backends that mean nothing to it, each with the reason; accepted, with a line in the log."""
 
@@ -234,6 +237,11 @@ class Backend:
         ``children`` says it of the backends in its brackets.
         """
         return cls.needs_cuda or any(children)
+
+    @classmethod
+    def undeclared(cls, key: str, value: Any) -> str:
+        """What to write in the class for it to take ``key``, where it seems to: the end of a message, or empty."""
+        return ""
 
     @classmethod
     def parameters(cls) -> dict[str, Param]:

@@ -195,6 +195,7 @@ class GuardedBackend(Backend):
     ``forward_guarded``; what works item by item takes ``any_batch``.
     """
 
+    uses_device = True
     _guard: StreamGuard | None = None
 
     def setup(self) -> None:

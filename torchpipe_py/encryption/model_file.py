@@ -82,6 +82,11 @@ class ModelFile:
         with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(word) >= 0
 
+    def kind_unless(self, start: bytes) -> str:
+        """What a plain file is that does not begin with ``start``; an empty string where that is open."""
+        with open(self.path, "rb") as file:
+            return "" if file.read(len(start)) == start else self.kind()
+
     def kind(self) -> str:
         """What a file that a library refuses may be; an empty string where that is open."""
         if not self.has_key:

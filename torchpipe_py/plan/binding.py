@@ -13,8 +13,9 @@ from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, Filte
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
-from torchpipe_py.plan.config import NODE_KEYS, SERVICE_FLAGS, NodeSpec, Place, instead_of
+from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS, instead_of
 from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
 from torchpipe_py.values import Value, to_str
 
@@ -70,6 +71,10 @@ class BackendPlan:
         """Whether it cannot be set up without a CUDA device."""
         return self.cls.requires_cuda(self.params, [child.requires_cuda() for child in self.children])
 
+    def uses_device(self) -> bool:
+        """Whether a backend of it says that it works on a CUDA device where there is one."""
+        return self.requires_cuda() or any(part.cls.uses_device for part in self.parts())
+
     def create(self, config: BackendConfig) -> Backend:
         """A new instance, not set up yet; ``config`` says which instance it is, and on which device."""
         children = tuple(child.create(config) for child in self.children)
@@ -103,6 +108,7 @@ class Binder:
         self.known: set[str] = set()
         self.ignored: dict[str, str] = {}
         self.missing: list[ConfigError] = []
+        self._sources: dict[str, Any] = {}
         source = node.place.source
         self._folder = os.path.dirname(source) if source.endswith(".toml") else None
         self._reads_beside = False
@@ -190,6 +196,7 @@ class Binder:
 
     def _values(self, scope: str, source: Any, position: _Position) -> dict[str, Any]:
         """The parameters of a backend, or of a ``PythonFilter``."""
+        self._sources[scope] = source
         return self._all_params(scope) if source.any_params else self._typed(scope, source.parameters(), position)
 
     def _typed(self, scope: str, declared: Mapping[str, Param], position: _Position) -> dict[str, Any]:
@@ -301,11 +308,7 @@ class Binder:
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
         """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
-        others = [
-            key
-            for key in unused
-            if key.replace("_", "-") in SERVICE_FLAGS or difflib.get_close_matches(key, NODE_KEYS, 1, 0.75)
-        ]
+        others = [key for key in unused if key in ELSEWHERE or _is_meant_for_another(key, NODE_KEYS)]
         params = ", ".join(repr(key) for key in unused if key not in others)
         if params:
             place = Place(self.node.place.source, self.node.name, "backend")
@@ -313,13 +316,22 @@ class Binder:
         return others
 
     def _why_unknown(self, key: str) -> str:
-        if key in ("min", "max"):
-            return "no backend of this node takes a batch range"
         scope, _, name = key.rpartition("::")
+        sources = [source for own, source in self._sources.items() if scope in ("", own)]
+        undeclared = "; ".join(filter(None, (source.undeclared(name, self.node.params[key]) for source in sources)))
+        if key in ("min", "max"):
+            return "; ".join(filter(None, ("no backend of this node takes a batch range", undeclared)))
         if scope and name in NODE_KEYS:
             return f"unknown key; {name!r} belongs to the node, not to a backend: write it without {scope}::"
-        names = {known for known in self.known if ("::" in known) == ("::" in key)}
-        return f"unknown key; {instead_of(key, names | set(NODE_KEYS))}"
+        names = {known for known in self.known if ("::" in known) == ("::" in key)} | set(NODE_KEYS)
+        if undeclared and not _is_meant_for_another(name, [known.rpartition("::")[2] for known in names]):
+            return f"unknown key; {undeclared}"
+        return f"unknown key; {instead_of(key, names)}"
+
+
+def _is_meant_for_another(key: str, valid: Iterable[str]) -> bool:
+    """Whether an unknown key is a flag of torchpipe-serve, or nearly a valid one."""
+    return key.replace("_", "-") in SERVICE_FLAGS or bool(difflib.get_close_matches(key, list(valid), 1, 0.75))
 
 
 def _scoped(scope: str, name: str) -> list[str]:

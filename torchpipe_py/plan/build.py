@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +19,13 @@ from torchpipe_py.plan.config import (
     TABLE_KEYS,
     NodeSpec,
     PipelineSpec,
-    instead_of,
     is_composed,
     read_config,
     split_variants,
 )
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
 from torchpipe_py.plan.isolation import decodes, isolated
+from torchpipe_py.plan.unknown import instead_of
 from torchpipe_py.registry import Registry, default
 
 logger = logging.getLogger("torchpipe_py")
@@ -114,6 +114,7 @@ def plan_pipeline(
     _check_defaults(spec, used, known, ignored, problems)
     with problems.gathered():
         graph = with_jumps(graph, spec, plans)
+        _doubt_roots(graph.entered, spec, problems)
     _check_shared(spec, plans, problems)
     problems.raise_all()
     _warn_of_isolation(spec, plans)
@@ -157,6 +158,9 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
     ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}
     if node.owner == node.name:
         binders[-1].check_keys(unused, ignored)
+        if node.device_id and "device_id" in node.own and not any(backend.uses_device() for backend in backends):
+            reason = "nothing uses it: no backend here works on a CUDA device (one of your own says uses_device = True)"
+            problems.doubt(f"{node.at('device_id')}: {reason}")
     else:
         binders[-1].check_keys([], {})
         mine = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
@@ -216,6 +220,15 @@ def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: P
             if reason:
                 hint = f"shared = false in [{name}] leaves it out" if place.node == GLOBAL else hint
                 problems.add(place.error(f"{name!r} cannot be shared: {reason}; {hint}"))
+
+
+def _doubt_roots(roots: Sequence[str], spec: PipelineSpec, problems: Problems) -> None:
+    """Several are as often a forgotten ``next`` as they are meant."""
+    if len(roots) > 1:
+        problems.doubt(
+            f"{spec.place}: {len(roots)} roots: {', '.join(roots)}; a request must name one by node_name; "
+            f'if {roots[-1]!r} should follow another node, that node needs next = "{roots[-1]}"'
+        )
 
 
 def _check_defaults(

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -36,13 +36,6 @@ ISOLATIONS = ("none", "process")
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
-SERVICE_FLAGS = (
-    *("host", "port", "http-host", "http-port", "workers", "devices", "engines", "handler", "import", "deadline-ms"),
-    *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
-    *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
-    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio"),
-)
-"""Options of ``torchpipe-serve`` that may be taken for keys."""
 
 # Scheduler choices of the C++ library: its default names are what this package does anyway.
 _SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
@@ -156,7 +149,10 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
         raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, f"0x{error.object[error.start]:02x}"
+        raise ConfigError(f"{name}: not UTF-8, as TOML is: byte {byte} in line {line}; save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
     parsed = Tables(_with_global(tables, Place(name)))
     parsed.source = name
@@ -255,7 +251,7 @@ def _node(
     name: str, table: dict[str, Any], defaults: Mapping[str, Value], pipeline: Place, problems: Problems
 ) -> NodeSpec:
     place = Place(pipeline.source, name)
-    if not _NODE_NAME.fullmatch(name):
+    if not (isinstance(name, str) and _NODE_NAME.fullmatch(name)):
         raise place.error("a node's name is letters, digits, '_' and '-', with one '.' before an alias")
     own = _cleaned(table, place, problems)
     for key in PIPELINE_KEYS:
@@ -352,12 +348,6 @@ def parse_expression_value(value: Value) -> tuple[Call, ...]:
     if not isinstance(value, str):
         raise ValueError(f"expected a backend expression, got {value!r}")
     return parse_expression(value)
-
-
-def instead_of(key: str, valid: Iterable[str]) -> str:
-    """A clause for an error message: what may be meant by a key that nothing takes."""
-    flag = key.replace("_", "-")
-    return f"--{flag} is an option of torchpipe-serve" if flag in SERVICE_FLAGS else nearest(key, valid)
 
 
 def is_composed(key: str) -> bool:

@@ -68,6 +68,11 @@ class Graph:
         """Roots of the graphs that nodes of others run."""
         return frozenset(root for roots in self.jumps.values() for root in roots)
 
+    @property
+    def entered(self) -> tuple[str, ...]:
+        """Roots that no jump leads to: where a request enters that names none, if there is only one."""
+        return tuple(root for root in self.roots if root not in self.jumped_to)
+
     def alone(self, name: str) -> Hidden:
         """A node alone."""
         return self._hide((name,))

@@ -155,6 +155,14 @@ def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: list[int | str]
     np.testing.assert_array_equal(result[0], mat.transpose(2, 0, 1) if turned else mat)
 
 
+@pytest.mark.parametrize("given", [{}, {"color": "rgb"}])
+def test_an_image_from_a_model_has_the_channel_order_of_its_mat(tmp_path: Path, given: dict[str, str]) -> None:
+    config = {"model": identity(tmp_path / "model.onnx", ["N", 3, "H", "W"]), "dtype": "uint8"}
+    with pipe({"backend": "S[OnnxTensor,Tensor2Mat,cvtColorMat]", "color": "rgb", **config}) as run:
+        run(item := {"data": picture(6, 8), **given})
+    assert np.array_equal(item["result"], picture(6, 8)[:, :, :: 1 if given else -1])
+
+
 @pytest.mark.parametrize("dims", [["N", 1, 3, 4], ["N", 1, "H", "W"], ["N", "H", "W", 1]])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_a_mat_of_one_channel_needs_no_third_dimension(tmp_path: Path, dims: list[int | str], dtype: Any) -> None:

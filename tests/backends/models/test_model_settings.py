@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,8 @@ def test_labels_that_nothing_uses(config: dict[str, Any], labels: str, postproce
 
 
 def test_numbers_for_each_channel_of_a_model_that_does_not_say_how_many(tmp_path: Path) -> None:
-    (tmp_path / "m.pt2").write_bytes(b"one that says nothing")
-    config = {"backend": "TorchTensor", "model": str(tmp_path / "m.pt2"), "std": "50, 60, 70"}
+    model = torch_file(tmp_path / "m.pt2")
+    config = {"backend": "TorchTensor", "trusted": True, "model": model, "std": "50, 60, 70"}
     plan_pipeline({**config, "mean": 100})
     plan_pipeline({**config, "mean": "100, 110, 120"})
     with pytest.raises(
@@ -88,6 +90,59 @@ def test_a_fixed_batch_is_told_before_the_model_is_loaded(tmp_path: Path) -> Non
     save_model(tmp_path / "one.onnx", nodes, {"x": [-1, 3, 8, 8]}, {"y": [-1, 3, 8, 8]})  # as some exporters write any
     with pipe({**config, "max": 4}) as p:
         assert p({"data": torch.zeros(3, 8, 8)})["result"].shape == (1, 3, 8, 8)
+
+
+def torch_file(path: Path) -> str:
+    """What is TorchScript by the names in it."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/constants.pkl", b"")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "problem"),
+    [
+        ("OnnxTensor", "torch.onnx", "not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor takes it"),
+        ("OnnxTensor", "e.trt", "not an ONNX file: it is an engine: TensorrtTensor takes it"),
+        ("OnnxTensor", "empty", "not an ONNX file: it is empty"),
+        ("TorchTensor", "e.trt", "neither TorchScript nor .pt2: it is an engine: TensorrtTensor takes it"),
+        ("TorchTensor", "o.onnx", "neither TorchScript nor .pt2: it begins as an ONNX file does; OnnxTensor takes on"),
+        (
+            "TensorrtTensor",
+            "t.pt",
+            "not an engine, and its name is not *.onnx: it is TorchScript or a .pt2 file: Tor",
+        ),
+        ("TensorrtTensor", "onnx.trt", "not an engine, and its name is not *.onnx: it begins as an ONNX file does"),
+        ("TensorrtTensor", "torch.onnx", "not an ONNX file, as its name says: it is TorchScript or a .pt2 file: Tor"),
+    ],
+)
+def test_a_file_of_another_backend_is_told_before_it_is_loaded(
+    classifier: str, tmp_path: Path, backend: str, name: str, problem: str
+) -> None:
+    (tmp_path / "e.trt").write_bytes(b"ftrt and so on")
+    (tmp_path / "empty").touch()
+    for onnx in ("o.onnx", "onnx.trt"):
+        shutil.copy(classifier, tmp_path / onnx)
+    for each in ("t.pt", "torch.onnx"):
+        torch_file(tmp_path / each)
+    model = str(tmp_path / name)
+    with pytest.raises(ConfigError) as caught:
+        plan_pipeline({"backend": backend, "model": model})
+    assert f"key 'model': model {model}: {problem}" in str(caught.value)
+
+
+def test_files_of_a_backends_own_are_taken(classifier: str, tmp_path: Path) -> None:
+    (tmp_path / "e.trt").write_bytes(b"ftrt and so on")
+    (tmp_path / "unknown").write_bytes(b"what may be a newer one")
+    for backend, model in (
+        ("OnnxTensor", classifier),
+        ("TensorrtTensor", classifier),
+        ("TensorrtTensor", str(tmp_path / "e.trt")),
+        ("TensorrtTensor", str(tmp_path / "unknown")),
+        ("OnnxTensor", str(tmp_path / "unknown")),
+    ):
+        plan_pipeline({"backend": backend, "model": model})
+    plan_pipeline({"backend": "TorchTensor", "model": torch_file(tmp_path / "t.onnx"), "trusted": True})
 
 
 @pytest.mark.parametrize("wrong", [True, 1.5])
@@ -158,7 +213,7 @@ def test_what_belongs_to_an_engine_is_ignored_with_a_line(
     tables = [
         {**config, **given},
         {**config, **{f"OnnxTensor::{key}": value for key, value in given.items()}},
-        {"global": given, "a": config, "b": config},
+        {"global": given, "a": {**config, "next": "b"}, "b": config},
     ]
     for table in tables:
         caplog.clear()

@@ -219,7 +219,7 @@ def test_normalisation_needs_one_floating_image_input(sum_and_difference: str, m
 
 @pytest.mark.parametrize("batch", [{}, {"max": 4}, {"max": 2}, {"min": 1, "max": 2}])
 def test_a_fixed_batch_takes_no_other(fixed_batch: str, batch: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="input 'x' has a fixed batch of 2"):
+    with pytest.raises(ConfigError, match=r"input 'x' has a fixed batch of 2, .* or set min = 2 and max = 2$"):
         pipe({"backend": "OnnxTensor", "model": fixed_batch, **batch})
 
 

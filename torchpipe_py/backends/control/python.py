@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, Data
@@ -36,20 +39,25 @@ class PythonClass(Backend):
     ``signature``.
 
     Attributes that the class annotates (``sigma: float = 1.0``) are its parameters: converted, checked, and set on each
-    instance before ``init``; one without a value is required. A class without any takes every key of its node.
-    ``config`` is a dict of the parameters, or of the node's keys as written, those scoped with the class's name
-    without the scope. ``max`` and ``min`` are methods or numbers. ``forward`` writes each item's ``result`` into its
-    dict and returns nothing, or returns a list (or tuple) of as many results as there are items.
+    instance before ``init``; one without a value is required. A class without any that has ``init`` takes every key of
+    its node. ``config`` is a dict of the parameters, or of the node's keys as written, those scoped with the class's
+    name without the scope. ``max`` and ``min`` are methods or numbers. ``forward`` writes each item's ``result`` into
+    its dict and returns nothing, or returns a list (or tuple) of as many results as there are items.
     """
 
-    wrapped: Callable[[], Any]
+    wrapped: type
     declared: ClassVar[dict[str, Param]] = {}
 
     @classmethod
     def of(cls, wrapped: type) -> type[PythonClass]:
         """A subclass for ``wrapped``, to be used like any other backend class."""
         params = declared(wrapped)
-        content = {"wrapped": wrapped, "declared": params, "any_params": not params, "__doc__": wrapped.__doc__}
+        content = {
+            "wrapped": wrapped,
+            "declared": params,
+            "any_params": takes_any(wrapped, params),
+            "__doc__": wrapped.__doc__,
+        }
         return type(wrapped.__name__, (cls,), content)
 
     @classmethod
@@ -59,6 +67,10 @@ class PythonClass(Backend):
     @classmethod
     def parameters(cls) -> dict[str, Param]:
         return dict(cls.declared)
+
+    @classmethod
+    def undeclared(cls, key: str, value: Any) -> str:
+        return undeclared(cls.wrapped, cls.declared, key, value)
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
@@ -93,14 +105,11 @@ class PythonClass(Backend):
 
 
 class PythonFilter:
-    """Makes filters of a class that has ``forward(data)``, perhaps ``init(config)``, as ``PythonClass`` makes backends.
-
-    Only a class with ``init`` takes keys that it does not annotate.
-    """
+    """Makes filters of a class with ``forward(data)``, perhaps ``init(config)``, as ``PythonClass`` makes backends."""
 
     def __init__(self, wrapped: type) -> None:
         self._wrapped, self._declared = wrapped, declared(wrapped)
-        self.any_params = not self._declared and hasattr(wrapped, "init")
+        self.any_params = takes_any(wrapped, self._declared)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PythonFilter, (self._wrapped,)
@@ -108,6 +117,10 @@ class PythonFilter:
     def parameters(self) -> dict[str, Param]:
         """Declared parameters by attribute."""
         return self._declared
+
+    def undeclared(self, key: str, value: Any) -> str:
+        """What to write in the class for it to take ``key``, where it seems to; see ``Backend``."""
+        return undeclared(self._wrapped, self._declared, key, value)
 
     def create(self, params: Mapping[str, Any]) -> Filter:
         """A new filter with these values of its parameters."""
@@ -144,6 +157,23 @@ def kind(value: Any) -> str:
     """Its type, for a message."""
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+
+
+def takes_any(wrapped: type, names: Collection[str]) -> bool:
+    """Whether the class, which declares the parameters ``names``, takes every key: its ``init`` reads what it wants."""
+    return not names and hasattr(wrapped, "init")
+
+
+def undeclared(wrapped: type, names: Collection[str], key: str, value: Any) -> str:
+    """What to write in the class for it to take ``key``; empty where it declares others, and has nothing like it."""
+    found = {name for name, attribute in vars(wrapped).items() if name[0] != "_" and not callable(attribute)}
+    with suppress(TypeError, ValueError):  # a class written in C need not tell its arguments
+        found.update(inspect.signature(wrapped).parameters)
+    close = difflib.get_close_matches(key, sorted(found.difference(names)), 1)
+    if takes_any(wrapped, names) or (names and not close):
+        return ""
+    example = f"{close[0] if close else key}: {type(value).__name__}"
+    return f"parameters of {wrapped.__name__} are annotations of the class ({example}), not arguments of __init__"
 
 
 def declared(wrapped: type) -> dict[str, Param]:

@@ -43,9 +43,10 @@ def check_declared(
     for spec in inputs:
         fixed = spec.dims[0] if spec.dims else None
         if fixed is not None and not least == most == fixed:
+            settings = "max = 1" if least == fixed == 1 else f"min = {fixed} and max = {fixed}"
             raise ConfigError(
                 f"model {model}: input {spec.name!r} has a fixed batch of {fixed}, but the range is {least}..{most}; "
-                f"export it with a dynamic batch{', or set max = 1' if least == fixed == 1 else ''}"
+                f"export it with a dynamic batch, or set {settings}"
             )
     for spec in outputs:
         fixed = spec.dims[0] if spec.dims else None

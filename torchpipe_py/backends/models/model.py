@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
+from torchpipe_py.backends.images.opencv import OF_MATS, name_color
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
+from torchpipe_py.backends.models.inputs import looks_like_mat
 from torchpipe_py.backends.models.onnx_header import input_channels, only_input
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
@@ -27,7 +29,7 @@ from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import ConfigError, InvalidRequest, counted
-from torchpipe_py.keys import TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -46,7 +48,8 @@ def to_divisors(value: Value) -> tuple[float, ...]:
 class ModelBackend(Backend):
     """A model: ``data`` is its input, or a list in the model's order, or a dict by the names of its inputs.
 
-    Without a ``postprocessor`` the result is the output tensor of shape 1×…; several outputs are a list.
+    Without a ``postprocessor`` the result is the output tensor of shape 1×…; several outputs are a list. Where
+    ``data`` is a Mat and the dict names no ``color``, it says ``bgr`` afterwards, which an image as result is too.
     What the model does not take, by number, shape or type, has no ``result``; ``error`` is an ``InvalidRequest``.
     A subclass says in ``setup`` what its model ``declare``s.
     """
@@ -68,7 +71,7 @@ class ModelBackend(Backend):
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
-        yield from _key_remarks(ModelFile(params["model"], params["key_file"], params["key_env"]))
+        yield from _file_remarks(ModelFile(params["model"], params["key_file"], params["key_env"]), cls.file_problem)
         yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
@@ -78,6 +81,11 @@ class ModelBackend(Backend):
             if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
                 yield Remark(key, f"nothing uses it without a postprocessor that does: {names}")
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        """Why a plain file cannot be loaded, as far as its beginning tells; else an empty string."""
+        return ""
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
@@ -182,6 +190,9 @@ class ModelBackend(Backend):
             self.spread(items, self._postprocess.forward(outputs))
             return
         for index, item in enumerate(items):
+            data = item[TASK_DATA_KEY]
+            if isinstance(data, np.ndarray) and data.ndim == 3 and looks_like_mat(data):
+                name_color(item, data.shape[2], OF_MATS)
             parts = [output[index : index + 1] for output in outputs]
             item[TASK_RESULT_KEY] = parts[0] if len(parts) == 1 else parts
 
@@ -200,12 +211,14 @@ class ModelBackend(Backend):
                 item[TASK_RESULT_KEY] = result
 
 
-def _key_remarks(file: ModelFile) -> Iterator[Remark]:
+def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> Iterator[Remark]:
     if file.key_file and file.key_env:
         yield Remark("key_env", "key_file is there too; a model has one key")
         return
     if problem := file.mismatch():
         yield Remark("key_file" if file.key_file else "key_env" if file.key_env else "model", problem)
+    elif not file.has_key and (problem := problem_of(file)):
+        yield Remark("model", problem)
     if file.key_file and (problem := readers_problem(file.key_file)):
         yield Remark("key_file", problem, is_doubt=True)
 

@@ -16,7 +16,9 @@ from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.files import ONNX
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
 
@@ -43,6 +45,7 @@ class OnnxTensor(ModelBackend):
     The instances of a node share one session.
     """
 
+    uses_device = True
     ignored_keys = dict.fromkeys(
         ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
         "ONNX Runtime keeps no engine and computes in the model's own precision; TensorrtTensor has it",
@@ -51,6 +54,11 @@ class OnnxTensor(ModelBackend):
     providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
 
     threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among the instances")
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        kind = file.kind_unless(ONNX)
+        return kind and f"model {file.path}: not an ONNX file: {kind}"
 
     @classmethod
     def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:

@@ -22,7 +22,9 @@ from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.onnx_graph import model_bytes
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
+from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.files import ENGINE, ONNX
 from torchpipe_py.values import to_bool, to_int, to_str, to_strings
 
 
@@ -48,6 +50,12 @@ class TensorrtTensor(CudaModel):
         also=("max_workspace_size",),
         doc="most memory a layer may use besides weights and tensors, MiB",
     )
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        kind = file.kind_unless(ONNX if file.is_onnx else ENGINE)
+        wanted = "not an ONNX file, as its name says" if file.is_onnx else "not an engine, and its name is not *.onnx"
+        return kind and f"model {file.path}: {wanted}: {kind}"
 
     def setup_guarded(self) -> None:
         super().setup_guarded()

@@ -61,8 +61,16 @@ class TorchTensor(CudaModel):
         try:
             what_runs = _UNSEEN if file.has_key else _RUNS[_kind(file, file.path)]
         except ConfigError:
-            return  # no such file: setup says what it is
+            return  # no such file, as is said of the model
         yield Remark("trusted", _distrust(file.path, what_runs))
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        try:
+            _kind(file, file.path)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def setup_guarded(self) -> None:
         super().setup_guarded()

@@ -1,0 +1,55 @@
+"""What may be meant by a key that nothing takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchpipe_py.errors import nearest
+
+SERVICE_FLAGS = (
+    *("host", "port", "http-host", "http-port", "workers", "devices", "engines", "handler", "import", "deadline-ms"),
+    *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
+    *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
+    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio"),
+)
+"""Options of ``torchpipe-serve`` that may be taken for keys."""
+
+
+_INSTANCES = "it is 'instance_num' here: the number of instances, each on a thread of its own"
+_LARGEST = "the largest batch is 'max' here"
+_PROCESSES = (
+    "instances of a node, each on a thread, are 'instance_num' here; --workers of torchpipe-serve are processes"
+)
+_WAIT = "it is 'batching_timeout' here, in milliseconds"
+_IN_FLIGHT = "'max_inflight' at the top bounds the requests in flight"
+_DEVICE = "the CUDA device is 'device_id' here, its number"
+ELSEWHERE = {
+    "accelerator": _DEVICE,
+    "batch_size": _LARGEST,
+    "batch_timeout": _WAIT,
+    "batch_wait_timeout_s": _WAIT,
+    "count": _INSTANCES,
+    "device": _DEVICE,
+    "instance_group": _INSTANCES,
+    "max_batch_size": _LARGEST,
+    "max_ongoing_requests": _IN_FLIGHT,
+    "max_queue_delay_microseconds": _WAIT,
+    "max_queue_size": _IN_FLIGHT,
+    "max_wait_time": _WAIT,
+    "num": _INSTANCES,
+    "num_replicas": _INSTANCES,
+    "num_workers": _PROCESSES,
+    "platform": "what a node runs is its 'backend' here",
+    "preferred_batch_size": f"{_LARGEST}; no size is preferred",
+    "timeout": "a request brings its deadline; --deadline-ms of torchpipe-serve is the longest, in milliseconds",
+    "workers_per_device": _PROCESSES,
+}
+"""Keys of other servers, and what there is here in their place; docs/from-other-servers.md has them too."""
+
+
+def instead_of(key: str, valid: Iterable[str]) -> str:
+    """A clause for an error message: what may be meant by a key that nothing takes."""
+    flag, name = key.replace("_", "-"), key.rpartition("::")[2].replace("-", "_")
+    if flag in SERVICE_FLAGS:
+        return f"--{flag} is an option of torchpipe-serve"
+    return ELSEWHERE[name] if name in ELSEWHERE else nearest(key, valid)
