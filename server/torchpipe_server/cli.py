@@ -69,13 +69,17 @@ def _serve(options: Options) -> int:
     options = _fit(options, files)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
+        http = stack.enter_context(_listen_http(options)) if options.http_port >= 0 else None
+        if http is not None:
+            options = replace(options, http_port=http.getsockname()[1])
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
-        http = stack.enter_context(_http(options, files, supervisor)) if options.http_port >= 0 else None
+        if http is not None:
+            stack.enter_context(_monitoring(http, listener, files, supervisor))
         _prepare(options)
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
-        lines = _start_lines(options, listener, http and http.listener)
+        lines = _start_lines(options, listener, http)
 
         def announce() -> None:
             gc.freeze()
@@ -122,14 +126,18 @@ def _reason(error: OSError) -> str:
     return str(error.strerror or error)
 
 
-def _http(options: Options, files: int, supervisor: Any) -> Any:
+def _listen_http(options: Options) -> socket.socket:
     if find_spec("prometheus_client") is None:
         problem = "prometheus_client is not installed (pip install 'torchpipe_py[server]')"
         raise CannotServeError(f"--http-port: {problem}")
+    return _listen(options.http_host, options.http_port)
+
+
+def _monitoring(http: socket.socket, listener: socket.socket, files: int, supervisor: Any) -> Any:
     from torchpipe_server.supervisor.slots import http_connections
     from torchpipe_server.supervisor.status import StatusServer
 
-    return StatusServer(_listen(options.http_host, options.http_port), supervisor, http_connections(files))
+    return StatusServer(http, supervisor, listener.getsockname()[1], http_connections(files))
 
 
 def _raise_file_limit() -> int:

@@ -11,6 +11,8 @@ import torchpipe_py
 from torchpipe_py.arguments import ArgumentParser
 
 MEBIBYTE = 2**20
+MONITORING_PATHS = ("/", "/graph.svg", "/live", "/ready", "/metrics", "/stats")
+"""Of ``--http-port``."""
 
 
 def _option(
@@ -27,13 +29,15 @@ class Options:
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: is every interface")
     port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which", 0, 65535)
     http_port: int = _option(
-        -1, "port of /, /graph.svg, /live, /ready, /metrics and /stats; 0: any free one; -1: none", -1, 65535
+        -1, f"monitoring: a port of its own for {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
     )
-    http_host: str = _option("127.0.0.1", "address that --http-port is opened on")
+    http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
     workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
     engines: int = _option(1, "engine processes for each device, where nodes are shared", 1, 64)
-    handler: str = _option("", "package.module:Class with an IDL and methods of your own, in place of InferenceService")
+    handler: str = _option(
+        "", "package.module:Class or file.py:Class with an IDL and methods of your own, in place of InferenceService"
+    )
     import_code: str = _option(
         "", "modules or .py files with backends of your own, separated by commas", flag="--import"
     )
@@ -81,6 +85,12 @@ class Options:
         """``devices``, one by one; none where all are visible to each worker."""
         return [part.strip() for part in self.devices.split(",") if part.strip()]
 
+    @property
+    def monitoring(self) -> str:
+        """Where ``MONITORING_PATHS`` are, for who asks for one at the other port. NOTE: 0 is a port not chosen yet."""
+        port = self.http_port
+        return f"monitoring is on --http-port {port}" if port > 0 else "--http-port opens a port for monitoring"
+
     def device_of(self, index: int) -> str:
         """That of the worker, or engine process, of this number; empty where all are visible to each."""
         numbers = self.device_numbers
@@ -108,12 +118,10 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         if flag == "--import":
             parser.add_argument(flag, dest=option.name, action=_Join, default=default, metavar="X", help=_help(option))
             continue
-        # Underscores work as well: the load tester's flags have them.
-        flags = dict.fromkeys((flag, f"--{option.name}"))
-        parser.add_argument(*flags, type=kind, default=default, metavar="X", help=_help(option))
+        parser.add_argument(flag, type=kind, default=default, metavar="X", help=_help(option))
     # What --import was called before.
     hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--import-code", "--import_code", dest="import_code", action=_Join, **hidden)
+    parser.add_argument("--import-code", dest="import_code", action=_Join, **hidden)
     options = Options(**vars(parser.parse_args(argv)))
     for option in _SETTINGS:
         problem = _problem(option.metadata, getattr(options, option.name))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torchpipe_server.options import markdown_table
 
-from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS, SERVICE_FLAGS
+from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS
+from torchpipe_py.plan.unknown import SERVICE_FLAGS
 
 
 def test_errors_about_configurations_name_flags_that_are_there() -> None:

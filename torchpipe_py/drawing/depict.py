@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.drawing.svg import svg
-from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
+from torchpipe_py.plan.build import NodePlan, Pipeline
 from torchpipe_py.plan.config import MapSource
 from torchpipe_py.plan.graph import Graph, Hidden
 
 
-def live_svg(config: str | os.PathLike[str] | Mapping[str, Any]) -> str:
-    """The picture of what ``pipe`` takes, with room for figures in each node; ``ConfigError``."""
-    return svg(depict(plan_pipeline(config), live=True))
+def live_svg(pipeline: Pipeline) -> str:
+    """The picture of a plan as SVG, with room for figures in each node."""
+    return svg(depict(pipeline, live=True))
 
 
 def depict(pipeline: Pipeline, live: bool = False) -> Picture:

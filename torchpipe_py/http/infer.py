@@ -7,20 +7,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import DecodeError, InvalidRequest
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
 from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, json_line, label_line, parse_json, to_json
 from torchpipe_py.http.values import check_name, check_names, is_label_and_score, output_of, size_of
 
+_CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
 _OPTIONS = ("node_name", "deadline_ms", "outputs")
 
 
 class Asked(NamedTuple):
-    """What a request wants: ``data`` for the pipe, the ``keys`` of it that come back, within ``deadline_ms``."""
+    """What a request wants: ``data`` for the pipe, the ``keys`` of it that come back, within ``deadline_ms``.
+
+    ``hint`` is for the answer, should ``data`` hold no image.
+    """
 
     data: dict[str, Any]
     keys: list[str]
     deadline_ms: float | None
+    hint: str = ""
 
 
 def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
@@ -42,8 +47,16 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
         data = read_form(content_type, body, options)
     else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
         data = {"data": body}
+    hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     deadline = fields.get("x-deadline-ms")
-    return _asked(data, options, deadline) if options or deadline is not None else Asked(data, ["result"], None)
+    if options or deadline is not None:
+        return _asked(data, options, deadline, hint)
+    return Asked(data, ["result"], None, hint)
+
+
+def _is_stripped(body: bytes) -> bool:
+    """Whether the body is no text and has none of the bytes that ``curl -d @file`` leaves out; every image has some."""
+    return not (b"\0" in body or b"\n" in body or b"\r" in body or body.isascii())
 
 
 def _parameters(query: str) -> dict[str, Any]:
@@ -62,10 +75,15 @@ def check_encoding(fields: Mapping[str, str]) -> None:
         )
 
 
-def answer_of(data: Mapping[str, Any], keys: list[str], reply: Bound) -> bytes:
+def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
     """What is under the keys, as a line of JSON; raises what is under ``error`` where a key is not there."""
-    values = {key: output_of(data, key) for key in keys}
-    if len(values) == 1 and is_label_and_score(value := values[keys[0]]):
+    try:
+        values = {key: output_of(data, key) for key in asked.keys}
+    except DecodeError as error:
+        if asked.hint:
+            raise DecodeError(f"{error}; {asked.hint}") from error
+        raise
+    if len(values) == 1 and is_label_and_score(value := values[asked.keys[0]]):
         return label_line(value)
     size = NUMBER_BYTES * sum(map(size_of, values.values()))
     if size > reply.bytes:
@@ -88,7 +106,7 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
     return {key: from_json(key, given) for key, given in value["inputs"].items()}
 
 
-def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None) -> Asked:
+def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None, hint: str) -> Asked:
     for name in options:
         if name not in _OPTIONS:
             raise InvalidRequest(f"unknown parameter {name[:40]!r}; the parameters are {', '.join(_OPTIONS)}")
@@ -103,7 +121,7 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | Non
             raise InvalidRequest("node_name is not a text")
         check_name("node_name", node_name)
         data["node_name"] = node_name
-    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)))
+    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)), hint)
 
 
 def milliseconds(given: Any) -> float | None:

@@ -108,7 +108,7 @@ class Service:
                 raise RouteError(f"{PATH} takes POST, not {method[:20]}", ["POST"])
             asked = read_request(await self._read(body), query, fields, self._text)
             data = await self._served.call(asked.data, asked.deadline_ms)
-            return Answer(200, answer_of(data, asked.keys, self._reply), {})
+            return Answer(200, answer_of(data, asked, self._reply), {})
         except Exception as error:
             failed = failure(error)
             return Answer(failed.status, to_line(failed.body), failed.headers)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torchpipe_py.errors import nearest
 from torchpipe_py.http import answers, errors
 from torchpipe_py.http.errors import ReplyTooLargeError, RouteError
+from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, TraceFields, reply_bound
 from torchpipe_server.wire.codec import TEXT_BYTES
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpRequest
@@ -39,10 +40,10 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """Which route a request takes."""
+    """Which route a request takes; ``monitoring`` says where those of ``MONITORING_PATHS`` are that are none here."""
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._routes = routes
+    def __init__(self, routes: Sequence[Route], monitoring: str = "") -> None:
+        self._routes, self._monitoring = routes, monitoring
         self._fixed = {(route.verb, route.path): route for route in routes if "{" not in route.path}
         self._patterns = [
             (re.compile(_PARAMETER.sub(r"(?P<\1>[^/]+)", route.path)), route) for route in routes if "{" in route.path
@@ -51,7 +52,7 @@ class Routes:
 
     def changed(self, change: Callable[[Route], Route]) -> Routes:
         """What ``change`` makes of each route."""
-        return Routes(list(map(change, self._routes)))
+        return Routes(list(map(change, self._routes)), self._monitoring)
 
     def find(self, request: HttpRequest) -> Route:
         """The route; ``request.parameters`` are then what stands for the parts in braces. Raises ``RouteError``."""
@@ -69,7 +70,8 @@ class Routes:
                 allowed.add(route.verb)
         path = request.path[:80]
         if not allowed:
-            raise RouteError(f"no {path}; {nearest(path, self._near(path))}")
+            elsewhere = f"{self._monitoring}; " if self._monitoring and path in MONITORING_PATHS else ""
+            raise RouteError(f"no {path}; {elsewhere}{nearest(path, self._near(path))}")
         verbs = sorted(allowed | {"HEAD"} if "GET" in allowed else allowed)
         raise RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)
 

@@ -58,15 +58,16 @@ class HttpServer:
 
     A request, a pause before it included, has ``request_seconds``, and so has the client to take the answer; the answer
     has to be there after ``answer_seconds``, or it is ``late``. Of more than ``most`` connections the one that is read
-    or written longest is closed.
+    or written longest is closed. ``elsewhere`` says where methods go that are not served.
     """
 
     def __init__(
         self, loop: Loop, listener: socket.socket, ask: Ask, late: HttpAnswer, headers: Mapping[str, str],
-        most: int, request_seconds: float, answer_seconds: float,
+        most: int, request_seconds: float, answer_seconds: float, elsewhere: str,
     ) -> None:  # fmt: skip
         self._loop, self._ask, self._late, self._headers = loop, ask, late, headers
         self._most, self._request_seconds, self._answer_seconds = most, request_seconds, answer_seconds
+        self._elsewhere = elsewhere
         self._acceptor = Acceptor(loop, listener, self._take, self._make_room)
         self._connections: set[_Connection] = set()
         self._thread = threading.Thread(target=self._serve, name="torchpipe-http", daemon=True)
@@ -175,8 +176,9 @@ class HttpServer:
 
     def _refuse(self, connection: _Connection, error: HttpError) -> None:
         """The stream cannot be read any further."""
-        answer = HttpAnswer(error.status, "text/plain; charset=utf-8", f"{error}\n".encode())
         connection.request = connection.reader.request or HttpRequest()
+        hint = "" if connection.request.method in ("", *METHODS) else f"; {self._elsewhere}"
+        answer = HttpAnswer(error.status, "text/plain; charset=utf-8", f"{error}{hint}\n".encode())
         self._write(connection, answer, is_last=True)
 
     def _reply(self, connection: _Connection, serial: int, answer: HttpAnswer) -> None:

@@ -40,6 +40,7 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _PROBES = ("/live", "/ready")
+_INFERENCE = ("/infer", "/openapi.json", "/v2")
 
 T = TypeVar("T")
 _Finish = Callable[[Callable[[], HttpAnswer]], object]
@@ -61,16 +62,22 @@ class Service(Protocol):
 
 
 class StatusServer:
-    """Answers ``most`` clients at once, from a thread of its own, until the end of a ``with`` block."""
+    """Answers ``most`` clients at once, from a thread of its own, until the end of a ``with`` block.
 
-    def __init__(self, listener: socket.socket, service: Service, most: int = HTTP_CONNECTIONS) -> None:
+    ``images_port`` is the one that takes images.
+    """
+
+    def __init__(
+        self, listener: socket.socket, service: Service, images_port: int, most: int = HTTP_CONNECTIONS
+    ) -> None:
         self.listener, self._service = listener, service
+        self._elsewhere = f"this port is for monitoring, images go to --port {images_port}"
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
         loop = Loop(lambda error: logger.error("a defect of the HTTP port", exc_info=error))
         self._pings: _Shared[None] = _Shared(loop, lambda told: service.ping(lambda: told(None)), 0.0)
-        self._figures: _Shared[_Figures] = _Shared(
-            loop, lambda told: service.ask(lambda figures: told(_Figures(figures))), ASK_PAUSE_SECONDS
+        self._figures: _Shared[_StatusAnswers] = _Shared(
+            loop, lambda told: service.ask(lambda figures: told(_StatusAnswers(figures))), ASK_PAUSE_SECONDS
         )
         self._paths: Mapping[str, Callable[[_Finish], object]] = {
             "/": _file("index.html", "text/html"),
@@ -82,7 +89,9 @@ class StatusServer:
             "/stats": lambda finish: self._figures.get(lambda figures: finish(lambda: figures.stats)),
             "/metrics": lambda finish: self._figures.get(lambda figures: finish(lambda: figures.metrics)),
         }
-        self._server = HttpServer(loop, listener, self._ask, _SILENT, _HEADERS, most, REQUEST_SECONDS, ANSWER_SECONDS)
+        self._server = HttpServer(
+            loop, listener, self._ask, _SILENT, _HEADERS, most, REQUEST_SECONDS, ANSWER_SECONDS, self._elsewhere
+        )
 
     def __enter__(self) -> StatusServer:
         self._server.__enter__()
@@ -98,7 +107,8 @@ class StatusServer:
             return
         respond = self._paths.get(path)
         if respond is None:
-            reply(_text(404, f"no {path[:80]}; {nearest(path[:80], self._paths)}"))
+            hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path[:80], self._paths)
+            reply(_text(404, f"no {path[:80]}; {hint}"))
         else:
             respond(partial(_finish, path, reply))
 
@@ -151,8 +161,8 @@ class _Shared(Generic[T]):
             then(answer)
 
 
-class _Figures:
-    """Figures as they are shown, made once for all who get them."""
+class _StatusAnswers:
+    """What ``/stats`` and ``/metrics`` answer of the same figures, each made once for all who ask."""
 
     def __init__(self, figures: dict[str, Any]) -> None:
         self._figures = figures

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from struct import Struct
 from typing import Any
 
 import thriftpy2.transport
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
-from thriftpy2.thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException, TDecodeException
 
+from torchpipe_py.http import answers
 from torchpipe_server.wire.decoder import BadArgumentsError, BinaryDecoder, Bytes, CompactDecoder
 from torchpipe_server.wire.header import EXCEPTION, REPLY
 from torchpipe_server.wire.protocol import Message
@@ -57,6 +59,28 @@ class Codec:
 
 
 def _encode(message: Message, type_: int, payload: Any) -> bytes:
+    try:
+        return _written(message, type_, payload)
+    except (UnicodeEncodeError, TDecodeException):  # NOTE: the latter is how the Cython protocol says the former
+        return _written(message, type_, _sendable(payload))
+
+
+def _sendable(value: Any) -> Any:
+    """A copy without halves of surrogate pairs, which UTF-8 has not; thriftpy2 would refuse all of an answer."""
+    if isinstance(value, str):
+        return answers.utf8_text(value).decode()
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_sendable(element) for element in value]
+    if hasattr(value, "thrift_spec"):
+        value = copy.copy(value)
+        for _, name, *_ in value.thrift_spec.values():
+            setattr(value, name, _sendable(getattr(value, name)))
+    return value
+
+
+def _written(message: Message, type_: int, payload: Any) -> bytes:
     framed, protocol_name = message.framing
     transport = _MemoryBuffer()
     seqid = message.seqid

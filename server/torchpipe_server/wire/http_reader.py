@@ -138,7 +138,7 @@ class HttpReader:
         request.read_head(line, fields)
         self._at = end
         self._is_chunked, self._is_at_trailers, self._chunks = "transfer-encoding" in fields, False, 0
-        self._left = int(fields.get("content-length", 0))
+        self._left = int(fields.get("content-length", "").lstrip("0") or 0)  # of thousands of zeros Python makes no int
         if self._left > self._body_bytes:
             raise self._too_large()
         self.awaits_invitation = line[4] != b"0" and fields.get("expect", "").lower() == "100-continue"

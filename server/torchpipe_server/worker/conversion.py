@@ -11,7 +11,6 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import nearest
-from torchpipe_py.http import answers
 from torchpipe_py.http.values import (
     DTYPES,
     MOST_DIMENSIONS,
@@ -57,7 +56,7 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, (bytes, bytearray)):
         return {key: idl.Value(bytes=bytes(value))}
     if isinstance(value, str):
-        return {key: idl.Value(text=_sendable(value))}
+        return {key: idl.Value(text=value)}
     if isinstance(value, (bool, int, np.integer)):
         return {key: idl.Value(integer=int(value))}
     if isinstance(value, (float, np.floating)):
@@ -71,7 +70,7 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
 
 
 def _ranked(idl: Any, key: str, best: Any, plain: Any) -> dict[str, Any]:
-    outputs = {"label": idl.Value(text=_sendable(str(best[0]))), "score": idl.Value(number=float(best[1]))}
+    outputs = {"label": idl.Value(text=str(best[0])), "score": idl.Value(number=float(best[1]))}
     return {**outputs, key: idl.Value(text=json.dumps(plain))}
 
 
@@ -81,22 +80,17 @@ def _pair(value: Any) -> list[Any]:
     return [label if isinstance(label, str) else int(label), score if math.isfinite(score) else None]
 
 
-def _sendable(text: str) -> str:
-    """Without what UTF-8 has not: thriftpy2 would refuse the whole answer, the other images' results with it."""
-    return answers.utf8_text(text).decode()
-
-
 def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
     """``(label, score)`` as it is; of a list of such pairs the first; a label alone with its ``score``.
 
     Of a tensor of logits, 1×C, the most probable class and its softmax probability.
     """
     if is_label_and_score(result):
-        return _sendable(str(result[0])), float(result[1])
+        return str(result[0]), float(result[1])
     if is_ranking(result):
-        return _sendable(str(result[0][0])), float(result[0][1])
+        return str(result[0][0]), float(result[0][1])
     if is_label_and_score((result, score)):
-        return _sendable(str(result)), float(score)
+        return str(result), float(score)
     if isinstance(result, list) and not result:
         raise NoResult("the result is an empty list: no class has the score that is asked for")
     if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:

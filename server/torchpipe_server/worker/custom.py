@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -80,8 +79,8 @@ class Awaited:
         return self._context.run(self._pipe.dispatch, self._data, on_done, self._timeout)
 
 
-class Call:
-    """A method's coroutine under way, driven by whichever thread finishes what it waits for."""
+class RunningMethod:
+    """The coroutine of a method of the handler; the thread that finishes a request of it runs it on to the next one."""
 
     def __init__(self, steps: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
@@ -180,16 +179,15 @@ class CustomHandler:
 
 
 def load_handler(reference: str) -> type:
-    """The class of ``package.module:Class``; ``ConfigError`` where there is none."""
+    """The class of ``package.module:Class`` or ``file.py:Class``; ``ConfigError`` where there is none."""
     module_name, _, class_name = reference.partition(":")
     if not module_name or not class_name:
-        raise ConfigError(f"--handler {reference}: expected package.module:Class")
+        raise ConfigError(f"--handler {reference}: expected package.module:Class or file.py:Class")
     try:
-        import_code(module_name)
+        module = import_code(module_name)
     except ConfigError as error:
         cause = error.__cause__
         raise ConfigError(f"--handler {reference}: {cause if isinstance(cause, ImportError) else error}") from cause
-    module = sys.modules[module_name]
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
@@ -202,7 +200,7 @@ def _nearest_method(name: str, handler: Any) -> str:
     return nearest(name, [member for member in dir(handler) if not member.startswith("_") and member not in others])
 
 
-def _start_route(function: Any, seconds: float, request: HttpRequest, done: Done) -> Call | None:
+def _start_route(function: Any, seconds: float, request: HttpRequest, done: Done) -> RunningMethod | None:
     def finish(value: Any, error: BaseException | None) -> None:
         try:
             answer = error if error is not None else _http_answer(value)
@@ -224,14 +222,14 @@ def _http_answer(value: Any) -> HttpAnswer:
     return json_answer(value)
 
 
-def _call(value: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> Call | None:
+def _call(value: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> RunningMethod | None:
     """Finish with a method's value; with that of its coroutine, when there is one."""
     if not inspect.iscoroutine(value):
         finish(value, None)
         return None
-    call = Call(value, finish, seconds)
-    call.go_on(None, None)
-    return call
+    running = RunningMethod(value, finish, seconds)
+    running.go_on(None, None)
+    return running
 
 
 def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:

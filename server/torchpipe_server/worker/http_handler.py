@@ -35,7 +35,7 @@ class HttpHandler:
             try:
                 if error is not None:
                     raise error
-                answer: Any = HttpAnswer(200, JSON, answer_of(data, asked.keys, self._reply))
+                answer: Any = HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
             except BaseException as failure:
                 answer = failure
             done(answer)

@@ -106,7 +106,7 @@ def _work(start: Start) -> None:
             provider = tracing.set_up()
             run.instrument(provider, starts_traces=False)
             served = tracing.traced(served, provider, start.options.trace_ratio)
-        worker = Worker(start, loop, run, served, engine)
+        worker = Worker(start, loop, plan, run, served, engine)
     except Exception as error:
         say_failed(start.sock, error)
         return
@@ -126,10 +126,12 @@ def _work(start: Start) -> None:
 class Worker:
     """Serves the connections that come through the channel, and says what becomes of them."""
 
-    def __init__(self, start: Start, loop: Loop, run: pipe, served: Served, engine: EngineClient | None = None) -> None:
+    def __init__(
+        self, start: Start, loop: Loop, plan: Pipeline, run: pipe, served: Served, engine: EngineClient | None = None
+    ) -> None:
         from torchpipe_server.serving.server import Server
 
-        self._run, self._tables, self._engine = run, start.tables, engine
+        self._plan, self._run, self._engine = plan, run, engine
         self._loop = loop
         self._loop.steps.append(self._step)
         self._journal = start.journal
@@ -140,7 +142,7 @@ class Worker:
     def serve(self) -> bool:
         """Until told to end; whether every accepted request was answered."""
         self._heart.start()
-        self._channel.send({"type": "ready", "graph": _draw(self._tables)})
+        self._channel.send({"type": "ready", "graph": _draw(self._plan)})
         self._loop.run()
         answered = self._server.close()
         self._channel.send({"type": "end", "answered": answered, "stats": self._stats()})
@@ -274,7 +276,7 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
 
         def make_own(run: pipe) -> Served:
             handler = CustomHandler(cls, run, options.deadline_ms)
-            return Served(handler.methods, Routes(handler.routes))
+            return Served(handler.methods, Routes(handler.routes, options.monitoring))
 
         return make_own
     return partial(usual_service, options)
@@ -290,15 +292,15 @@ def usual_service(options: Options, run: pipe) -> Served:
     from torchpipe_server.worker.http_handler import HttpHandler
     from torchpipe_server.worker.many import Turns
     from torchpipe_server.worker.oip.handler import OipHandler
-    from torchpipe_server.worker.oip.requests import Limits
+    from torchpipe_server.worker.oip.requests import InferLimits
 
     deadlines, turns = Deadlines(run, options.deadline_ms), Turns(run)
     thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
     http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
-    limits = Limits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
+    limits = InferLimits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
     model = Path(options.config).stem
     oip = OipHandler(run, model, deadlines, turns, limits, reply_bound(options.max_reply_bytes))
-    return Served(thrift.methods, Routes([*http.routes, *oip.routes]))
+    return Served(thrift.methods, Routes([*http.routes, *oip.routes], options.monitoring))
 
 
 def die_with_parent(is_wanted: bool) -> None:
@@ -323,12 +325,12 @@ def say_failed(sock: socket.socket, error: Exception) -> None:
     sock.sendall(json.dumps({"type": "failed", "message": text}).encode() + b"\n")
 
 
-def _draw(tables: Any) -> str:
+def _draw(plan: Pipeline) -> str:
     """The graph as SVG, empty where it cannot be drawn."""
     from torchpipe_py.drawing.depict import live_svg
 
     try:
-        return live_svg(tables)
+        return live_svg(plan)
     except Exception:
         logger.exception("the graph cannot be drawn")
         return ""

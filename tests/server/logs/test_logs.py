@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from dataclasses import MISSING, fields
 from datetime import datetime, timezone
@@ -326,7 +327,7 @@ def test_every_flag_has_a_default_a_check_and_a_help_text(capsys):
         assert option.metadata["doc"] or option.metadata["choices"]
         if isinstance(option.default, (int, float)) or option.metadata["choices"]:
             assert flag in WRONG, "a limit without a check"
-    assert "--port X, --port X" not in text
+    assert "--max_batch" not in text
 
 
 @pytest.mark.parametrize("flags", [("--import", "a,b.py"), ("--import=a", "--import-code=b.py")])
@@ -335,9 +336,12 @@ def test_code_of_ones_own_is_named_as_by_the_other_command(flags):
     assert parse_options(["x.toml", "--import-code", "c", *flags]).import_code == "c,a,b.py"
 
 
-def test_flags_with_underscores_work_as_well():
-    made = parse_options(["x.toml", "--max_connections", "3", "--log_format", "json"])
-    assert (made.max_connections, made.log_format) == (3, "json")
+def test_flags_with_underscores_work_as_well(capsys):
+    made = parse_options(["x.toml", "--max_connections", "3", "--log_format", "json", "--import_code=a"])
+    assert (made.max_connections, made.log_format, made.import_code) == (3, "json", "a")
+    with pytest.raises(SystemExit):
+        parse_options(["x.toml", "--batch-size", "2"])
+    assert re.search(r"; the nearest of \d+: --max-batch, --max-items, --\S+\n$", capsys.readouterr().err)
 
 
 def test_the_beginning_of_a_flag_is_none(capsys):

@@ -111,7 +111,7 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
     """Of the worker itself, of a backend's own process, and its last words."""
     (tmp_path / "noisy_plugin.py").write_text(PLUGIN)
     config = tmp_path / "noisy.toml"
-    config.write_text('[own]\nbackend = "Noisy"\nnext = "other"\n[other]\nbackend = "Process[Noisy]"\n')
+    config.write_text('[own]\nbackend = "Noisy"\ndevice_id = 1\nnext = "other"\n[other]\nbackend = "Process[Noisy]"\n')
     args = "--import", str(tmp_path / "noisy_plugin.py"), "--hang-seconds", "0"
     with Process(*args, config=str(config), env={"PYTHONPATH": LIGHT}) as process:
         with Client(process.wait_started().port) as client:
@@ -128,5 +128,7 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
         process.wait()
     (died,) = [line for line in process.stderr.splitlines() if " died" in line]
     assert died.endswith(" / the last words")
+    doubts = [line for line in process.stderr.splitlines() if "nothing uses it" in line]
+    assert len([line for line in doubts if f"torchpipe_py[{worker}]" in line]) == 1, "a worker tells each doubt once"
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in process.stderr.splitlines())
     assert process.stderr.replace("\n", "").isprintable()

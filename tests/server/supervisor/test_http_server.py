@@ -47,7 +47,7 @@ class Service:
 
 @contextmanager
 def serving(service: Service | None = None, host: str = "127.0.0.1") -> Iterator[StatusServer]:
-    with StatusServer(listen(host, 0), service or Service(), MOST) as server:
+    with StatusServer(listen(host, 0), service or Service(), 8888, MOST) as server:
         yield server
 
 
@@ -215,7 +215,7 @@ def test_without_descriptors_it_waits_and_does_not_spin(monkeypatch):
     """A listener for which there is no descriptor reports ready all the time."""
     monkeypatch.setattr(acceptor, "RETRY_SECONDS", 0.1)
     listener = Exhausted(listen("127.0.0.1", 0))
-    with StatusServer(listener, Service(), MOST) as server, connect(server.port) as sock:  # type: ignore[arg-type]
+    with StatusServer(listener, Service(), 8888, MOST) as server, connect(server.port) as sock:  # type: ignore[arg-type]
         eventually(lambda: listener.failures >= 2)
         began, failures = time.monotonic(), listener.failures
         time.sleep(0.5)

@@ -28,6 +28,7 @@ from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_
 from test_service_lifecycle import Plugin
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
+from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status
 from torchpipe_server.supervisor.acceptor import listen
 from torchpipe_server.supervisor.status import StatusServer
@@ -101,7 +102,7 @@ def served(shared: Served) -> Served:
 
 
 def test_figures_are_utf_8_and_half_a_character_is_escaped():
-    assert status._Figures({"größe": "…\ud800"}).stats.body == r'{"größe": "…\ud800"}'.encode()
+    assert status._StatusAnswers({"größe": "…\ud800"}).stats.body == r'{"größe": "…\ud800"}'.encode()
 
 
 # -- health ---------------------------------------------------------------------------------------------------------
@@ -131,6 +132,20 @@ def test_head_has_the_head_of_get(served: Served):
 def test_nothing_can_be_changed_there(served: Served):
     for method in ("POST", "PUT", "DELETE"):
         assert served.get("/stats", method).status == 501
+
+
+def test_each_port_names_the_other(served: Served):
+    elsewhere = f"this port is for monitoring, images go to --port {served.port}\n"
+    answer = served.get("/infer", "POST")
+    assert (answer.status, answer.text) == (501, f"POST is not served, only GET, HEAD; {elsewhere}")
+    answer = served.get("/v2/health/ready")
+    assert (answer.status, answer.text) == (404, f"no /v2/health/ready; {elsewhere}")
+    for path in MONITORING_PATHS:
+        assert served.told(path).status == 200
+        answer = Answer(served.port, path)
+        assert answer.status == 404
+        said = json.loads(answer.body)["error"]
+        assert said.startswith(f"no {path}; monitoring is on --http-port {served.http_port}; ")
 
 
 def test_the_files_of_the_page(served: Served):
@@ -582,14 +597,14 @@ class Odd:
 
 def test_a_supervisor_that_does_not_answer_is_not_alive(monkeypatch):
     monkeypatch.setattr(status, "ANSWER_SECONDS", 0.05)
-    with StatusServer(listen("127.0.0.1", 0), Odd()) as server:
+    with StatusServer(listen("127.0.0.1", 0), Odd(), 8888) as server:
         for path in ("/live", "/stats", "/metrics"):
             answer = Answer(server.port, path)
             assert (answer.status, answer.text) == (503, "the supervisor does not answer\n")
 
 
 def test_a_defect_is_answered_and_logged_once(caplog):
-    with StatusServer(listen("127.0.0.1", 0), Odd({"no": "figures"})) as server:
+    with StatusServer(listen("127.0.0.1", 0), Odd({"no": "figures"}), 8888) as server:
         assert Answer(server.port, "/metrics").status == 500
         assert Answer(server.port, "/live").status == 200
     (record,) = caplog.records
@@ -598,13 +613,13 @@ def test_a_defect_is_answered_and_logged_once(caplog):
 
 
 def test_a_picture_that_is_not_there(caplog):
-    with StatusServer(listen("127.0.0.1", 0), Odd()) as server:
+    with StatusServer(listen("127.0.0.1", 0), Odd(), 8888) as server:
         assert Answer(server.port, "/graph.svg").status == 503
 
 
 def test_neither_a_request_nor_the_end_waits_for_slow_clients(monkeypatch):
     monkeypatch.setattr(status, "REQUEST_SECONDS", 1e6)
-    with ExitStack() as stack, StatusServer(listen("127.0.0.1", 0), Odd({})) as server:
+    with ExitStack() as stack, StatusServer(listen("127.0.0.1", 0), Odd({}), 8888) as server:
         for index in range(30):
             slow = stack.enter_context(connect(server.port))
             slow.sendall([b"", b"GET /st", b"GET /stats HTTP/1.1\r\nHost: x\r\n"][index % 3])

@@ -213,6 +213,13 @@ def test_who_wants_to_go_on(head: bytes, keeps_alive: bool):
     assert first.is_last is not keeps_alive
 
 
+def test_a_length_may_begin_with_zeros():
+    """Python makes no integer of more than 4300 digits, whatever they are."""
+    stream = POST + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\nxy" + POST + b"Content-Length: 000\r\n\r\n"
+    found = read(stream, HttpReader(frozenset({"POST"}), 10))
+    assert [request.body for request in found] == [b"xy", b""]
+
+
 WRONG = {
     "http/0.9": (b"GET /\r\n\r\n", 400),
     "no target": (b"GET\r\n\r\n", 400),

@@ -178,6 +178,20 @@ def test_every_kind_of_method(serve: Serve, framed, compact):
         made.wait_counted("forget", ok=1)
 
 
+@pytest.mark.parametrize(("framed", "compact"), FRAMINGS)
+def test_half_a_character_is_a_question_mark(serve: Serve, idl, framed, compact, caplog):
+    found = [idl.Found(label="ü\ud800", score=1.0), idl.Found(label="b", score=2.0)]
+    error = idl.Refused(reason="\udc80", code="dark")
+    methods = {"classify_all": lambda self, photos: found, "classify": raises(error)}
+    with serve(**methods) as made, made.client(framed, compact) as client:
+        assert client.classify_all([]) == [idl.Found(label="ü?", score=1.0), found[1]]
+        with pytest.raises(idl.Refused) as caught:
+            client.classify(made.photo(b""))
+        assert (caught.value.reason, caught.value.code) == ("?", "dark")
+    assert (found[0].label, error.reason) == ("ü\ud800", "\udc80")  # what a handler may keep stays as it is
+    assert caplog.records == []
+
+
 def test_one_request_after_the_other_sees_the_ones_before(serve: Serve):
     async def classify(self: Any, photo: Any) -> Any:
         first = await self.run({"data": photo.data, "mine": 7})
@@ -648,6 +662,14 @@ def test_a_module_in_the_working_directory_is_found(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
     monkeypatch.delitem(sys.modules, "my_service", raising=False)
     assert load_handler("my_service:Mine").__name__ == "Mine"
+
+
+def test_a_file_is_taken_as_it_is_for_other_code(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_service", raising=False)
+    assert load_handler(f"{folder}/my_service.py:Mine").__name__ == "Mine"
+    with pytest.raises(ConfigError, match=r"my_service\.py:Mein: no such class; did you mean 'Mine'"):
+        load_handler(f"{folder}/my_service.py:Mein")
 
 
 def test_the_package_gives_handler_without_heavy_imports():

@@ -347,9 +347,26 @@ def test_an_image_that_is_none(demo: LocalServer):
     assert (status, answer["code"]) == (400, "decode_error")
 
 
+def test_what_curl_leaves_out_is_told(demo: LocalServer):
+    """``curl -d @ring.jpg`` sends no line ends and no NUL bytes; ``--data-binary`` has the same type."""
+    form, hint = (
+        "application/x-www-form-urlencoded",
+        "; curl -d leaves out line ends and NUL bytes: send it with --data-binary",
+    )
+    stripped = IMAGE.translate(None, b"\r\n\0")
+    status, answer = ask(demo.port, stripped, "/infer?outputs=result", Content_Type=form)
+    assert (status, answer["code"]) == (400, "decode_error")
+    assert answer["error"].endswith(hint)
+    for body, kind in ((stripped, "image/jpeg"), (IMAGE[:2000], form), (b"no image", form)):
+        status, answer = ask(demo.port, body, Content_Type=kind)
+        assert (status, hint in answer["error"]) == (400, False)
+
+
 def test_paths_and_methods(demo: LocalServer):
     status, answer = ask(demo.port, b"", "/infr")
     assert (status, answer) == (404, {"error": "no /infr; did you mean '/infer'?", "code": "not_found"})
+    status, answer = ask(demo.port, b"", "/metrics", "GET")
+    assert (status, answer["error"].split("; ")[1]) == (404, "--http-port opens a port for monitoring")
     with conversing(demo.port) as connection:
         connection.request("GET", "/infer")
         response = connection.getresponse()
