@@ -7,13 +7,18 @@ cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # else some hundred processes would each compile the package
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
+echo ruff
 "$bin/ruff" check .
 "$bin/ruff" format --check --quiet .
 if [[ $# -gt 0 ]]; then
+  echo mypy
   "$bin/mypy"
+  echo tests
   exec "$bin/python" -m pytest "$@"
 fi
 
+echo mypy
+echo 'tests, some 6 minutes'
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from fakes import PROGRAM_WAIT
 
 import torchpipe_py
+from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cli import DEPENDENCIES, main
 
 GOOD = """
@@ -182,11 +184,61 @@ def test_the_nearest_choice_is_told(command: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--nonsense", "5"], ["--nonsense=5", "x"], ["--number", "3", "--nonsense", "5"]])
+def test_an_unknown_flag_is_told_and_not_its_value(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("name", choices=["schedule"])
+    parser.add_argument("--number")
+    with pytest.raises(SystemExit):
+        parser.parse_args([*given, "schedule"])
+    flag = next(each for each in given if each.startswith("--nonsense"))
+    assert f"error: unrecognized arguments: {flag}; valid: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--img_dir=a_b", "--img-dir=a_b"])
+@pytest.mark.parametrize("port", ["--http-port", "--http_port"])
+def test_a_flag_has_dashes_or_underscores(given: str, port: str) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--img_dir")
+    parser.add_argument_group("others").add_argument("--http-port", type=int)
+    parser.add_argument("rest", nargs="*")
+    parsed = parser.parse_args([given, port, "80", "--", "--img-dir", "--http_port"])
+    assert vars(parsed) == {"img_dir": "a_b", "http_port": 80, "rest": ["--img-dir", "--http_port"]}
+
+
+def test_commands_take_a_flag_either_way(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = (
+        ["load", "--img-dir=.", "--labels-from-names", "--slo_p99=5", "--no_progress", "--request-batch=0"],
+        ["bench", good, "--img-dir=.", "--labels-from-names", "--no_progress", "--request-batch=0"],
+    )
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main(command)
+        assert capsys.readouterr().err.endswith("argument --request_batch: 0: must be between 1 and 10000\n")
+
+
+def test_help_and_suggestions_have_a_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--max-batch", "--longest-batch")
+    parser.add_argument("--old-batch", help=argparse.SUPPRESS)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--min_weight", "1"])
+    assert "--min_weight 1; valid: --help, --longest-batch, --max-batch, -h\n" in capsys.readouterr().err
+    assert "_batch" not in parser.format_help()
+
+
+@pytest.mark.parametrize("number", ["-1", "-1e0", "-1E+0", "-.1e1"])
+def test_a_negative_number_is_no_flag(number: str) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--ratio", type=float)
+    assert parser.parse_args(["--ratio", number]).ratio == -1
+
+
 def test_a_flag_that_is_needed_and_misspelt_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["quantize", "some.toml", "--img-dir", "images"])
+        main(["quantize", "some.toml", "--img-dri", "images"])
     assert (
-        "the following arguments are required: --img_dir; there is --img-dir, did you mean '--img_dir'?"
+        "the following arguments are required: --img_dir; there is --img-dri, did you mean '--img_dir'?"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from torchpipe_py.errors import nearest
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Takes flags by their whole names; names the nearest flag, command or choice for one that it does not know."""
+    """Takes flags by their whole names; ``-`` and ``_`` between words are the same: ``--img-dir`` is ``--img_dir``.
+
+    Names the nearest flag, command or choice for one that it does not know.
+    """
 
     def __init__(self, **settings: Any) -> None:
         # NOTE: the beginning of a flag may mean another one, or nothing, in the next version.
         super().__init__(**settings, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e0 too, as of Python 3.14
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -27,6 +33,16 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
         return parsed, unknown
 
+    def _parse_optional(self, arg_string: str) -> Any:
+        return super()._parse_optional(self._as_declared(arg_string))
+
+    def _as_declared(self, argument: str) -> str:
+        """The argument with its flag as ``add_argument`` has it; what is no flag, or an unknown one, stays."""
+        flag, *value = argument.split("=", 1)
+        if flag.startswith("--"):
+            flag = next((name for name in self._option_string_actions if _dashed(name) == _dashed(flag)), flag)
+        return "=".join([flag, *value])
+
     def error(self, message: str) -> NoReturn:
         """An argument that is missing may be there, misspelt."""
         if "arguments are required" in message:
@@ -37,13 +53,21 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
+            # The value of an unknown flag is taken for that of the first positional one.
+            for argument in takewhile(lambda given: given != value, () if action.option_strings else self._given):
+                if hint := self._hint(argument):
+                    self.error(f"unrecognized arguments: {argument}; {hint}")
             hint = nearest(str(value), map(str, action.choices))
             raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; {hint}")
 
     def _hint(self, argument: str) -> str:
         """The flag that an unknown one may stand for; empty where it is none, or a known one."""
-        flag = argument.split("=", 1)[0]
-        valid = self._option_string_actions
-        if not flag.startswith("--") or flag == "--" or flag in valid:
+        flag = self._as_declared(argument).split("=", 1)[0]
+        known = self._option_string_actions
+        if not flag.startswith("--") or flag == "--" or flag in known:
             return ""
-        return nearest(flag, valid)
+        return nearest(flag, [name for name, action in known.items() if action.help != argparse.SUPPRESS])
+
+
+def _dashed(flag: str) -> str:
+    return flag.replace("_", "-")

@@ -114,8 +114,10 @@ def _check(config: str) -> None:
     print(f"{config}: ok, {counted(len(graph.order), 'node')}")
 
 
+# What only one command needs is imported in its function, so that the other commands stay light.
+
+
 def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
-    # Here, so that the other commands stay light.
     from torchpipe_py.drawing.depict import depict
     from torchpipe_py.drawing.mermaid import mermaid
     from torchpipe_py.drawing.page import page
@@ -138,42 +140,36 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> Non
 
 
 def _parity(args: argparse.Namespace) -> int:
-    # Here, so that the other commands stay light.
     from torchpipe_py.parity.command import run_parity
 
     return run_parity(args)
 
 
 def _export(args: argparse.Namespace) -> int:
-    # Here, so that the other commands stay light.
     from torchpipe_py.export.command import run_export
 
     return run_export(args)
 
 
 def _encrypt(args: argparse.Namespace) -> int:
-    # Here, so that the other commands stay light.
     from torchpipe_py.encryption.command import run_encrypt
 
     return run_encrypt(args)
 
 
 def _quantize(args: argparse.Namespace) -> int:
-    # Here, so that the other commands stay light.
     from torchpipe_py.quantize.command import run_quantize
 
     return run_quantize(args)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    # Here, so that the other commands stay light.
     from torchpipe_py.loadtest.bench import run_bench
 
     return run_bench(args)
 
 
 def _load(arguments: Sequence[str]) -> int:
-    # Here, so that the other commands stay light.
     from torchpipe_py.loadtest.command import main as load
 
     return load(arguments)
