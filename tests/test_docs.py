@@ -110,7 +110,7 @@ class Reader:
         self.folder = folder
         for name in ("configs", "scripts", "idl"):
             (folder / name).symlink_to(ROOT / name)
-        (folder / "resnet50.onnx").touch()  # which the pages name, but a test cannot download
+        (folder / "resnet50.onnx").write_bytes(b"\x08")  # which the pages name, but a test cannot download
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         # One thread for each program's arithmetic: other tests run beside this one.
         self.environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}

@@ -12,6 +12,7 @@ import pytest
 from fakes import in_threads
 
 from torchpipe_py import Registry, UnknownNode, import_code, parse_toml, pipe
+from torchpipe_py.plan.build import plan_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "configs" / "examples"
@@ -46,6 +47,12 @@ def check_equal(boxes: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         corners = [np.array([box["box"] for box in many]) for many in (boxes, expected)]
         assert np.abs(corners[0] - corners[1]).max() < 1e-3
         assert max(abs(box["score"] - other["score"]) for box, other in zip(boxes, expected, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["branch", "demo", "detector", "textline"])
+def test_nothing_about_an_example_is_doubted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    plan_pipeline(f"configs/{name}.toml")
+    assert caplog.messages == []
 
 
 def test_detector_equals_plain_code() -> None:

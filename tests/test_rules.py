@@ -1,4 +1,4 @@
-"""Every rule of the configuration language and of the run-time semantics (design.md §3 and §4), a row for each.
+"""Every rule of the configuration language and of the run-time semantics, a row for each.
 
 ``RULES`` is the map of the language; what no row can hold (identity of dicts, batches, races, closing) follows it.
 """
