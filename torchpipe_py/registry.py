@@ -95,7 +95,8 @@ BUILT_IN_POSTPROCESSORS = {
 class Registry:
     """Names to backends, filters and postprocessors: built-in ones, registered ones, backends of installed packages.
 
-    ``entry_points(group=…)`` gives the latter. Any thread may register; a name never changes its meaning.
+    ``entry_points(group=…)`` gives the latter. Any thread may register. A name never changes its meaning, unless the
+    cell of a notebook that defines it is run again: what is built later has the new one.
     """
 
     def __init__(self, entry_points: Callable[..., Iterable[Any]] = entry_points) -> None:
@@ -122,8 +123,11 @@ class Registry:
         """Make ``cls`` usable as ``backend = "name"`` and ``Python[name]``; usable as a decorator.
 
         ``cls`` is a ``Backend``, or any class with ``init(config)`` and ``forward(list_of_dicts)``, and ``max()`` and
-        ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``.
+        ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``, and so does a ``Backend``
+        whose ``max`` or ``min`` is no method.
         """
+        if isinstance(cls, type):
+            _check_methods(cls)
         return self._register(self._backends, cls, name, {*BUILT_IN_BACKENDS, *ALIASES})
 
     def register_postprocessor(self, cls: type, name: str | None = None) -> type:
@@ -147,13 +151,15 @@ class Registry:
         _as_class(cls, name or repr(cls))
         name = name or cls.__name__
         if not callable(getattr(cls, "forward", None)):
-            raise ConfigError(f"{name}: class {cls.__name__} has no method 'forward'")
+            hint = "; forward_item is ItemBackend's: derive from it" if hasattr(cls, "forward_item") else ""
+            raise ConfigError(f"{name}: class {cls.__name__} has no method 'forward'{hint}")
         self._add(table, cls, name, name in built_in)
         return cls
 
     def _add(self, table: dict[str, Any], value: Any, name: str, is_built_in: bool) -> None:
         with self._lock:
-            if is_built_in or table.get(name, value) is not value:
+            known = table.get(name, value)
+            if is_built_in or (known is not value and not _is_run_again(known, value)):
                 raise ConfigError(f"{name!r} is registered already")
             table[name] = value
 
@@ -287,9 +293,30 @@ def canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
+def _is_run_again(known: Any, value: Any) -> bool:
+    """Whether a definition of a notebook's, or of the script's, is another version of what it was."""
+    name = getattr(value, "__qualname__", "<")
+    places = {(getattr(each, "__module__", ""), getattr(each, "__qualname__", "")) for each in (known, value)}
+    return places == {("__main__", name)} and "<" not in name  # what a function made may be something else each time
+
+
+def _check_methods(cls: type) -> None:
+    """``ConfigError`` where a number stands for a method of ``Backend``; a line for a method that nobody calls."""
+    if issubclass(cls, Backend):
+        for name in ("max", "min"):
+            if not callable(getattr(cls, name)):
+                raise ConfigError(f"{cls.__name__}: {name} of a Backend is a method: def {name}(self): return …")
+    elif hasattr(cls, "setup") and not hasattr(cls, "init"):
+        logger.warning(
+            "%s: nobody calls its setup(), which is a Backend's: derive from Backend, or call it init(self, config)",
+            cls.__name__,
+        )
+
+
 def _as_class(value: Any, name: str) -> type:
     if not isinstance(value, type):
-        raise ConfigError(f"{name}: expected a class, got {type(value).__name__}")
+        hint = "; write @register_…, or register_…(Class, 'name')" if isinstance(value, str) else ""
+        raise ConfigError(f"{name}: expected a class, got {type(value).__name__}{hint}")
     return value
 
 

@@ -439,12 +439,57 @@ def test_registration_as_a_decorator() -> None:
         (type("Empty", (), {}), "class Empty has no method 'forward'"),
         (len, "expected a class"),
         (3, "expected a class"),
+        ("Name", "expected a class, got str; write @register_…, or register_…"),
+        (
+            type("Item", (), {"forward_item": None}),
+            "no method 'forward'; forward_item is ItemBackend's: derive from it",
+        ),
+        (type("Number", (Backend,), {"max": 4}), r"Number: max of a Backend is a method: def max\(self\): return …"),
+        (type("Declared", (Shift,), {"min": Param(to_int, doc="")}), "Declared: min of a Backend is a method"),
     ],
 )
 def test_things_that_cannot_be_registered(thing: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         register_backend(thing, "Unusable")
     assert registry.default.find_backend("Unusable") is None
+
+
+@pytest.mark.usefixtures("register")
+def test_a_cell_of_a_notebook_is_run_again() -> None:
+    """Only what is defined at the top of ``__main__``: what a function makes may be something else each time."""
+    cell = (
+        "class Cell(Backend):\n    def forward(self, items):\n        items[0]['result'] = {0}\nregister_backend(Cell)"
+    )
+    for number in range(2):
+        exec(
+            cell.replace("{0}", str(number)),
+            {"__name__": "__main__", "Backend": Backend, "register_backend": register_backend},
+        )
+        with pipe({"backend": "Cell"}) as p:
+            p(item := {"data": None})
+        assert item["result"] == number
+    other = "def make():\n    class Cell(Backend):\n        pass\n    return Cell"
+    exec(other, names := {"__name__": "__main__", "Backend": Backend})
+    with pytest.raises(ConfigError, match="'Cell' is registered already"):
+        register_backend(names["make"]())
+
+
+@pytest.mark.usefixtures("register")
+def test_a_setup_that_nobody_calls_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for content in ({"init": None}, {}):
+        register_backend(type("Plain", (), {"setup": None, "forward": print, **content}), f"Plain{len(content)}")
+    assert caplog.messages == [
+        "Plain: nobody calls its setup(), which is a Backend's: derive from Backend, or call it init(self, config)"
+    ]
+
+
+def test_an_annotation_of_a_backend_is_no_parameter(register: Register) -> None:
+    class Annotated(Shift):
+        alpha: float = 1
+
+    with pytest.raises(ConfigError) as caught:
+        pipe({"backend": register(Annotated), "by": 1, "alpha": 0.5})
+    assert 'unknown key; a parameter of a Backend is a Param: alpha = Param(float, doc="…")' in str(caught.value)
 
 
 def test_a_pipe_knows_the_names_of_its_registry() -> None:

@@ -241,6 +241,8 @@ class Backend:
     @classmethod
     def undeclared(cls, key: str, value: Any) -> str:
         """What to write in the class for it to take ``key``, where it seems to: the end of a message, or empty."""
+        if any(key in vars(base).get("__annotations__", ()) for base in cls.__mro__):
+            return f'a parameter of a Backend is a Param: {key} = Param({type(value).__name__}, doc="…")'
         return ""
 
     @classmethod
