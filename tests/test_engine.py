@@ -128,6 +128,29 @@ def test_results_are_those_of_a_plain_pipe(register: Register) -> None:
         assert comparable(mine) == comparable(theirs)
 
 
+def test_a_filter_before_shared_nodes_decides_of_the_first_one_alone(register: Register) -> None:
+    class Join(ItemBackend):
+        """``result`` is ``data`` and the node's name."""
+
+        mark = Param(str, doc="the node's name")
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = item["data"] + self.mark
+
+    name = register(Join)
+    config: dict[str, Any] = {
+        "root": {"backend": name, "mark": "r", "next": "fallback"},
+        "fallback": {"backend": name, "mark": "f", "next": "more", "filter": "or", "shared": True},
+        "more": {"backend": name, "mark": "m", "next": "last", "shared": True},
+        "last": {"backend": name, "mark": "l", "next": "end"},
+        "end": {"backend": name, "mark": "e", "map": "more[data:before],last[result:data]"},
+    }
+    with plain_pipe(config) as plain, workers_of(config) as (worker,):
+        plain(expected := {"data": "d"})
+        worker.pipe(found := {"data": "d"})
+    assert found == expected == {"data": "drml", "before": "dr", "result": "drmle"}
+
+
 def test_a_dict_comes_back_as_a_backend_left_it(register: Register) -> None:
     """Keys that were added, changed, deleted; what cannot be sent stays; the root's name is the caller's."""
 

@@ -44,7 +44,8 @@ FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "j
         ({"a": node("b"), "b": node("c", filter="SWAP"), "c": node()}, ["a b c"]),
         ({"a": node("b"), "b": node("c", filter="run"), "c": node(filter="or")}, ["a b c"]),
         # What is decided for more than a node is decided in the worker.
-        ({"a": node("b"), "b": node("c", filter="SerialSkip"), "c": node()}, ["a", "b c"]),
+        ({"a": node("b"), "b": node("c", filter="SerialSkip"), "c": node()}, ["a", "b", "c"]),
+        ({"a": own("b"), "b": node("c", filter="or"), "c": node()}, ["b", "c"]),
         ({"a": node("b"), "b": node("c"), "c": node(filter="break")}, ["a", "b", "c"]),
         ({"a": node("b"), "b": node(map="a[result:data]")}, ["a", "b"]),
         # A request that ends inside of a section must end behind it as well.
@@ -61,6 +62,7 @@ FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "j
         # What is read besides goes back to the worker.
         ({"a": node("b"), "b": node("c"), "c": node("d"), "d": own(map="c[result:data],a[result:x]")}, ["a", "b", "c"]),
         ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="c[result:data],b[result:x]")}, ["a b"]),
+        ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="b[data:x],c[result:data]")}, ["a", "b"]),
         # Two graphs.
         ({"a": node("b"), "b": node(), "c": node("d"), "d": node()}, ["c d", "a b"]),
     ],
@@ -72,7 +74,7 @@ def test_sections(config: dict[str, Any], found: list[str]) -> None:
 def test_the_engine_process_runs_each_section_as_a_graph_of_its_own() -> None:
     config = {
         "a": own("b"),
-        "b": node("c", filter="or"),
+        "b": node("c", filter="run"),
         "c": node("d"),
         "d": own("e"),
         "e": node(map="c[result:data]"),
@@ -87,7 +89,7 @@ def test_the_engine_process_runs_each_section_as_a_graph_of_its_own() -> None:
 def test_a_worker_has_one_node_for_each_section() -> None:
     config = {
         "a": own("b"),
-        "b": node("c", filter="or", instance_num=3, batching_timeout=5),
+        "b": node("c", filter="run", instance_num=3, batching_timeout=5),
         "c": node("d"),
         "d": own("e"),
         "e": own(map="c[result:data],d[result:x]"),
@@ -96,7 +98,7 @@ def test_a_worker_has_one_node_for_each_section() -> None:
     assert worker.graph.order == ("a", "b", "d", "e")
     assert worker.graph.readers == {"a": (), "b": ("e",), "d": ("e",), "e": ()}
     b = worker.plans["b"]
-    assert (b.label, b.spec.next, b.spec.filter) == ("remote Identity -> Identity", ("d",), "or")
+    assert (b.label, b.spec.next, b.spec.filter) == ("remote Identity -> Identity", ("d",), "run")
     assert (b.spec.instance_num, b.spec.batching_timeout) == ((1,), 0.0)
     assert worker.spec.max_inflight == 7
 

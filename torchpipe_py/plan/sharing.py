@@ -10,6 +10,7 @@ from typing import Any
 
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.filters import run
+from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, with_jumps
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, load_config
@@ -17,7 +18,10 @@ from torchpipe_py.plan.graph import Graph, build_graph
 from torchpipe_py.values import Value
 
 _USUAL = "swap"
-_INSIDE = (_USUAL, "or", "run", "continue")
+_RUNS = (_USUAL, "run", "continue")
+"""Filters that never say ``Skip``."""
+
+_INSIDE = (*_RUNS, "or")
 """Filters that decide of their own node alone, or end a request that has no result."""
 
 MOST_INFLIGHT = 2**31  # in an engine process: its slots are the bound
@@ -138,6 +142,8 @@ def _renamed(plan: NodePlan, names: Mapping[str, str]) -> NodePlan:
 def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
     """As many shared nodes from ``head`` on as leave nothing to decide in between."""
     graph, nodes = pipeline.graph, [head]
+    if (pipeline.spec.nodes[head].filter or _USUAL).lower() not in _RUNS:
+        return (head,)  # the worker asks that filter: a ``Skip`` is to skip the head alone, not what is behind it
     while True:
         after = graph.successors[nodes[-1]]
         if len(after) != 1 or graph.readers[nodes[-1]] or len(graph.predecessors[after[0]]) != 1:
@@ -151,7 +157,14 @@ def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
     after, last = graph.successors[nodes[-1]], nodes[-1]
     is_usual = all(_has_filter(pipeline.spec.nodes[name], _USUAL) for name in after)
     ends_there = is_usual if after else _is_only_end(graph, last)
-    return tuple(nodes) if ends_there else (head,)
+    return tuple(nodes) if ends_there and not _is_data_read(pipeline, last) else (head,)
+
+
+def _is_data_read(pipeline: Pipeline, name: str) -> bool:
+    """Whether a map reads the ``data`` of the node, which is not sent back from inside of a chain."""
+    maps = [pipeline.spec.nodes[reader].map for reader in pipeline.graph.readers[name]]
+    sources = [source for each in maps for source in each if source.node == name]
+    return any(key == TASK_DATA_KEY for source in sources for key, _ in source.pairs)
 
 
 def _is_only_end(graph: Graph, end: str) -> bool:
