@@ -82,6 +82,8 @@ class Channel:
         if self._is_closed:
             return
         self._is_closed = True
+        # NOTE: who has the channel is had by it: its descriptors would stay open until the garbage is collected.
+        self._on_message, self._on_end = _ignore, _ignore
         self._loop.watch(self._sock, 0, self._ready)
         self._sock.close()
         for descriptor in [*self._descriptors, *(descriptor for _, descriptor in self._unsent)]:
@@ -160,8 +162,13 @@ class Channel:
 
     def _end(self) -> None:
         if not self._is_closed:
+            on_end = self._on_end
             self.close()
-            self._on_end()
+            on_end()
+
+
+def _ignore(*message: object) -> None:
+    pass
 
 
 def _parse(line: bytes | bytearray) -> Said:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import gc
 import os
 import resource
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +66,19 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield made
     assert psutil.Process().num_fds() <= before, "descriptors are left"
     made.close()
+
+
+def test_its_owner_needs_no_garbage_collection(pair: Pair) -> None:
+    """The descriptors of a worker that has died would wait for it: a supervisor makes hardly any garbage."""
+    gc.disable()
+    try:
+        pair.ours.channel.close()
+        pair.run(lambda: pair.theirs.ends)
+        owner = weakref.ref(pair.theirs)
+        pair.theirs = pair.ours
+        assert owner() is None
+    finally:
+        gc.enable()
 
 
 def file_of(text: str) -> int:
