@@ -27,7 +27,8 @@ LONG = 60_000
 def examples(monkeypatch: pytest.MonkeyPatch, restored: Registry) -> None:
     """The backends of the examples, for this test; relative paths are those of the repository."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.delitem(sys.modules, "backends", raising=False)
+    monkeypatch.setitem(sys.modules, "backends", None)  # NOTE: or the module stays, and its registrations do not
+    monkeypatch.delitem(sys.modules, "backends")
     import_code("configs/examples/backends.py")
     monkeypatch.syspath_prepend(str(EXAMPLES))
 

@@ -124,7 +124,8 @@ SPLIT: dict[str, dict[str, Any]] = {"Jump": {}, "MapReduce": {"split": "data"}, 
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("name", ["decode", "detect", "merge", "digit"])
 def test_each_node_of_the_detector_alone_can_be_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "backends", raising=False)
+    monkeypatch.setitem(sys.modules, "backends", None)  # NOTE: or the module stays, and its registrations do not
+    monkeypatch.delitem(sys.modules, "backends")
     import_code("configs/examples/backends.py")
     tables = parse_toml("configs/detector.toml")
     tables[name]["shared"] = True

@@ -199,7 +199,8 @@ def browser(tmp_path: Path) -> Browser:
 def detector(monkeypatch: pytest.MonkeyPatch, restored: Registry) -> str:
     """The picture of `configs/detector.toml` with room for figures."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.delitem(sys.modules, "backends", raising=False)
+    monkeypatch.setitem(sys.modules, "backends", None)  # NOTE: or the module stays, and its registrations do not
+    monkeypatch.delitem(sys.modules, "backends")
     import_code("configs/examples/backends.py")
     return svg(depict(plan_pipeline("configs/detector.toml"), live=True))
 
