@@ -44,6 +44,10 @@ def test_each_package_of_the_repository_is_in_it() -> None:
     assert found == PACKAGES.keys()
 
 
+def test_type_checkers_read_the_types_of_each_package(wheel: zipfile.ZipFile) -> None:
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
+
+
 def test_its_commands_and_extras(wheel: zipfile.ZipFile) -> None:
     (prefix,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     scripts = configparser.ConfigParser()
