@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "errors files html idl keys malloc",
+    "cores errors files html idl keys malloc",
     "arguments values filters",
     "encryption",
     "http images backends.params backends.signature",

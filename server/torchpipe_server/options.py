@@ -91,6 +91,11 @@ class Options:
         port = self.http_port
         return f"monitoring is on --http-port {port}" if port > 0 else "--http-port opens a port for monitoring"
 
+    @property
+    def engine_processes(self) -> int:
+        """How many run the shared nodes, if there are any: no more than workers."""
+        return min(self.engines * max(1, len(self.device_numbers)), self.workers)
+
     def device_of(self, index: int) -> str:
         """That of the worker, or engine process, of this number; empty where all are visible to each."""
         numbers = self.device_numbers

@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import mmap
-import os
 import random
 import re
 import struct
@@ -29,6 +28,7 @@ from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.cores import usable_cores
 
 SEEDS = Path(__file__).parent / "seeds" / "images"
 BLOCK = 20_000  # mutants of one child
@@ -432,7 +432,7 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes at a time")
     parser.add_argument("--decoder", choices=DECODERS, default="opencv", help="what is behind it, needs its GPU")
     parser.add_argument("--save", default=str(SEEDS), help="folder for findings")
     parser.add_argument("--replay", nargs="+", metavar="FILE", help="judge these files instead, in this process")

@@ -70,7 +70,8 @@ class BackendConfig:
     """What a backend is constructed from: typed parameters, children and where it runs.
 
     ``reaches_caller`` says that a result of its node may go to the caller as it is: there is no next node, or one that
-    may be skipped. ``graphs`` are the pipe's; ``None`` outside a pipe.
+    may be skipped. ``processes`` of a service run the node at the same time, each with ``instance_num`` instances.
+    ``graphs`` are the pipe's; ``None`` outside a pipe.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class BackendConfig:
     device_id: int = 0
     instance: int = 0
     instance_num: int = 1
+    processes: int = 1
     reaches_caller: bool = True
     shared: Shared = field(default_factory=Shared)
     graphs: Graphs | None = None

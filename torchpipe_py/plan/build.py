@@ -35,13 +35,15 @@ logger = logging.getLogger("torchpipe_py")
 class NodePlan:
     """A node that can be started; ``backends`` has an entry for each part of an ``&`` composition.
 
-    A logical node has the backends of the node whose instances it shares, and a filter of its own.
+    A logical node has the backends of the node whose instances it shares, and a filter of its own. Each of so many
+    ``processes`` runs it.
     """
 
     spec: NodeSpec
     backends: tuple[BackendPlan, ...]
     filter: FilterPlan
     reaches_caller: bool = True
+    processes: int = 1
 
     @property
     def label(self) -> str:
@@ -78,11 +80,12 @@ class Pipeline:
 
 
 def plan_pipeline(
-    config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, registry: Registry = default
+    config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, registry: Registry = default, processes: int = 1
 ) -> Pipeline:
     """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, or a plan.
 
-    ``registry`` knows the backends, filters and postprocessors that it names.
+    ``registry`` knows the backends, filters and postprocessors that it names. ``processes`` are going to run it, and
+    share the cores.
 
     Raises ``ConfigError`` for all that is wrong with it, as far as one mistake does not hide another.
     """
@@ -107,7 +110,9 @@ def plan_pipeline(
     plans = {}
     for name, node in spec.nodes.items():
         usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
-        plans[name] = NodePlan(node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner])
+        plans[name] = NodePlan(
+            node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner], processes
+        )
     used = set(NODE_KEYS).union(*(each.used for each in bound.values()))
     known = set().union(*(each.known for each in bound.values()))
     ignored = {key: reason for each in bound.values() for key, reason in each.ignored.items()}

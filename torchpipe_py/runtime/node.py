@@ -140,6 +140,7 @@ def creators(plan: NodePlan, graphs: Graphs) -> list[Callable[[int], Backend]]:
             device_id=plan.spec.device_id,
             instance=instance,
             instance_num=max(counts),
+            processes=plan.processes,
             reaches_caller=plan.reaches_caller,
             graphs=graphs,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from recipes.options import make_parser
 from recipes.place import Place
 from recipes.serving import serving_config
 from recipes.session import run
+from torchpipe_py.cores import usable_cores
 from torchpipe_py.idl import load_idl
 from torchpipe_py.parity.compare import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
@@ -54,7 +54,7 @@ class Difference:
 
 def preprocessing(size: int) -> dict[str, dict[str, Any]]:
     """A pipe on the CPU, and those on the GPU where there is one; all to float32 1×3×``size``×``size`` of 0..255."""
-    pipes = {"CPU": pipe_on_cpu(size, min(8, os.cpu_count() or 1))}
+    pipes = {"CPU": pipe_on_cpu(size, min(8, usable_cores()))}
     if torch.cuda.is_available():
         pipes |= {"GPU": pipe_on_gpu(size, 16), SMOOTHED: pipe_on_gpu(size, 16, decoder="nvimgcodec")}
     return pipes
@@ -120,7 +120,7 @@ def textures(args: argparse.Namespace) -> Path:
     """The generated set in the folder of the experiments, made where it is not there."""
     folder: Path = args.work / "textures"
     try:
-        write_set(folder, args.train, args.val, args.classes, args.seed, jobs=os.cpu_count() or 1)
+        write_set(folder, args.train, args.val, args.classes, args.seed, jobs=usable_cores())
     except ValueError as error:
         raise TrainingError(f"--{error}") from error
     return folder

@@ -43,7 +43,7 @@ def _work(start: Start) -> None:
         from torchpipe_py.engine import EngineServer
 
         set_up_process(start.options)
-        server = EngineServer(make_plan(start.options, start.tables))
+        server = EngineServer(make_plan(start.options, start.tables, start.options.engine_processes))
     except Exception as error:
         say_failed(start.sock, error)
         return

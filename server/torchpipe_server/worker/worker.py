@@ -89,7 +89,7 @@ def _work(start: Start) -> None:
 
         make_served = served_maker(start.options)
         set_up_process(start.options)
-        plan = make_plan(start.options, start.tables)
+        plan = make_plan(start.options, start.tables, start.options.workers)
         if has_engine(start.options, start.tables):
             from torchpipe_py.engine import EngineClient, pipe_of_worker
 
@@ -220,8 +220,11 @@ def set_up_process(options: Options) -> None:
     keep_freed_memory()
 
 
-def make_plan(options: Options, tables: Any) -> Pipeline:
-    """The plan of the configuration; what the options say otherwise is written into ``tables``."""
+def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
+    """The plan of the configuration for one of so many processes that run it.
+
+    What the options say otherwise is written into ``tables``.
+    """
     from torchpipe_py.plan.build import plan_pipeline
 
     if options.max_inflight:
@@ -230,7 +233,7 @@ def make_plan(options: Options, tables: Any) -> Pipeline:
         for table in tables.values():
             table.pop("decode_isolation", None)
         tables["global"]["decode_isolation"] = options.decode_isolation
-    return plan_pipeline(tables)
+    return plan_pipeline(tables, processes=processes)
 
 
 def has_engine(options: Options, tables: Any) -> bool:

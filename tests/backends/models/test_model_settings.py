@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import tomli
 import torch
@@ -270,3 +271,24 @@ def test_an_empty_postprocessor_is_none(config: dict[str, Any]) -> None:
     with pipe({**config, "postprocessor": "", "labels": "", "mean": "", "std": "", "providers": "", "k": 5}) as run:
         run(item)
     assert item["result"].shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "processes", "threads"),
+    [({}, 1, 8), ({"instance_num": 2}, 1, 4), ({"instance_num": 2}, 4, 1), ({}, 16, 1), ({"threads": 3}, 4, 3)],
+)
+def test_the_threads_of_all_processes_are_no_more_than_the_cores(
+    config: dict[str, Any], keys: dict[str, Any], processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchpipe_py.backends.models.onnx.usable_cores", lambda: 8)
+    asked = []
+    session = onnxruntime.InferenceSession
+
+    def load(source: Any, options: Any, providers: Any) -> Any:
+        asked.append(options.intra_op_num_threads)
+        options.intra_op_num_threads = 1
+        return session(source, options, providers=providers)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", load)
+    with pipe(plan_pipeline({**config, **keys}, processes=processes)):
+        assert asked == [threads]

@@ -26,9 +26,27 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_plan_is_made_without_a_change_of_the_process(done: list[str]) -> None:
     options = parse_options(["x.toml", "--max-inflight", "7", "--import", "no_such_module"])
     tables: Any = {"global": {}, "a": {"backend": "Identity"}}
-    assert list(make_plan(options, tables).plans) == ["a"]
+    assert list(make_plan(options, tables, 1).plans) == ["a"]
     assert tables["global"]["max_inflight"] == 7
     assert done == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "shared", "workers", "engines"),
+    [((), False, 1, 1), (("--workers", "4"), False, 4, 1), (("--workers", "4", "--engines", "2"), True, 4, 2)],
+)
+def test_the_cores_are_divided_among_the_processes_that_run_a_node(
+    flags: tuple[str, ...], shared: bool, workers: int, engines: int
+) -> None:
+    options = parse_options(["x.toml", *flags])
+    tables: Any = {"global": {}, "a": {"backend": "Identity", "shared": shared}}
+    assert make_plan(options, tables, options.workers).plans["a"].processes == workers
+    assert options.engine_processes == engines
+
+
+def test_there_are_no_more_engine_processes_than_workers() -> None:
+    assert parse_options(["x.toml", "--workers", "3", "--engines", "2", "--devices", "0,1"]).engine_processes == 3
+    assert parse_options(["x.toml", "--workers", "8", "--engines", "2", "--devices", "0,1"]).engine_processes == 4
 
 
 def test_threads_are_limited_after_the_users_own_code(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.cores import usable_cores
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
 from torchpipe_py.files import ONNX
@@ -53,7 +53,7 @@ class OnnxTensor(ModelBackend):
 
     providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
 
-    threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among the instances")
+    threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among all workers' instances")
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:
@@ -133,8 +133,8 @@ class OnnxTensor(ModelBackend):
 
     def _load(self, onnxruntime: Any) -> Any:
         options = onnxruntime.SessionOptions()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        options.intra_op_num_threads = self.threads or max(1, cores // self.config.instance_num)
+        sharing = self.config.instance_num * self.config.processes
+        options.intra_op_num_threads = self.threads or max(1, usable_cores() // sharing)
         # A spinning pool takes the cores from the nodes that decode.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4 if self.file.has_key else 3  # errors name layers

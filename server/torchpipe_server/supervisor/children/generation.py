@@ -64,8 +64,7 @@ class Generation:
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
             else:
-                most = options.engines * max(1, len(options.device_numbers))
-                count = min(most, options.workers)
+                most, count = options.engines * max(1, len(options.device_numbers)), options.engine_processes
                 if options.engines > 1 and count < most:
                     logger.warning(
                         "--engines %d: %d engine processes instead of %d, one for each worker (--workers)",

@@ -1,0 +1,53 @@
+"""How many cores the threads and processes of this process may keep busy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores of the affinity, or the CPU quota of the process's cgroups, rounded up, where that is less.
+
+    A container on 64 cores with a quota of 2 has 2. ``root`` has ``proc`` and ``sys``. A file that is missing, or holds
+    something else, is no quota.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *_quotas(root)])
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Those of the process's cgroup and of each one above it, of versions 2 and 1, in cores."""
+    # NOTE: a container of version 1 reads a path of the host here, which it does not have: its own cgroup is the root.
+    paths = {"": "/", "cpu": "/"}  # by controller; without one it is version 2
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    mounted = root / "sys/fs/cgroup"
+    for group in _with_parents(paths[""]):
+        yield from _in_cores(_text(mounted / group / "cpu.max"))
+    for group in _with_parents(paths["cpu"]):
+        folder = mounted / "cpu" / group
+        yield from _in_cores(f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}")
+
+
+def _with_parents(path: str) -> list[PurePosixPath]:
+    group = PurePosixPath(path.lstrip("/"))
+    return [group, *group.parents]
+
+
+def _in_cores(text: str) -> list[int]:
+    """Of microseconds of processor time and of the period that they are for; none without a limit: ``max``, or -1."""
+    try:
+        quota, period = map(int, text.split())
+    except ValueError:
+        return []
+    return [-(-quota // period)] if quota > 0 and period > 0 else []
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
