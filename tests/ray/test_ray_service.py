@@ -114,7 +114,7 @@ def test_a_deadline_ends_a_request_whose_backend_runs_on(register: Any) -> None:
     assert (answer.status, json.loads(answer.body)["code"]) == (504, "deadline_exceeded")
 
 
-def test_a_defect_says_nothing_of_folders(register: Any) -> None:
+def test_a_defect_says_nothing_of_folders(register: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def forward(self, items: list[dict[str, Any]]) -> None:
             raise OSError("cannot read '/home/somebody/model.bin'")
@@ -124,6 +124,9 @@ def test_a_defect_says_nothing_of_folders(register: Any) -> None:
     assert answer.status == 500
     assert json.loads(answer.body)["code"] == "backend_error"
     assert "/home" not in answer.body.decode()
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert "raise OSError" in caplog.text, "the log has its traceback"
 
 
 def test_a_handle_gets_the_result_or_what_it_gave(jpeg: bytes) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from typing import Any, NamedTuple
 
-from torchpipe_py.http.errors import ReplyTooLargeError, RouteError, code_of, describe_error
+from torchpipe_py.http.errors import ReplyTooLargeError, RouteError, told
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-logger = logging.getLogger("torchpipe_py")
 
 STATUSES = {
     "not_found": 404,
@@ -43,17 +41,15 @@ class Failure(NamedTuple):
 
 
 def failure(error: BaseException) -> Failure:
-    """What an error that ended a request is answered with."""
-    code = code_of(error)
+    """What an error that ended a request is answered with; a defect is logged."""
+    code, text = told(error)
     if isinstance(error, RouteError):  # in which a path is no folder of this machine
         failed = failure_of(STATUSES[code], code, str(error))
         if error.allowed:
             failed.headers["Allow"] = ", ".join(error.allowed)
         return failed
     status = 500 if isinstance(error, ReplyTooLargeError) else STATUSES.get(code, 400)
-    text = describe_error(error)
     if code == "internal":
-        logger.error("a request failed", exc_info=error)
         text = f"{type(error).__name__}: {text}"
     return failure_of(status, code, text, getattr(error, "retry_after_ms", None))
 

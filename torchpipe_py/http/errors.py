@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError, message_of, nearest
+from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError, log_failure, message_of, nearest
 
 _TEXT_CHARACTERS = 1024
 _FOLDERS = re.compile(
@@ -15,6 +15,7 @@ _FOLDERS = re.compile(
     r"""|(?<![\w.~/-])/(?:[^\s/'":;,<>()\[\]]+/)+"""
 )
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
+_DEFECTS = frozenset({"backend_error", "internal"})
 
 
 class Bound(NamedTuple):
@@ -73,6 +74,21 @@ def reason(data: Mapping[str, Any], key: str) -> BaseException:
         return NoResult(str(error))
     hint = "" if key == "result" else f"; {nearest(key, (name for name in data if isinstance(name, str)))}"
     return NoResult(f"the request has no {key!r}{hint}")
+
+
+def told(error: BaseException) -> tuple[str, str]:
+    """Of an error that ended a request: its code and its text for the client. A defect is logged.
+
+    NOTE: called once for each failure, or the log has it twice.
+    """
+    log_defect(error)
+    return code_of(error), describe_error(error)
+
+
+def log_defect(error: BaseException) -> None:
+    """Log the error with its traceback, and that of its cause, where it is no fault of the request."""
+    if code_of(error) in _DEFECTS:
+        log_failure(f"a request failed: {describe_error(error)}", error)
 
 
 def describe_error(error: BaseException) -> str:

@@ -14,10 +14,12 @@ from torchpipe_server.logs.formats import message_of
 
 BURST = 50  # lines at once from one place in the code
 LINES_PER_SECOND = 2.0  # after that
+TRACEBACK_LINES = 5  # what a line with a traceback counts as
 TELL_SECONDS = 10.0  # after which it is told how many were held back
 MAX_PLACES = 1000
 
 _TOLD_CHARACTERS = 500
+_MOST_CAUSES = 8
 
 
 @dataclass
@@ -38,8 +40,8 @@ class _Place:
 class Repeats:
     """Bounds the lines from each place in the code, but for level DEBUG, which is the operator's own wish.
 
-    It goes by the place, not by the message: a client may have a part in that. For any thread. ``on_hold()`` is called
-    when there begins to be something to tell.
+    It goes by the place, and by the types of the exception and its causes, not by the message: a client may have a part
+    in that. For any thread. ``on_hold()`` is called when there begins to be something to tell.
     """
 
     def __init__(self, on_hold: Callable[[], object], clock: Callable[[], float] = monotonic) -> None:
@@ -54,15 +56,16 @@ class Repeats:
         """Whether the record is to be written; otherwise it is counted."""
         if record.levelno <= logging.DEBUG:
             return True
-        kind = record.exc_info[0] if record.exc_info else None
-        key = (record.name, record.levelno, record.pathname, record.lineno, record.process, kind)
+        kinds = _kinds(record)
+        cost = TRACEBACK_LINES if kinds else 1
+        key = (record.name, record.levelno, record.pathname, record.lineno, record.process, kinds)
         with self._lock:
             now = self._clock()
             place = self._place(key, now)
             place.credit = min(BURST, place.credit + (now - place.at) * LINES_PER_SECOND)
             place.at = now
-            if place.credit >= 1:
-                place.credit -= 1
+            if place.credit >= cost:
+                place.credit -= cost
                 return True
             self._hold(place, record, now)
             return False
@@ -100,6 +103,16 @@ class Repeats:
         if not self.is_holding:
             self.is_holding = True
             self._on_hold()
+
+
+def _kinds(record: logging.LogRecord) -> tuple[type, ...]:
+    """The types of what was raised and of its causes: a backend's exception is the cause of a ``BackendError``."""
+    kinds: list[type] = []
+    error = record.exc_info[1] if record.exc_info else None
+    while error is not None and len(kinds) < _MOST_CAUSES:
+        kinds.append(type(error))
+        error = error.__cause__
+    return tuple(kinds)
 
 
 def _copy(record: logging.LogRecord) -> logging.LogRecord:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
-from torchpipe_py.http.errors import Bound, ReplyTooLargeError, code_of, describe_error
+from torchpipe_py.http.errors import Bound, ReplyTooLargeError, describe_error, told
 from torchpipe_server.wire.codec import Codec
 from torchpipe_server.wire.decoder import BadArgumentsError
 from torchpipe_server.wire.header import ONEWAY
@@ -133,8 +133,9 @@ class ThriftService:
             return self._exception(message, TApplicationException.UNKNOWN_METHOD, str(error), "unknown_method")
         if isinstance(error, BadArgumentsError):
             return self._exception(message, TApplicationException.PROTOCOL_ERROR, str(error), "bad_arguments")
-        text = f"{type(error).__name__}: {describe_error(error)}"
-        return self._exception(message, TApplicationException.INTERNAL_ERROR, text, code_of(error))
+        code, text = told(error)
+        text = f"{type(error).__name__}: {text}"
+        return self._exception(message, TApplicationException.INTERNAL_ERROR, text, code)
 
     def _exception(self, message: Message, kind: int, text: str, outcome: str) -> Reply:
         error = TApplicationException(kind, text)

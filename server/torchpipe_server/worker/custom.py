@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -12,15 +11,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from torchpipe_py import ConfigError, TorchpipeError, import_code, pipe
+from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_py.http import answers
 from torchpipe_py.http.errors import reason
 from torchpipe_server.serving.http import METHODS, Route, json_answer, route
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, trace_fields
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
-
-logger = logging.getLogger("torchpipe_server")
 
 Data = dict[str, Any]
 
@@ -258,8 +255,6 @@ def _fail(result: type, errors: dict[type, str], error: BaseException) -> Any:
     for kind, name in errors.items():
         if isinstance(error, kind):
             return result(**{name: error})
-    if not isinstance(error, (TorchpipeError, CancelledError)):
-        logger.error("a request failed", exc_info=error)
     raise error
 
 

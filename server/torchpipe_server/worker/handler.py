@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
-from torchpipe_py.errors import message_of
-from torchpipe_py.http.errors import ReplyTooLargeError, code_of, describe_error
+from torchpipe_py.http.errors import ReplyTooLargeError, told
 from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound, trace_fields
 from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
 from torchpipe_server.worker.many import Turns
-
-logger = logging.getLogger("torchpipe_server")
 
 
 class InferenceHandler:
@@ -138,10 +134,7 @@ class InferenceHandler:
         return self._idl.InferenceOutcome(result=result, error=failure)
 
     def _to_error(self, error: BaseException) -> Any:
-        code = code_of(error)
-        text = describe_error(error)
-        if code == "internal" or (code == "backend_error" and text != message_of(error)):
-            logger.error("a request failed", exc_info=error)
+        code, text = told(error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
 
 

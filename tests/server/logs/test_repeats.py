@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 
 from torchpipe_server.logs import repeats as module
-from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TELL_SECONDS, Repeats
+from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TELL_SECONDS, TRACEBACK_LINES, Repeats
+
+from torchpipe_py import BackendError
 
 
 class Log:
@@ -21,6 +23,12 @@ class Log:
 
     def admits(self, text: str = "closed: %s", *args: object, line: int = 1, level: int = logging.INFO) -> bool:
         return self.repeats.admits(logging.LogRecord("x", level, "here.py", line, text, args, None))
+
+    def admits_defect(self, cause: Exception) -> bool:
+        error = BackendError("node 'a'")
+        error.__cause__ = cause
+        raised = (type(error), error, None)
+        return self.repeats.admits(logging.LogRecord("x", logging.ERROR, "here.py", 1, "failed", (), raised))
 
     def told(self, at_once: bool = False) -> list[str]:
         return [record.getMessage() for record in self.repeats.told(at_once)]
@@ -52,6 +60,20 @@ def test_a_text_that_a_client_changes_is_the_same_line():
     log = Log()
     assert sum(log.admits(f"client {index}") for index in range(10 * BURST)) == BURST
     assert log.admits("another place", line=2)
+
+
+def test_a_traceback_counts_as_several_lines():
+    log = Log()
+    assert sum(log.admits_defect(KeyError(index)) for index in range(32)) == BURST / TRACEBACK_LINES
+    log.now += TRACEBACK_LINES / LINES_PER_SECOND
+    assert [log.admits_defect(KeyError("x")) for _ in range(2)] == [True, False]
+
+
+def test_a_defect_that_comes_all_the_time_hides_no_other_one():
+    log = Log()
+    while log.admits_defect(KeyError("x")):
+        pass
+    assert log.admits_defect(MemoryError())
 
 
 def test_what_the_operator_asked_for_is_all_written():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from service import IDL, LIGHT, Client, Process, connect, eventually, read_all
+from torchpipe_server.logs.repeats import BURST, TRACEBACK_LINES
 
 FORGED = '\n{"level":"critical","logger":"torchpipe_server","message":"forged"}\n'
 
@@ -29,6 +30,8 @@ class Noisy(Backend):
             os.write(2, b"native\\x1b[2J\\n")
             print("printed\\n\\u2028", file=sys.stderr)
             logging.getLogger("mine").warning("logged")
+            if item["data"] == b"raise":
+                raise KeyError("weights")
             if item["data"] == b"die":
                 os.write(2, b"the last words")
                 os.abort()
@@ -132,3 +135,27 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
     assert len([line for line in doubts if f"torchpipe_py[{worker}]" in line]) == 1, "a worker tells each doubt once"
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in process.stderr.splitlines())
     assert process.stderr.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(("shared", "workers"), [("false", "1"), ("true", "2")])
+def test_a_defect_has_its_traceback_and_a_batch_of_them_is_no_flood(tmp_path: Path, shared: str, workers: str):
+    (tmp_path / "noisy_plugin.py").write_text(PLUGIN)
+    config = tmp_path / "noisy.toml"
+    config.write_text(f'[own]\nbackend = "Noisy"\nshared = {shared}\n')
+    args = "--import", str(tmp_path / "noisy_plugin.py"), "--log-format", "json", "--workers", workers
+    with Process(*args, config=str(config), env={"PYTHONPATH": LIGHT}) as process:
+        with Client(process.wait_started().port) as client:
+            assert all(outcome.error.code == "backend_error" for outcome in client.infer_many([b"raise"] * 32))
+        process.signal()
+        process.wait()
+        lines = [json.loads(line) for line in process.stderr.splitlines()]
+    failed = [line for line in lines if line["message"].startswith("a request failed: ")]
+    assert {line["level"] for line in failed} == {"error"}
+    assert len({line["pid"] for line in failed}) == 1, "not the engine process besides"
+    assert all('raise KeyError("weights")' in line["traceback"] for line in failed[:-1])
+    count = BURST // TRACEBACK_LINES
+    assert len(failed) <= count + 2
+    repeated = sum(
+        int(said[1]) for line in failed if (said := re.search(r"\(repeated (\d+) times?\)", line["message"]))
+    )
+    assert repeated + sum("repeated" not in line["message"] for line in failed) == 32

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_py.http.errors import Bound, RouteError, describe_error
+from torchpipe_py.http.errors import Bound, RouteError, describe_error, log_defect
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_server.serving.http import Route, json_answer, route
 from torchpipe_server.serving.service import Cancellable, Done
@@ -127,9 +127,11 @@ class OipHandler:
             raise
 
     def _answer(self, asked: InferRequest, signature: Signature, outcomes: list[Any]) -> HttpAnswer:
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                raise _of_item(outcome, index, len(outcomes))
+        failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+        for index in failed[1:]:
+            log_defect(outcomes[index])  # the answer tells of the first alone
+        if failed:
+            raise _of_item(outcomes[failed[0]], failed[0], len(outcomes))
         return answer(self._name, asked, outputs_of(outcomes, asked, signature.outputs), self._limits.text, self._reply)
 
 
@@ -148,6 +150,6 @@ def _of_item(error: BaseException, index: int, count: int) -> BaseException:
     if count == 1 or not isinstance(error, TorchpipeError):
         return error
     failure = TorchpipeError(f"item {index} of {count}: {describe_error(error)}")
-    failure.code = error.code
+    failure.code, failure.__cause__ = error.code, error
     failure.retry_after_ms = getattr(error, "retry_after_ms", None)  # type: ignore[attr-defined]
     return failure
