@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchpipe_client.address import Address
@@ -139,7 +140,10 @@ class Pool:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._slots = threading.Semaphore(self._most)
+        # NOTE: of C, no Semaphore: a handler of a signal may come here while its thread is anywhere in ``connection``.
+        self._slots: SimpleQueue[None] = SimpleQueue()
+        for _ in range(self._most):
+            self._slots.put(None)
         for connection in self._idle:
             connection.close()
         self._idle = []
@@ -150,8 +154,11 @@ class Pool:
         if self._pid != os.getpid():
             self._reset()  # after a fork: the connections, and what arrives on them, are the parent's
         slots = self._slots
-        if not slots.acquire(timeout=attempts.left()):
-            raise TimedOut(f"all {self._most} connections were in use for {attempts.timeout:g} s (max_connections)")
+        try:
+            slots.get(timeout=min(attempts.left(), threading.TIMEOUT_MAX))
+        except Empty:
+            problem = f"all {self._most} connections were in use for {attempts.timeout:g} s (max_connections)"
+            raise TimedOut(problem) from None
         try:
             connection = self._take_idle() or Connection(self._address, self._tls, attempts)
             try:
@@ -159,7 +166,7 @@ class Pool:
             finally:
                 self._put_back(connection)
         finally:
-            slots.release()
+            slots.put(None)
 
     def close(self) -> None:
         """Closes idle connections now, the others when their calls have ended."""

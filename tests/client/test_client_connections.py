@@ -13,9 +13,11 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+import torchpipe_client
 from fakes import WAIT, in_threads
 from flaky import (
     CLIENTS,
@@ -270,6 +272,46 @@ def test_a_handler_of_a_signal_may_close_the_client_while_a_connection_changes_h
         assert not client._pool._idle
         with pytest.raises(ClientClosed):
             client.ping()
+
+
+def test_a_handler_of_a_signal_may_call_the_client_anywhere_in_a_call():
+    answers: list[str] = []
+    in_python = str(Path(torchpipe_client.__file__).parent), threading.__file__
+
+    def call_at(place: int) -> None:
+        """Call again at a line of the client or of ``threading`` that a call comes to, as a handler would there."""
+        left = place
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            if event == "line" and frame.f_code.co_filename.startswith(in_python):
+                left -= 1
+                if left < 0:
+                    sys.settrace(None)
+                    answers.append(label(client, str(place)))
+            return trace
+
+        sys.settrace(trace)
+        try:
+            label(client)
+        finally:
+            sys.settrace(None)
+
+    def call_at_each() -> None:
+        while True:
+            place = len(answers)
+            call_at(place)
+            if len(answers) == place:
+                return
+
+    with FlakyServer() as server, Client(server.address) as client:
+        label(client)
+        thread = threading.Thread(target=call_at_each, daemon=True)
+        thread.start()
+        thread.join(WAIT)
+        assert not thread.is_alive(), "it waits for itself"
+    assert answers == [str(place) for place in range(len(answers))]
+    assert len(answers) > 20
 
 
 def test_a_call_is_cancelled_at_every_turn():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,38 @@ def test_a_callback_may_close_the_pipe(start: Start) -> None:
     p.submit({"data": "x"}).add_done_callback(close)
     assert closed.wait(WAIT)
     eventually(lambda: not p.stats()["nodes"]["node"]["alive"])
+
+
+def test_a_handler_of_a_signal_may_call_the_pipe_while_a_call_is_given_up(start: Start, tmp_path: Path) -> None:
+    asked: list[int] = []
+    answered: list[int] = []
+
+    def handle(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line" and frame.f_code is Dispatcher.give_up.__code__:
+            asked.append(frame.f_lineno)
+            p({"data": "x"}, timeout=WAIT)
+            answered.append(frame.f_lineno)
+        return handle
+
+    with start(2) as p:
+        held = Held(p, tmp_path)
+        eventually(lambda: held.pid)
+        sys.settrace(handle)
+        try:
+            assert held.future.cancel()
+        finally:
+            sys.settrace(None)
+        assert asked
+        assert answered == asked
+        held.open()
+
+
+def test_a_pipe_that_is_closed_is_at_nothing(start: Start) -> None:
+    p = start()
+    p({"data": "x"})
+    assert p.close()
+    assert p.stats()["nodes"]["node"]["oldest_batch_s"] == 0.0
+    assert not p._runtime.nodes["node"].instances[0].stand_ins
 
 
 def test_a_deadline_that_passes_in_the_queue(start: Start, tmp_path: Path) -> None:

@@ -74,10 +74,12 @@ class Dispatcher:
 
     def give_up(self, call: Call) -> None:
         """Nobody waits for it any more; if it has not begun it is not run."""
-        with self._lock:
-            call.is_given_up = True
-            if call.worker is not None:
-                call.worker.memory.give_up(call.slot, call.number)
+        # NOTE: without the lock, since the main thread comes here, and a handler of a signal that calls the pipe or closes
+        # it there would wait for who waits for the lock. ``_give`` has the slot before the worker, and looks afterwards.
+        call.is_given_up = True
+        worker = call.worker
+        if worker is not None:
+            worker.memory.give_up(call.slot, call.number)
 
     def close(self) -> None:
         """Fail what has not begun with ``PipeClosed``, as what comes from now on."""
@@ -167,8 +169,8 @@ class Dispatcher:
             if call.is_large:
                 self._large_left -= 1
                 worker.has_large = True
-            call.worker, call.order = worker, next(self._order)
             worker.take_slot(call)
+            call.worker, call.order = worker, next(self._order)
             if call.is_given_up:
                 worker.memory.give_up(call.slot, call.number)
             worker.since = worker.since or perf_counter()

@@ -108,11 +108,16 @@ class HandOverLane(Lane):
         if carrier is not None:
             instance.started = perf_counter()  # code of the user's own may pack what is handed over, and not return
             carrier.join()
+            instance.started = 0.0
 
     def _carry_aside(self) -> None:
         """Hand over what the main thread brings, on a thread that does nothing else: an instance's may be kept."""
-        self.instances[0].stand_ins.add(threading.get_ident())  # a callback may close the pipe here
-        self._carry(Sleeper())
+        thread, threads = threading.get_ident(), self.instances[0].stand_ins  # a callback may close the pipe here
+        threads.add(thread)
+        try:
+            self._carry(Sleeper())
+        finally:
+            threads.discard(thread)  # NOTE: a later thread may have its identity
 
     def _carry(self, sleeper: Sleeper) -> None:
         """Hand over what is queued, until the lane is closed."""
