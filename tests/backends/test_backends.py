@@ -190,6 +190,7 @@ class Undeclared:
         ("max", 2, "no backend of this node takes a batch range; parameters of Undeclared are annotations of the cla"),
         ("instance_nm", 3, "unknown key; did you mean 'instance_num'?"),
         ("workers", 3, "unknown key; --workers is an option of torchpipe-serve"),
+        ("max_batch_size", 8, "unknown key; the largest batch is 'max' here; parameters of Undeclared are annotations"),
         ("Identity::alpha", 3, "unknown key; valid: backend, "),
     ],
 )

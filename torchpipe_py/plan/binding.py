@@ -15,7 +15,7 @@ from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
-from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS, instead_of
+from torchpipe_py.plan.unknown import SERVICE_FLAGS, elsewhere, instead_of
 from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
 from torchpipe_py.values import Value, to_str
 
@@ -308,7 +308,7 @@ class Binder:
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
         """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
-        others = [key for key in unused if key in ELSEWHERE or _is_meant_for_another(key, NODE_KEYS)]
+        others = [key for key in unused if elsewhere(key) or _is_meant_for_another(key, NODE_KEYS)]
         params = ", ".join(repr(key) for key in unused if key not in others)
         if params:
             place = Place(self.node.place.source, self.node.name, "backend")
@@ -325,7 +325,7 @@ class Binder:
             return f"unknown key; {name!r} belongs to the node, not to a backend: write it without {scope}::"
         names = {known for known in self.known if ("::" in known) == ("::" in key)} | set(NODE_KEYS)
         if undeclared and not _is_meant_for_another(name, [known.rpartition("::")[2] for known in names]):
-            return f"unknown key; {undeclared}"
+            return "; ".join(filter(None, ("unknown key", elsewhere(key), undeclared)))
         return f"unknown key; {instead_of(key, names)}"
 
 

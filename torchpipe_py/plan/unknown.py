@@ -49,7 +49,12 @@ ELSEWHERE = {
 
 def instead_of(key: str, valid: Iterable[str]) -> str:
     """A clause for an error message: what may be meant by a key that nothing takes."""
+    return elsewhere(key) or nearest(key, valid)
+
+
+def elsewhere(key: str) -> str:
+    """The same of a key of another server, or of an option of torchpipe-serve; empty for other keys."""
     flag, name = key.replace("_", "-"), key.rpartition("::")[2].replace("-", "_")
     if flag in SERVICE_FLAGS:
         return f"--{flag} is an option of torchpipe-serve"
-    return ELSEWHERE[name] if name in ELSEWHERE else nearest(key, valid)
+    return ELSEWHERE.get(name, "")

@@ -74,8 +74,8 @@ class Dispatcher:
 
     def give_up(self, call: Call) -> None:
         """Nobody waits for it any more; if it has not begun it is not run."""
-        # NOTE: without the lock, since the main thread comes here, and a handler of a signal that calls the pipe or closes
-        # it there would wait for who waits for the lock. ``_give`` has the slot before the worker, and looks afterwards.
+        # NOTE: without the lock. The main thread comes here too, and the handler of a signal that calls the pipe there,
+        # or closes it, would wait for a thread that waits for the lock. ``_give`` looks once the call has its worker.
         call.is_given_up = True
         worker = call.worker
         if worker is not None:
