@@ -244,7 +244,7 @@ def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.L
         plan_pipeline({"backend": unused, "device_id": 1})
         assert caplog.messages == [
             "config: node 'node': key 'device_id': nothing uses it: no backend here works on a CUDA device "
-            "(one of your own says uses_device = True)"
+            "(a Backend of your own says uses_device = True)"
         ]
     caplog.clear()
     for uses in ("DecodeTensor", "S[DecodeMat,Mat2Tensor]", f"Process[{register(OnDevice)}]", "Identity&SyncTensor"):

@@ -164,8 +164,8 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
     if node.owner == node.name:
         binders[-1].check_keys(unused, ignored)
         if node.device_id and "device_id" in node.own and not any(backend.uses_device() for backend in backends):
-            reason = "nothing uses it: no backend here works on a CUDA device (one of your own says uses_device = True)"
-            problems.doubt(f"{node.at('device_id')}: {reason}")
+            reason = "no backend here works on a CUDA device (a Backend of your own says uses_device = True)"
+            problems.doubt(f"{node.at('device_id')}: nothing uses it: {reason}")
     else:
         binders[-1].check_keys([], {})
         mine = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
