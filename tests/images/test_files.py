@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -28,6 +29,21 @@ def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(os.path.relpath(tmp_path / "socket.jpg"))  # an absolute path may be too long for one
         assert find_images(tmp_path) == [tmp_path / "a.jpg", tmp_path / "broken link.jpg"]
+
+
+def test_a_link_to_what_may_not_be_seen_is_left_to_who_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the user were not root, who may see everything."""
+
+    def denied(path: object, **options: object) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    link = tmp_path / "link.jpg"
+    link.symlink_to("seen by root alone.jpg")
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **options: (denied if Path(path) == link else stat)(path, **options))
+    assert find_images(tmp_path) == [link]
 
 
 def test_labels_are_those_of_folders_and_names() -> None:

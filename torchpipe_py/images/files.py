@@ -34,7 +34,8 @@ def label_of(path: PurePath, folder: PurePath) -> str:
 
 def _is_readable(path: Path) -> bool:
     """Whether it is a file, or a link to one that is not there: of a pipe or a device, reading would not end."""
-    return path.is_file() or not path.exists()
+    # NOTE: os.path says no where pathlib raises, of a link to what may not be seen. Whoever reads it is told.
+    return os.path.isfile(path) or not os.path.exists(path)
 
 
 def _unreadable(error: OSError) -> NoReturn:
