@@ -20,7 +20,7 @@ from benchmarks.common import Load, load_of, median_load, python, test_jpeg
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, close_all
 from torchpipe_py.export.toml import to_toml
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
 
 
@@ -107,13 +107,16 @@ def load_alone(backends: list[Backend], image: bytes, batch: int, seconds: float
 
 
 def run_batch(backends: list[Backend], image: bytes, batch: int) -> list[Data]:
-    """So many copies of the image through each backend; all have a result."""
+    """So many copies of the image through each backend; ``RuntimeError`` where one has no result."""
     items: list[Data] = [{TASK_RESULT_KEY: image} for _ in range(batch)]
     for backend in backends:
         for item in items:
             item[TASK_DATA_KEY] = item.pop(TASK_RESULT_KEY)
         for start in range(0, batch, backend.max()):
             backend.forward(items[start : start + backend.max()])
+        for item in items:
+            if TASK_RESULT_KEY not in item:
+                raise RuntimeError(f"no result: {item.get(TASK_ERROR_KEY)}")
     return items
 
 

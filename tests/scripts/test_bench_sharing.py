@@ -6,6 +6,7 @@ import json
 import os
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.bare import nodes_alone
@@ -147,7 +148,13 @@ def test_nodes_run_alone_in_processes_and_in_batches_that_they_take() -> None:
     assert load.p50 > 0
 
 
-def test_nodes_that_cannot_run_alone_are_no_limit() -> None:
-    config = {"decode": {"backend": "DecodeMat", "next": "resize"}, "resize": {"backend": "ResizeMat[Identity]"}}
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"decode": {"backend": "DecodeMat", "next": "resize"}, "resize": {"backend": "ResizeMat[Identity]"}},
+        {"decode": {"backend": "DecodeMat", "max_pixels": 1}},
+    ],
+)
+def test_nodes_that_cannot_run_alone_are_no_limit(config: dict[str, dict[str, Any]]) -> None:
     with pytest.raises(RuntimeError, match=r"benchmarks\.bare .* did not start"):
         nodes_alone(config, 1, 1, 0.01, 1)
