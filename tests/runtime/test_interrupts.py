@@ -317,6 +317,26 @@ def test_a_handler_may_close_the_pipe_anywhere_in_a_call(kind: str) -> None:
     assert all(has_closed)
 
 
+def test_no_thread_of_the_pipe_waits_for_the_lock_of_a_future(restored: Registry) -> None:
+    """The main thread may hold it, in ``result()``, while a handler of a signal calls the pipe; or for good."""
+    may_end = threading.Event()
+
+    class Waits(Batched):
+        """Until it may end."""
+
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            may_end.wait(WAIT)
+            super().forward(items)
+
+    restored.register_backend(Waits, "Waits")
+    with pipe({"backend": "Waits"}) as p:
+        future = p.submit({"data": 1})
+        with future._condition:
+            may_end.set()
+            assert p({"data": 2}, timeout=WAIT / 4)["result"] == 2
+        assert future.result(WAIT)["result"] == 1
+
+
 # -- at random moments --------------------------------------------------------------------------------------------
 
 

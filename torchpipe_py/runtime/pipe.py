@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from torchpipe_py.runtime.spans import Spans
 
+_LOCK_SECONDS = 0.1  # that a future's lock is waited for, which others hold for microseconds
+
 Data = dict[str, Any]
 
 Given = TypeVar("Given", bound="Data | Sequence[Data]")
@@ -107,6 +109,15 @@ class pipe:
         runtime = self._runtime  # not self: a future that is kept must not keep the pipe
 
         def settle(*last: object) -> None:
+            # NOTE: an interrupted main thread may hold the future's lock: as long as the handler of a signal runs,
+            # which may call the pipe, or for good, where that raised. No thread of the pipe waits for it.
+            if future._condition.acquire(timeout=_LOCK_SECONDS):
+                future._condition.release()
+                tell()
+            else:
+                threading.Thread(target=tell, name="torchpipe_py future", daemon=True).start()
+
+        def tell() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             error = next((request.error for request in requests if request.error is not None), None)
