@@ -271,3 +271,10 @@ def test_without_the_dependencies_one_line_says_what_is_missing(good: str) -> No
         done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
         line = f"torchpipe: {library} is not installed (pip install torchpipe_py without --no-deps)\n"
         assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_output_to_a_full_disk_ends_in_a_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-c", "from torchpipe_py.cli import main; raise SystemExit(main())", "backends"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PROGRAM_WAIT)
+    assert (done.returncode, done.stderr) == (1, "torchpipe: No space left on device\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -79,9 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = args.run(args) or 0
         sys.stdout.flush()
         return int(status)
-    except BrokenPipeError:
-        # Whoever reads has had enough, as head does; Python would complain once more as it exits.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        # Whoever reads has had enough, as head does, or the disk is full; Python would complain once more as it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"torchpipe: {error.strerror}", file=sys.stderr)
         return 1
     except TorchpipeError as error:
         for line in str(error).split("\n"):
