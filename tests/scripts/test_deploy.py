@@ -1,8 +1,9 @@
-"""What lies in scripts/deploy: the unit for systemd, nginx that asks for certificates, and HAProxy for several."""
+"""What lies in scripts/deploy: for systemd, for Kubernetes, nginx that asks for certificates, HAProxy for several."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -20,11 +21,14 @@ from fakes import PROGRAM_WAIT, WAIT
 from service import IDL, Process, connect, eventually, serving
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
+from torchpipe_server.options import MONITORING_PATHS, parse_options
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "scripts/deploy/torchpipe.service"
 NGINX = ROOT / "scripts/deploy/nginx.conf"
 HAPROXY = ROOT / "scripts/deploy/haproxy.cfg"
+DOCKERFILE = ROOT / "scripts/deploy/Dockerfile"
+KUBERNETES = ROOT / "scripts/deploy/kubernetes.yaml"
 PING = b"\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01\x00"
 MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
 
@@ -85,6 +89,43 @@ def test_the_service_needs_a_folder_for_temporary_files_and_no_privileges() -> N
             assert process.wait(WAIT) == 0
         finally:
             process.kill()
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+def found(pattern: str, path: Path = KUBERNETES) -> list[Any]:
+    """What a pattern finds in a file, comments left out; at least once."""
+    matches = re.findall(pattern, re.sub(r"(?m)^ *#.*", "", path.read_text()))
+    assert matches, f"{pattern} is no longer in {path}"
+    return matches
+
+
+def test_the_pods_run_the_image_with_flags_that_there_are_and_ports_that_it_opens() -> None:
+    (entry,) = found(r"ENTRYPOINT (\[.*\])", DOCKERFILE)
+    (given,) = found(r" args: \[(.*)\]")
+    program, *flags = json.loads(entry)
+    options = parse_options([*flags, *(word.strip('" ') for word in given.split(","))])
+    assert (program, options.host, options.http_host) == ("torchpipe-serve", "0.0.0.0", "0.0.0.0")
+    ports = {name: int(port) for name, port in found(r"name: (\w+), containerPort: (\d+)")}
+    assert ports == {"requests": options.port, "monitoring": options.http_port}
+    assert found(r"port: (\d+), targetPort: (\w+)") == [(str(options.port), "requests")]
+    assert found(r"prometheus.io/port: \"(\d+)\", prometheus.io/path: (\S+)}") == [(str(options.http_port), "/metrics")]
+    probes = found(r"(\w+)Probe: {httpGet: {path: (\S+), port: (\w+)}")
+    wanted = {"startup": "/ready", "readiness": "/ready", "liveness": "/live"}
+    assert {name: path for name, path, _ in probes} == wanted
+    assert {port for *_, port in probes} == {"monitoring"}
+    assert {*wanted.values(), "/metrics"} <= set(MONITORING_PATHS)
+    (pause,) = found(r"preStop: {exec: {command: \[sleep, \"(\d+)\"\]}}")
+    (grace,) = found(r"terminationGracePeriodSeconds: (\d+)")
+    assert int(grace) >= int(pause) + options.drain_seconds + 10
+
+
+def test_the_pods_have_no_rights_and_write_to_one_folder() -> None:
+    assert found(r"runAsUser: (\d+), runAsGroup: (\d+)") == [tuple(found(r"USER (\d+):(\d+)", DOCKERFILE)[0])]
+    assert found("HOME=(\\S+)", DOCKERFILE) == found(r"name: tmp, mountPath: (\S+)}") == ["/tmp"]
+    for line in ("readOnlyRootFilesystem: true", "allowPrivilegeEscalation: false", r"capabilities: {drop: \[ALL\]}"):
+        found(line)
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------------
