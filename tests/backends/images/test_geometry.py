@@ -126,6 +126,10 @@ def test_memory_in_any_order_and_channels(backend: str, mat: np.ndarray) -> None
         ([0.5, 1.5, 4.5, 5.5], (0, 2, 4, 6)),
         ([-7, -0.6, 99, 1e9], (0, 0, 10, 8)),
         ([9, 7, 10, 8], (9, 7, 10, 8)),
+        (torch.tensor([[2, 1, 5, 4]], dtype=torch.int32), (2, 1, 5, 4)),
+        (np.array([[2, 1, 5, 4]]), (2, 1, 5, 4)),
+        ([[2, 1, 5, 4]], (2, 1, 5, 4)),
+        ([np.array([2, 1, 5, 4])], (2, 1, 5, 4)),
     ],
 )
 def test_crop(box: Any, part: tuple[int, int, int, int]) -> None:
@@ -150,8 +154,9 @@ def test_a_crop_of_a_gray_mat_without_channels() -> None:
     [
         {},
         {"box": None},
-        *({"box": box} for box in ([1, 2, 3], [1, 2, 3, 4, 5], "1234", 7, np.zeros((1, 4)), [1, 2, 3, "4"])),
+        *({"box": box} for box in ([1, 2, 3], [1, 2, 3, 4, 5], "1234", 7, [7], np.zeros((1, 4)), [1, 2, 3, "4"])),
         *({"box": box} for box in ([0, 0, 5, math.nan], [0, 0, math.inf, 5], [[1, 2], [3, 4], [5, 6], [7, 8]])),
+        *({"box": box} for box in ([[[1, 1, 3, 3]]], np.ones((1, 1, 4)), np.ones((2, 4)))),
         *({"box": box} for box in ([5, 1, 5, 4], [5, 1, 2, 4], [2, 4, 5, 1], [10, 0, 12, 8], [1, 1, 1.4, 4])),
     ],
     ids=str,
@@ -264,6 +269,12 @@ def test_each_request_has_its_own_size() -> None:
     assert [item["result"].shape for item in items] == [(size, 2 * size, 3) for size in range(1, 20)]
 
 
+@pytest.mark.parametrize("side", [np.int64(9), np.array(9), np.array([[9]], np.int32), torch.tensor([[9]])], ids=repr)
+def test_a_side_is_a_number_in_any_array(side: Any) -> None:
+    item = run("DynamicResizeMat", {"data": noise(20, 30), "resize_h": side, "resize_w": side})
+    assert item["result"].shape == (9, 9, 3)
+
+
 @pytest.mark.parametrize("key", ["resize_h", "resize_w"])
 @pytest.mark.parametrize(
     ("value", "shown"),
@@ -278,6 +289,8 @@ def test_each_request_has_its_own_size() -> None:
         ([4], "[4]"),
         (np.float32(4), "4.0"),
         (np.int64(0), "0"),
+        (np.bool_(True), "True"),
+        (torch.tensor([4, 4]), "[4, 4]"),
         pytest.param(10**5000, "a int", id="more digits than Python writes"),
     ],
 )
@@ -375,7 +388,11 @@ def test_perspective_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [np.array, np.float32, torch.tensor, tuple, lambda box: [np.array(point) for point in box]]
+    "wrap",
+    [
+        *(np.array, np.float32, torch.tensor, tuple, lambda box: [np.array(point) for point in box]),
+        *(lambda box: torch.tensor([box]), lambda box: [box]),
+    ],
 )
 def test_a_box_of_any_kind(wrap: Any) -> None:
     mat = noise(40, 50)

@@ -557,7 +557,7 @@ def test_a_box_that_leaves_nothing(box: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "box",
-    [[1, 2, 3], [1, 2, 3, 4, 5], "1234", 7, torch.zeros(1, 4), torch.tensor(3.0), [1, 2, 3, "4"], [0, 0, 5, np.nan]],
+    [[1, 2, 3], [1, 2, 3, 4, 5], "1234", 7, torch.zeros(2, 4), torch.tensor(3.0), [1, 2, 3, "4"], [0, 0, 5, np.nan]],
 )
 def test_a_box_that_is_no_box(box: Any) -> None:
     assert re.search(

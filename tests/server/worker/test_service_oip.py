@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,12 @@ def get(server: LocalServer, path: str) -> tuple[int, Any]:
 
 def texts(*data: str, **members: Any) -> dict[str, Any]:
     return {"inputs": [{"name": "data", "datatype": "BYTES", "shape": [len(data)], "data": list(data)}], **members}
+
+
+def images(count: int) -> list[dict[str, Any]]:
+    """The input ``data`` of so many images, as JSON."""
+    data = [{"b64": base64.b64encode(image).decode()} for image in IMAGES[:count]]
+    return [{"name": "data", "datatype": "BYTES", "shape": [count], "data": data}]
 
 
 def ask_binary(port: int, path: str, *elements: bytes, **members: Any) -> tuple[int, Any]:
@@ -207,6 +214,20 @@ def test_several_inputs_and_outputs(sum_and_difference: str):
         status, answer = ask(server.port, {"inputs": [a]}, TEST)
         assert (status, answer["code"]) == (400, "invalid_request")
         assert "b" in answer["error"]
+
+
+def test_a_box_and_a_size_beside_each_image():
+    boxes = {"name": "box", "datatype": "INT32", "shape": [2, 4], "data": [1, 1, 3, 4, 0, 0, 5, 5]}
+    with serving("S[DecodeMat,CropMat]") as server:
+        status, answer = ask(server.port, {"inputs": [*images(2), boxes]}, TEST)
+        assert (status, answer["code"]) == (422, "no_result"), "Mats of several images are no tensor"
+        one = {**boxes, "shape": [1, 4], "data": [1, 1, 3, 4]}
+        status, answer = ask(server.port, {"inputs": [*images(1), one]}, TEST)
+        assert (status, answer["outputs"][0]["shape"]) == (200, [3, 2, 3])
+    with serving("S[DecodeMat,DynamicResizeMat]") as server:
+        sizes = [{"name": key, "datatype": "INT32", "shape": [1, 1], "data": [5]} for key in ("resize_h", "resize_w")]
+        status, answer = ask(server.port, {"inputs": [*images(1), *sizes]}, TEST)
+        assert (status, answer["outputs"][0]["shape"]) == (200, [5, 5, 3])
 
 
 def test_roots(register: Register):

@@ -154,10 +154,17 @@ def _corner_points(item: Data, where: str) -> list[list[float]]:
 
 
 def _box_values(item: Data, wanted: str) -> Any:
-    """The dict's ``box`` without NumPy or PyTorch around it; ``InvalidRequest`` where there is none."""
+    """The dict's ``box`` without NumPy or PyTorch around it; ``InvalidRequest`` where there is none.
+
+    A leading dimension of 1, that of a batch, is left out: the Open Inference Protocol has no inputs without one.
+    """
     if item.get(TASK_BOX_KEY) is None:
         raise InvalidRequest(f"the dict has no {TASK_BOX_KEY!r} = {wanted}")
-    return _plain(item[TASK_BOX_KEY])
+    values = _plain(item[TASK_BOX_KEY])
+    if isinstance(values, (list, tuple)) and len(values) == 1:
+        first = _plain(values[0])
+        return first if isinstance(first, (list, tuple)) else values
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -165,6 +172,11 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "tolist") or math.prod(getattr(value, "shape", ())) > 8:
         return value
     return value.tolist()
+
+
+def _number(value: Any) -> Any:
+    """The number of an array that has one, whatever its dimensions; anything else as it is."""
+    return value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1 else value
 
 
 def _are_numbers(values: Any, count: int) -> bool:
@@ -193,7 +205,7 @@ def wanted_side(item: Data, key: str) -> int:
 
 def wanted_pixels(item: Data, key: str, low: int) -> int:
     """The dict's ``key``, a number of pixels from ``low`` to 2**20; ``InvalidRequest`` where it is none."""
-    value = item[key]
+    value = _number(item[key])
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= MAX_SIDE:
         raise InvalidRequest(
             f"{key} in the dict must be an integer from {low} to {MAX_SIDE} (pixels), got {shown(_plain(value))}"
