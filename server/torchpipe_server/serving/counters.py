@@ -1,4 +1,4 @@
-"""What came of the requests: counted by method and outcome, timed, and logged if that is wanted."""
+"""What came of the requests: counted by method and outcome, those of the pipe timed, and logged if that is wanted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Set as AbstractSet
 from time import time
 from typing import Any
 
@@ -23,12 +24,13 @@ class RequestCounters:
     """``add`` is for any thread and costs next to nothing: what it notes is worked through in ``settle``.
 
     ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written. ``is_logging``: whether
-    somebody wants to know the requests' names.
+    somebody wants to know the requests' names. ``timed`` names the methods whose time is in the histogram: a probe is
+    answered in no time.
     """
 
-    def __init__(self, logged: str) -> None:
+    def __init__(self, logged: str, timed: AbstractSet[str] = frozenset()) -> None:
         self.is_logging = logged != "none"
-        self._logged = logged
+        self._logged, self._timed = logged, timed
         self._noted: deque[tuple[str, str, float, str, float]] = deque()
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()  # by method and outcome
@@ -54,8 +56,9 @@ class RequestCounters:
             for _ in range(len(noted)):
                 method, outcome, seconds, name, at = noted.popleft()
                 self._counts[method, outcome] += 1
-                self._latency[int(seconds * 1e6).bit_length()] += 1
-                self._seconds += seconds
+                if method in self._timed:
+                    self._latency[int(seconds * 1e6).bit_length()] += 1
+                    self._seconds += seconds
                 if self.is_logging:
                     self._log(method, outcome, seconds, name, at)
 

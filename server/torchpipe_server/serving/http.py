@@ -54,6 +54,10 @@ class Routes:
         """What ``change`` makes of each route."""
         return Routes(list(map(change, self._routes)), self._monitoring)
 
+    def methods(self) -> list[tuple[str, Method]]:
+        """Each with what its requests are counted as."""
+        return [(route.name, route.method) for route in self._routes]
+
     def find(self, request: HttpRequest) -> Route:
         """The route; ``request.parameters`` are then what stands for the parts in braces. Raises ``RouteError``."""
         verb = "GET" if request.method == "HEAD" else request.method

@@ -20,6 +20,11 @@ class Served(NamedTuple):
     methods: Mapping[str, Method]
     routes: Routes
 
+    def names_with_pipe(self) -> frozenset[str]:
+        """What calls that run the pipe are counted as."""
+        named = [*self.methods.items(), *self.routes.methods()]
+        return frozenset(name for name, method in named if method.trace_fields is not None)
+
 
 class Request(Protocol):
     """A complete message of any protocol. ``error``: why it has no body, if it was not read to its end."""

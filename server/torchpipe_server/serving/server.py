@@ -75,7 +75,7 @@ class Server:
             ThriftService(served.methods, limits_of(options), options.max_reply_bytes),
             HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
         )
-        self.counters = RequestCounters(options.log_requests)
+        self.counters = RequestCounters(options.log_requests, served.names_with_pipe())
         self._connections: set[Connection] = set()
         self._deadlines: list[tuple[float, int, Connection, int]] = []  # deadline, tie-break, connection, serial
         self._counter = itertools.count()

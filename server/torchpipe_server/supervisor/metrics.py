@@ -68,7 +68,7 @@ def _service(figures: dict[str, Any]) -> Iterator[Metric]:
             answered.add_metric((method, answers.utf8_text(outcome).decode()), count)  # a handler's own code
     yield answered
     latency = requests["latency"]
-    duration = HistogramMetricFamily("torchpipe_request_seconds", "Time of a call in the service, answered or refused")
+    duration = HistogramMetricFamily("torchpipe_request_seconds", "Time of a call that runs the pipe, in a worker")
     duration.add_metric((), *_histogram(latency["counts"], latency["sum_ms"], figures["bounds_ms"]))
     yield duration
     yield _gauge("torchpipe_requests_pending", "Requests in flight in the pipelines", requests["inflight"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
+from http_client import HttpClient
 from service import IDL, Client, LocalServer, Process, connect, eventually, pack_batch, serving
 from thrift.Thrift import TApplicationException
 from torchpipe_server.logs import set_up_logging
@@ -145,13 +146,14 @@ def test_a_name_of_characters_that_json_writes_out_fits_into_a_line(lines):
 
 
 def test_a_summary_counts_and_times():
-    counters = RequestCounters("none")
+    counters = RequestCounters("none", {"infer"})
     assert counters.summary() == {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0.0}}
     for outcome in ("ok", "ok", "overloaded"):
         counters.add("infer", outcome, 0.001, "")
-    counters.add("ping", "ok", 1e6, "")
+    counters.add("infer", "failed", 1e6, "")
+    counters.add("ping", "ok", 1.0, "")
     found = counters.summary()
-    assert found["by_method"] == {"infer": {"ok": 2, "overloaded": 1}, "ping": {"ok": 1}}
+    assert found["by_method"] == {"infer": {"ok": 2, "overloaded": 1, "failed": 1}, "ping": {"ok": 1}}
     assert (found["latency"]["counts"][10], found["latency"]["counts"][-1]) == (3, 1)
     assert found["latency"]["sum_ms"] == pytest.approx(1e9 + 3)
     assert counters.summary() == found
@@ -193,7 +195,36 @@ def batch(client: Client, data: bytes, uuid: str) -> None:
 
 def wait_settled(server: LocalServer, count: int) -> None:
     """Answers are counted, and logged, just after they are written."""
-    eventually(lambda: sum(server.server.counters.summary()["latency"]["counts"]) == count)
+    eventually(lambda: total(server.server.counters.summary()["by_method"]) == count)
+
+
+def total(by_method: dict[str, dict[str, int]]) -> int:
+    return sum(sum(outcomes.values()) for outcomes in by_method.values())
+
+
+def status_of(client: HttpClient, line: bytes, body: bytes = b"") -> int:
+    client.send(b"%s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (line, len(body), body))
+    return client.read().status
+
+
+def test_the_time_is_that_of_calls_that_run_the_pipe(register: Register):
+    paths = (b"GET /v2", b"GET /openapi.json", b"GET /v2/models/stats", b"POST /v2/repository/index", b"GET /none")
+    with serving(register(Mixed)) as server, Client(server.port) as client, HttpClient(server.port) as http:
+        for _ in range(20):
+            client.ping()
+            assert status_of(http, b"GET /v2/health/ready") == 200
+        assert [status_of(http, path) for path in paths] == [200, 200, 200, 200, 404]
+        with pytest.raises(TApplicationException):
+            client.call("no_such_method")
+        wait_settled(server, 46)
+        assert sum(server.server.counters.summary()["latency"]["counts"]) == 0
+        batch(client, b"x", "")
+        batch(client, b"decode", "")
+        assert [status_of(http, b"POST /infer", data) for data in (b"x", b"decode")] == [200, 400]
+        wait_settled(server, 50)
+        found = server.server.counters.summary()["latency"]
+    assert sum(found["counts"]) == 4
+    assert found["sum_ms"] > 0
 
 
 @pytest.mark.parametrize(
