@@ -838,13 +838,19 @@ JUMPS = [
                 f"{before}BackendError: element 1 of 3: 'r': node 'r': Mark: ValueError: bad item y!",
             ),
             Rule(
-                f"§4 {backend}: an empty list gives empty lists; an element without a result fails the request",
+                f"§4 {backend}: an empty list gives empty lists",
                 jump(backend, merge="result,data"),
                 {"result": []},
                 at_a([]),
+            ),
+            Rule(
+                f"§4 {backend}: the error of an element without a result is the request's",
+                jump(backend),
+                {"result": GONE, "error": "element 1 of 3: node 'r': Mark gave no result"},
+                at_a(["x", "-", "-"]),
             ).refuses(
-                Call(at_a(["x", "-"]), BackendError),
-                f"{before}ValueError: element 1 of 2: 'r' gave no 'result': node 'r': Mark gave no result",
+                Call(at_a(["-", "x!"]), BackendError),
+                f"{before}BackendError: element 1 of 2: 'r': node 'r': Mark: ValueError: bad item x!",
             ),
             Rule(
                 f"§4 {backend}: several split keys, in step",
@@ -1287,12 +1293,12 @@ def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backe
 
 def test_a_request_that_fails_leaves_its_siblings_alone() -> None:
     config = {"a": {"backend": "MapReduce", "jump": "r"}, "r": {"backend": "Most", "max": 8}}
-    items = [at_a(["x", "y!"]), at_a(["x", "y"]), at_a(["x-"]), at_a(["z"])]
+    items = [at_a(["x", "y!"]), at_a(["x", "y"]), at_a(["x!"]), at_a(["z"])]
     with pipe(config) as p:
         futures = [p.submit(item) for item in items]
         errors = [str(error_of(future) or "") for future in futures]
         assert p.stats()["inflight"] == 0
-    assert ["element 1 of 2: 'r'" in errors[0], "gave no 'result'" in errors[2]] == [True, True]
+    assert ["element 1 of 2: 'r'" in errors[0], "ValueError: bad item x!" in errors[2]] == [True, True]
     assert [item.get("result") for item in items] == [None, ["x+", "y+"], None, ["z+"]]
 
 

@@ -231,6 +231,21 @@ def describe(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
     return name if message == name else f"{name}: {message}"
 
 
+def prefixed(prefix: str, error: BaseException) -> BaseException:
+    """An exception of the same class and ``code`` that says ``prefix`` before its message; ``error`` is its cause.
+
+    ``error`` itself where its class makes something else of a message.
+    """
+    kind, text = type(error), f"{prefix}{message_of(error)}"
+    try:
+        made: BaseException = kind.__new__(kind, text)  # NOTE: its ``__init__`` may take anything
+        vars(made).update(vars(error))
+        made.__cause__ = error
+        return made if str(made) == text else error
+    except Exception:
+        return error
+
+
 def log_failure(what: str, error: BaseException) -> None:
     """Log an exception that goes no further, with its traceback; raises nothing."""
     try:

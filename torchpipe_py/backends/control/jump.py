@@ -15,10 +15,12 @@ from torchpipe_py.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     InvalidRequest,
+    NoResult,
     PipeClosed,
     TorchpipeError,
     WorkerDied,
     first_line,
+    prefixed,
 )
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_keys, to_str
@@ -99,6 +101,9 @@ class Jump(DeferredBackend):
                 return self._failure(index, len(parts), error)
         try:
             self.merge(item, parts)
+        except _ElementError as failed:
+            item.pop(TASK_RESULT_KEY, None)
+            item[TASK_ERROR_KEY] = failed.error
         except BaseException as error:
             return error
         return None
@@ -109,6 +114,14 @@ class Jump(DeferredBackend):
         failure = kind(f"{which}{self.jump!r}: {first_line(error)}")
         failure.__cause__ = error
         return failure
+
+
+class _ElementError(Exception):
+    """An element ended with ``error``, which is the request's ``error`` then: the element failed, not the node."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _some_keys(value: Value) -> tuple[str, ...]:
@@ -123,7 +136,8 @@ class MapReduce(Jump):
 
     Each run gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of
     ``merge`` holds the list of what the runs gave it. With an empty ``split`` there is one run, on the dict as it is.
-    An element without a result fails the request. An empty list gives empty lists. ``InvalidRequest`` for what is no
+    The ``error`` of the first element without a result is the request's, and says which element it is. A run that gives
+    neither is a defect. An empty list gives empty lists. ``InvalidRequest`` for what is no
     list, and for lists of different lengths.
     """
 
@@ -147,11 +161,19 @@ class MapReduce(Jump):
         return [{**data, **{key: lists[key][index] for key in lists}} for index in range(count)]
 
     def merge(self, data: Data, parts: Sequence[Data]) -> None:
+        first = None
         for index, part in enumerate(parts):
-            for key in self.merge_keys:
-                if key not in part:
-                    why = f": {part[TASK_ERROR_KEY]}" if TASK_ERROR_KEY in part else ""
-                    raise ValueError(f"element {index} of {len(parts)}: {self.jump!r} gave no {key!r}{why}")
+            missing = next((key for key in self.merge_keys if key not in part), None)
+            if missing is None:
+                continue
+            which = f"element {index} of {len(parts)}: "
+            if TASK_ERROR_KEY not in part:
+                raise ValueError(f"{which}{self.jump!r} gave no {missing!r}")
+            error = part[TASK_ERROR_KEY]
+            if first is None:
+                first = prefixed(which, error if isinstance(error, BaseException) else NoResult(str(error)))
+        if first is not None:
+            raise _ElementError(first)
         for key in self.merge_keys:
             data[key] = [part[key] for part in parts]
 
