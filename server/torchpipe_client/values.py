@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
+_MOST_DIMENSIONS = 32
 _FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
 
@@ -34,7 +35,10 @@ def to_bytes(name: str, data: Any) -> bytes:
 
 
 def to_value(name: str, value: Any) -> Any:
-    """Bytes, texts, numbers, arrays of NumPy and lists of them. Raises ``InvalidRequest`` for anything else."""
+    """Bytes, texts, numbers, arrays of NumPy and lists of arrays; a list of numbers, also a nested one, is an array.
+
+    Raises ``InvalidRequest`` for anything else.
+    """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return IDL.Value(bytes=bytes(value))
     if isinstance(value, str):
@@ -48,12 +52,16 @@ def to_value(name: str, value: Any) -> Any:
     if hasattr(value, "__array__"):
         return IDL.Value(tensor=_to_tensor(name, value))
     if isinstance(value, (list, tuple)):
+        if _begins_with_a_number(value):
+            return IDL.Value(tensor=_to_tensor(name, _array_of(name, value)))
         other = next((index for index, item in enumerate(value) if not hasattr(item, "__array__")), None)
         if other is None:
             return IDL.Value(tensors=[_to_tensor(name, item) for item in value])
         kind = type(value[other]).__name__
-        raise InvalidRequest(f"{name}[{other}]: a {kind} has no form on the wire in a list, which holds arrays")
-    kinds = "bytes, texts, numbers, arrays and lists of arrays"
+        raise InvalidRequest(
+            f"{name}[{other}]: a {kind} has no form on the wire in a list, which holds arrays or numbers"
+        )
+    kinds = "bytes, texts, numbers, arrays and lists of arrays or numbers"
     raise InvalidRequest(f"{name}: a {type(value).__name__} has no form on the wire, as {kinds} have")
 
 
@@ -68,6 +76,45 @@ def from_value(name: str, value: Any) -> Any:
     if fields[0] == "tensors":
         return [_to_array(name, tensor) for tensor in held]
     return held
+
+
+def _begins_with_a_number(items: Any) -> bool:
+    """Whether what comes first in a list, or in those nested in it, is a number, one of NumPy's too."""
+    for _ in range(_MOST_DIMENSIONS):
+        if not isinstance(items, (list, tuple)) or not items:
+            break
+        items = items[0]
+    if hasattr(items, "__array__"):
+        import numpy as np
+
+        return isinstance(items, np.generic)
+    return isinstance(items, (int, float))
+
+
+def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
+    """A list of numbers as an array of bool, int64 or float64; of NumPy's numbers, of their type."""
+    _need_numpy(name)
+    import numpy as np
+
+    try:
+        array = np.asarray(items)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"{name}: a list that NumPy makes no array of: {error}") from error
+    if array.dtype.name not in _DTYPES:
+        raise InvalidRequest(f"{name}: a list of numbers, in which not all are numbers of at most 64 bits")
+    if array.dtype.kind == "f":  # NOTE: of integers that int64 has not NumPy makes float64.
+        leaves = np.asarray(items, object).ravel()
+        if not any(isinstance(leaf, (float, np.floating)) for leaf in leaves):
+            raise InvalidRequest(f"{name}: an integer of more than 64 bits")
+    return array
+
+
+def _need_numpy(name: str) -> None:
+    """``ImportError`` where there is none, for the array ``name``."""
+    try:
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{name} is an array, for which numpy is needed (pip install numpy)") from error
 
 
 def _to_tensor(name: str, value: Any) -> Any:
@@ -85,10 +132,8 @@ def _to_tensor(name: str, value: Any) -> Any:
 
 def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     """An array of its own, which may be written to."""
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ImportError(f"{name} is an array, for which numpy is needed (pip install numpy)") from error
+    _need_numpy(name)
+    import numpy as np
 
     shape = tuple(tensor.shape)
     if tensor.dtype not in _DTYPES or min(shape, default=0) < 0:

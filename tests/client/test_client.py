@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -108,8 +109,41 @@ def test_values_come_back_as_they_went(make, echo):
 
 
 @pytest.mark.parametrize(
+    ("sent", "dtype"),
+    [
+        ([1, 1, 3, 3], "int64"),
+        ((0.5, 1), "float64"),
+        ([[1, 2], [3, 4]], "int64"),
+        ([True, False], "bool"),
+        ([-(2**63), 2**63 - 1], "int64"),
+        (list(np.array([1.5, 2], np.float32)), "float32"),
+        ([np.int64(1), 2], "int64"),
+    ],
+    ids=str,
+)
+def test_a_list_of_numbers_is_an_array(make, echo, sent, dtype):
+    with make(echo) as client:
+        result = client.infer({"data": sent})["result"]
+    assert result.dtype == dtype
+    assert result.tolist() == np.array(sent).tolist()
+
+
+def test_a_box_beside_an_image(make):
+    image = cv2.imencode(".png", np.zeros((5, 6, 3), np.uint8))[1].tobytes()
+    with serving("S[DecodeMat,CropMat]") as server, make(f"127.0.0.1:{server.port}") as client:
+        for box in ([1, 1, 3, 4], (1.0, 1, 3, 4), np.array([1, 1, 3, 4]), list(np.array([1, 1, 3, 4]))):
+            assert client.infer({"data": image, "box": box})["result"].shape == (3, 2, 3)
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
+        (["a", "b"], r"^inputs\['data'\]\[0\]: a str has no form on the wire in a list, which holds arrays or numbers"),
+        ([1, "a"], r"^inputs\['data'\]: a list of numbers, in which not all are numbers of at most 64 bits"),
+        ([1, None], r"^inputs\['data'\]: a list of numbers, in which not all are numbers of at most 64 bits"),
+        ([2**64], r"^inputs\['data'\]: a list of numbers, in which not all are numbers of at most 64 bits"),
+        ([-1, 2**63], r"^inputs\['data'\]: an integer of more than 64 bits"),
+        ([[1], [1, 2]], r"^inputs\['data'\]: a list that NumPy makes no array of: "),
         (None, r"^inputs\['data'\]: a NoneType has no form on the wire"),
         ([np.zeros(1), b"a"], r"^inputs\['data'\]\[1\]: a bytes has no form on the wire in a list, which holds arr"),
         (torch.zeros(1, dtype=torch.bfloat16), r"^inputs\['data'\]: a Tensor that NumPy makes no array of: "),
