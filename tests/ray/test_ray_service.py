@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torchpipe_py.ray.service import Answer, Service, UnhealthyError
 
 TEXT = {"backend": "Identity"}
 ARGUMENTS = Arguments("demo.toml", drain_seconds=30.0, max_message_bytes=64, max_text_bytes=64)
+WIDE = dataclasses.replace(ARGUMENTS, max_message_bytes=1000, max_text_bytes=1000)
 
 
 async def pieces(body: bytes) -> AsyncIterator[bytes]:
@@ -53,6 +55,12 @@ def test_bytes_in_json_out(jpeg: bytes) -> None:
 def test_json_in_and_other_keys_out() -> None:
     answer = asked(b'{"inputs": {"data": 1, "x": "y"}, "outputs": ["x"]}', fields={"content_type": "application/json"})
     assert (answer.status, answer.body) == (200, b'{"x": "y"}\n')
+
+
+def test_a_list_in_json() -> None:
+    body = b'{"inputs": {"data": "a", "x": [[1, 2.5], "b"]}, "outputs": ["x"]}'
+    answer = asked(body, fields={"content_type": "application/json"}, arguments=WIDE)
+    assert (answer.status, answer.body) == (200, b'{"x": [[1, 2.5], "b"]}\n')
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 from torchpipe_py.errors import DecodeError, InvalidRequest
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
-from torchpipe_py.http.json_values import NUMBER_BYTES, from_json, json_line, label_line, parse_json, to_json
+from torchpipe_py.http.json_values import NUMBER_BYTES, inputs_from, json_line, label_line, parse_json, to_json
 from torchpipe_py.http.values import check_name, check_names, is_label_and_score, output_of, size_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
@@ -102,8 +102,7 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
         if key not in ("inputs", *_OPTIONS):
             raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
-    check_names("inputs", value["inputs"])
-    return {key: from_json(key, given) for key, given in value["inputs"].items()}
+    return inputs_from(value["inputs"])
 
 
 def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None, hint: str) -> Asked:

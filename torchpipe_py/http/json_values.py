@@ -16,7 +16,7 @@ import numpy as np
 from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest, shown
 from torchpipe_py.http.answers import utf8_json
 from torchpipe_py.http.errors import Bound, RequestTooLargeError
-from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, is_label_and_score, plain
+from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, check_names, is_label_and_score, plain
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,8 @@ _SHOWN = {
 }  # fmt: skip
 MOST_CONTAINERS = 2**16
 """Lists and objects of one body: what is made of them costs more than their bytes."""
+MOST_ELEMENTS = 2**12
+"""In the plain lists of one request, all together. Each takes up to 100 bytes, for as long as the request lives."""
 
 
 def parse_json(body: bytes, most: Bound) -> Any:
@@ -49,22 +51,80 @@ def parse_json(body: bytes, most: Bound) -> Any:
         raise InvalidRequest(f"JSON: {error}") from None
 
 
+def inputs_from(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's dict: of each key what ``from_json`` makes of its value, a list of such bytes and arrays, or a plain
+    list as it is: of texts, numbers, truths and such lists. ``InvalidRequest`` for anything else, and for too much."""
+    check_names("inputs", given)
+    inputs: dict[str, Any] = {}
+    elements = 0
+    for key, value in given.items():
+        if not isinstance(value, list):
+            inputs[key] = from_json(key, value)
+        elif value and all(isinstance(item, dict) for item in value):
+            if len(value) > MOST_TENSORS:
+                raise InvalidRequest(f"{key[:40]!r}: a list of {len(value)}; the limit is {MOST_TENSORS}")
+            inputs[key] = [from_json(key, item) for item in value]
+        else:
+            elements = _elements(key, value, elements)
+            inputs[key] = value
+    return inputs
+
+
+def _elements(key: str, value: list[Any], elements: int) -> int:
+    """``elements`` and those of a plain list; ``InvalidRequest`` for too many, or a list that is too deep or none."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MOST_DIMENSIONS:
+            raise InvalidRequest(f"{key[:40]!r}: a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
+        below: list[list[Any]] = []
+        for items in level:
+            elements += len(items)
+            if elements > MOST_ELEMENTS:
+                array = '{"dtype": "float32", "shape": […], "data": […]}'
+                raise InvalidRequest(
+                    f"{key[:40]!r}: lists of more than {MOST_ELEMENTS} elements; numbers may come as {array}"
+                )
+            for item in items:
+                if isinstance(item, list):
+                    below.append(item)
+                elif isinstance(item, (int, float)):
+                    _check_finite(key, item)
+                elif not isinstance(item, str):
+                    what = _SHOWN.get(type(item), "objects")
+                    raise InvalidRequest(
+                        f"{key[:40]!r}: a list with {what}; a list holds texts, numbers, true, false and such lists, or"
+                        " else only bytes and arrays"
+                    )
+        level = below
+    return elements
+
+
+def _check_finite(key: str, value: float) -> None:
+    """NOTE: Python reads ``NaN``, ``Infinity`` and ``1e400`` as JSON."""
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:  # an integer
+        is_finite = False
+    if not is_finite:
+        raise InvalidRequest(f"{key[:40]!r}: a number that is none, or beyond those of float64")
+
+
 def from_json(key: str, value: Any) -> Any:
-    """A text, a number, ``{"b64": …}`` for bytes, ``{"dtype": …, "shape": …, "data": […]}`` for an array, or a list of
-    those."""
+    """A text, a number, ``{"b64": …}`` for bytes or ``{"dtype": …, "shape": …, "data": […]}`` for an array."""
     if isinstance(value, dict):
         if set(value) == {"b64"}:
             return _from_base64(key, value["b64"])
         if "dtype" in value:
             return tensor_from(key, value["dtype"], value.get("shape"), value.get("data"))
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        if len(value) > MOST_TENSORS:
-            raise InvalidRequest(f"{key[:40]!r}: a list of {len(value)}; the limit is {MOST_TENSORS}")
-        return [from_json(key, item) for item in value]
-    elif isinstance(value, (str, int, float)):
+    elif isinstance(value, str):
+        return value
+    elif isinstance(value, (int, float)):
+        _check_finite(key, value)
         return value
     raise InvalidRequest(
-        f'{key[:40]!r}: expected a text, a number, {{"b64": "…"}} or {{"dtype": "uint8", "shape": […], "data": […]}}'
+        f'{key[:40]!r}: expected a text, a number, {{"b64": "…"}}, {{"dtype": "uint8", "shape": […], "data": […]}}, or'
+        " a list"
     )
 
 

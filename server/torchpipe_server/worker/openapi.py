@@ -21,7 +21,8 @@ _ARRAY = {
 }
 _BYTES = {"type": "object", "required": ["b64"], "properties": {"b64": {"type": "string", "format": "byte"}}}
 _LIST = {"type": "array", "minItems": 1, "items": {"anyOf": [_BYTES, _ARRAY]}}
-_VALUE = {"anyOf": [_TEXT, _NUMBER, {"type": "boolean"}, _BYTES, _ARRAY, _LIST]}
+_PLAIN_LIST = {"type": "array", "items": {}, "description": "texts, numbers, true and false, and such lists, as a box"}
+_VALUE = {"anyOf": [_TEXT, _NUMBER, {"type": "boolean"}, _BYTES, _ARRAY, _LIST, _PLAIN_LIST]}
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _ERROR = {
     "type": "object",

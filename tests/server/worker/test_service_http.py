@@ -206,6 +206,27 @@ def test_values(values: LocalServer, value: Any, kind: str, back: Any):
         assert answer["result"] == back
 
 
+@pytest.mark.parametrize(
+    "value", [[], [1, 1, 3, 3], [1, 2.5, True, "größe"], [[[1]], [], [["a"], 2]], ["a"], [0] * 4096, True, -(2**70)]
+)
+def test_plain_lists(values: LocalServer, value: Any):
+    status, answer = ask_json(values.port, {"inputs": {"data": "text", "x": value}, "outputs": ["x"]})
+    assert (status, answer) == (200, {"x": value})
+
+
+@pytest.mark.parametrize(
+    "key", ["node_name", "result", "error", "context", "color", "box", "resize_h", "score", "inverse_trans", ""]
+)
+def test_a_list_under_any_key_is_no_defect(key: str):
+    config = {"backend": "S[DecodeMat,DynamicResizeMat,CropMat,cvtColorMat]", "color": "rgb"}
+    image = {"b64": base64.b64encode(IMAGE).decode()}
+    with serving(config) as server:
+        for value in ([], [1], [[1, 2], [3]], ["a"], [True] * 4, json.loads("[" * 32 + "]" * 32)):
+            inputs = {"data": image, "box": [0, 0, 4, 4], "resize_h": 8, "resize_w": 8, key: value}
+            status, answer = ask_json(server.port, {"inputs": inputs})
+            assert status in (200, 400, 404, 422), answer
+
+
 def test_texts_are_utf_8_and_half_a_character_is_escaped(values: LocalServer):
     for text, written in (("größe …", "größe …"), ("猫\ud83d\\", r"猫\ud83d\\"), ("\udc80\ud800", r"\udc80\ud800")):
         with conversing(values.port) as connection:
@@ -268,6 +289,19 @@ WRONG_JSON = {
     ),
     "a huge number": (b'{"inputs": {"data": ' + b"9" * 10_000 + b"}}", "JSON: "),
     "dimensions": (json.dumps({"inputs": {"data": {**ARRAY, "shape": [1] * 33}}}).encode(), "33 dimensions"),
+    "a list with null": (b'{"inputs": {"data": [1, null]}}', "'data': a list with null; a list holds texts"),
+    "a list with bytes": (b'{"inputs": {"data": [{"b64": ""}, 1]}}', "'data': a list with objects; a list holds"),
+    "bytes in lists": (b'{"inputs": {"data": [[{"b64": ""}]]}}', "'data': a list with objects; a list holds"),
+    "a deep list": (b'{"inputs": {"data": ' + b"[" * 33 + b"]" * 33 + b"}}", "33 or more dimensions; the limit is 32"),
+    "a long list": (b'{"inputs": {"data": [0' + b",0" * 4096 + b"]}}", "lists of more than 4096 elements; numbers may"),
+    "long lists": (
+        json.dumps({"inputs": {key: [[]] * 2000 for key in "abc"}}).encode(),
+        "'c': lists of more than 4096 elements",
+    ),
+    "no number": (b'{"inputs": {"data": NaN}}', "'data': a number that is none"),
+    "no number in a list": (b'{"inputs": {"data": [1, [-Infinity]]}}', "'data': a number that is none"),
+    "a number beyond float64": (b'{"inputs": {"data": [1e400]}}', "or beyond those of float64"),
+    "an integer beyond float64": (b'{"inputs": {"data": 1' + b"0" * 400 + b"}}", "or beyond those of float64"),
     "outputs": (b'{"inputs": {"data": "text"}, "outputs": [3]}', "outputs are names"),
     "node_name": (b'{"inputs": {"data": "text"}, "node_name": 3}', "node_name is not a text"),
     "deadline": (b'{"inputs": {"data": "text"}, "deadline_ms": -1}', "a deadline of '-1'"),
