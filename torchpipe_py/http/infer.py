@@ -13,6 +13,7 @@ from torchpipe_py.http.json_values import NUMBER_BYTES, inputs_from, json_line, 
 from torchpipe_py.http.values import check_name, check_names, is_label_and_score, output_of, size_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
+_FIELDS = "other values go in a form or in JSON"
 _OPTIONS = ("node_name", "deadline_ms", "outputs")
 
 
@@ -44,7 +45,7 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
         # Here, so that whoever takes no forms needs no library for them.
         from torchpipe_py.http.forms import read_form
 
-        data = read_form(content_type, body, options)
+        data = read_form(content_type, body, _OPTIONS, options)
     else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
         data = {"data": body}
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
@@ -108,7 +109,8 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
 def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None, hint: str) -> Asked:
     for name in options:
         if name not in _OPTIONS:
-            raise InvalidRequest(f"unknown parameter {name[:40]!r}; the parameters are {', '.join(_OPTIONS)}")
+            known = ", ".join(_OPTIONS)
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; the parameters are {known}; {_FIELDS}")
     outputs = options.get("outputs") or "result"
     keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):

@@ -23,6 +23,10 @@ _BYTES = {"type": "object", "required": ["b64"], "properties": {"b64": {"type": 
 _LIST = {"type": "array", "minItems": 1, "items": {"anyOf": [_BYTES, _ARRAY]}}
 _PLAIN_LIST = {"type": "array", "items": {}, "description": "texts, numbers, true and false, and such lists, as a box"}
 _VALUE = {"anyOf": [_TEXT, _NUMBER, {"type": "boolean"}, _BYTES, _ARRAY, _LIST, _PLAIN_LIST]}
+_FIELD = {
+    "type": "string",
+    "description": "a key of the dict: a number, a truth or a list, as JSON has it; else a text",
+}
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _ERROR = {
     "type": "object",
@@ -79,6 +83,7 @@ def openapi() -> dict[str, Any]:
             "node_name": _TEXT,
             "deadline_ms": _MILLISECONDS,
         },
+        "additionalProperties": _FIELD,
     }
     body = {
         "required": True,

@@ -58,6 +58,7 @@ def curl(*arguments: str) -> bytes:
         ["--data-binary", f"@{RING}"],
         ["-F", f"data=@{RING}"],
         ["-F", f"data=@{RING}", "-F", "outputs=result"],
+        ["-F", f"data=@{RING}", "-F", "conf=0.3", "-F", "box=[1, 1, 3, 3]"],
         ["-T", str(RING), "-X", "POST"],
         ["-H", "Transfer-Encoding: chunked", "--data-binary", f"@{RING}"],
         ["-H", "Expect: 100-continue", "--data-binary", f"@{RING}"],

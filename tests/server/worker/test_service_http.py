@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from conftest import Register
@@ -137,12 +139,60 @@ def test_a_form(values: LocalServer):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.3", 0.3),
+        ("-2e1\r\n", -20.0),
+        ("7", 7),
+        ("true", True),
+        ("[1, 1, 3, 3]", [1, 1, 3, 3]),
+        (' [[1, 2.5], ["a", false], []]\n', [[1, 2.5], ["a", False], []]),
+        ("[]", []),
+        *((text, text) for text in ("", "a cat", "007", ".5", "+1", "1_0", "NaN", "-Infinity", "null", "True", '"1"')),
+        *((text, text) for text in ("1,1,3,3", "[1, 1", "[a]", "[", "]", '{"a": 1}', " größe ", "٣", "０")),
+    ],
+)
+def test_a_field_of_a_form_is_a_key(values: LocalServer, text: str, value: Any):
+    body, kind = form(("y", None, text.encode()), ("outputs", None, b"y,kind"), ("file", "a.jpg", b"x"))
+    assert ask(values.port, body, Content_Type=kind) == (200, {"y": value, "kind": "bytes"})
+
+
+def test_a_box_in_a_form_and_in_json():
+    image = cv2.imencode(".png", np.arange(5 * 6 * 3, dtype=np.uint8).reshape(5, 6, 3))[1].tobytes()
+    with serving("S[DecodeMat,CropMat]") as server:
+        body, kind = form(("data", "a.png", image), ("box", None, b"[1, 1, 3, 4]"))
+        cropped = ask(server.port, body, Content_Type=kind)
+        assert (cropped[0], cropped[1]["result"]["shape"]) == (200, [3, 2, 3])
+        inputs: dict[str, Any] = {"data": {"b64": base64.b64encode(image).decode()}, "box": [1, 1, 3, 4]}
+        assert ask_json(server.port, {"inputs": inputs}) == cropped
+        inputs["box"] = {"dtype": "int32", "shape": [1, 4], "data": [1, 1, 3, 4]}
+        assert ask_json(server.port, {"inputs": inputs}) == cropped
+        inputs["box"] = "[1, 1, 3, 4]"
+        status, answer = ask_json(server.port, {"inputs": inputs})
+        assert (status, answer["code"]) == (400, "invalid_request"), "in JSON a text is a text"
+
+
+@pytest.mark.parametrize(
     ("parts", "said"),
     [
         ((), "form"),
         ((("a", None, b"x"),), "form: 0 files"),
         ((("a", "1", b"x"), ("b", "2", b"x")), "form: 2 files"),
-        ((("a", "1", b"x"), ("b", None, b"x")), "unknown parameter 'b'"),
+        ((("a", "1", b"x"), ("data", None, b"x")), "a field 'data'; 'data' is the file"),
+        ((("a", "1", b"x"), ("", None, b"x")), "a field ''; 'data' is the file"),
+        ((("a", "1", b"x"), ("conf", None, b"1"), ("conf", None, b"2")), "'conf' is there twice; a list is one field"),
+        ((("a", "1", b"x"), ("outputs", None, b"kind"), ("outputs", None, b"result")), "'outputs' is there twice"),
+        ((("a", "1", b"x"), ("b" * 1025, None, b"x")), "inputs: a name of 1025 characters; the limit is 1024"),
+        ((("a", "1", b"x"), ("box", None, b"x" * 5000)), "'box' has more than 4096 bytes"),
+        ((("a", "1", b"x"), ("box", None, b"[" * 2000 + b"]" * 2000)), "'box' is nested too deeply"),
+        ((("a", "1", b"x"), ("box", None, b"[" * 33 + b"]" * 33)), "'box': a list of 33 or more dimensions"),
+        ((("a", "1", b"x"), ("box", None, b'[{"x": 1}, 2]')), "'box': a list with objects; a list holds texts"),
+        ((("a", "1", b"x"), ("box", None, b"[null]")), "'box': a list with null"),
+        ((("a", "1", b"x"), ("conf", None, b"1e400")), "'conf': a number that is none, or beyond those of float64"),
+        ((("a", "1", b"x"), ("conf", None, b"9" * 4000)), "'conf': a number that is none"),
+        ((("a", "1", b"x"), ("conf", None, b"[NaN]")), "'conf': a number that is none"),
+        ((("a", "1", b"x"), *((key, None, b"[0" + b",0" * 2000 + b"]") for key in "xyz")), "more than 4096 elements"),
+        ((("a", "1", b"x"), ("deadline_ms", None, b"soon")), "a deadline of 'soon'"),
         ((("a", "1", b"x"), ("outputs", None, b"x" * 5000)), "'outputs' has more than 4096 bytes"),
         ((("a", "1", b"x"), ("outputs", None, b"\xff")), "not UTF-8"),
         ((("a", "1", b"x"),) * 40, "form"),
@@ -421,6 +471,13 @@ def test_the_document_names_every_status_and_path(demo: LocalServer):
     assert {"200", "400", "404", "405", "408", "413", "414", "415", "422", "429", "431", "500", "503", "504"} == set(
         document["paths"]["/infer"]["post"]["responses"]
     )
+
+
+def test_the_document_has_fields_and_lists_beside_the_image(demo: LocalServer):
+    content = ask(demo.port, b"", "/openapi.json", "GET")[1]["paths"]["/infer"]["post"]["requestBody"]["content"]
+    assert content["multipart/form-data"]["schema"]["additionalProperties"]["type"] == "string"
+    kinds = content["application/json"]["schema"]["properties"]["inputs"]["additionalProperties"]["anyOf"]
+    assert {"type": "array", "items": {}} in [{key: kind.get(key) for key in ("type", "items")} for kind in kinds]
 
 
 def test_the_document_is_one_of_openapi(demo: LocalServer):
