@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, ConfigError, pipe
 from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, BatchCheck
+from torchpipe_py.backends.models.outputs import Rows
 from torchpipe_py.backends.signature import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -51,7 +52,7 @@ def test_a_declared_output_that_does_not_follow_the_batch(tmp_path: Path, target
 def test_an_output_without_a_batch_is_found_by_the_trial(tmp_path: Path) -> None:
     model = onnx_model(tmp_path, node("ReduceSum", "x", keepdims=0), [])
     with pytest.raises(ConfigError, match="output 'y' is a scalar for one item, so it does not follow the batch"):
-        pipe({"backend": "OnnxTensor", "model": model})
+        pipe({"backend": "OnnxTensor", "model": model, "max": 4})
 
 
 def test_a_batch_that_fails_though_its_items_do_not(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_random_outputs_are_told_apart(tmp_path: Path, caplog: pytest.LogCapture
 
 def check(run: Run, tolerance: float = EXACT, dtype: str = "float32", least: int = 1, most: int = 5) -> None:
     spec = TensorSpec("x", (None, 3, 4, 4), dtype)
-    BatchCheck("m.onnx", tolerance, False).require(run, [spec], ["y"], least, most)
+    BatchCheck("m.onnx", Rows(), tolerance, False).require(run, [spec], ["y"], least, most)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "uint8", "int64", "bool", "bfloat16"])
@@ -232,7 +233,7 @@ def test_a_row_of_another_shape_in_a_batch() -> None:
 
 def test_one_trial_for_all_instances_and_its_verdict_stays() -> None:
     runs: list[int] = []
-    mixing = BatchCheck("m.onnx", EXACT, True)
+    mixing = BatchCheck("m.onnx", Rows(), EXACT, True)
 
     def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
         runs.append(len(inputs[0]))
@@ -262,12 +263,12 @@ def test_inputs_that_cannot_be_made_up_are_tried_with_other_shapes(caplog: pytes
             raise ValueError("too small")
         return [inputs[0] - inputs[0].mean(0)]
 
-    checked = BatchCheck("m.onnx", EXACT, False)
+    checked = BatchCheck("m.onnx", Rows(), EXACT, False)
     assert not checked.require(run, [TensorSpec("x", (None, 1))], [], 1, 3)
     assert "m.onnx: not warmed up: too small" in caplog.text
     with pytest.raises(ConfigError, match="depends on what else"):
         checked.require(run, [TensorSpec("x", (None, 2))], [], 1, 3)
-    hopeless = BatchCheck("m.onnx", EXACT, False)
+    hopeless = BatchCheck("m.onnx", Rows(), EXACT, False)
     assert [hopeless.require(run, [TensorSpec("x", (None, 1))], [], 1, 3) for _ in range(4)] == [
         False,
         False,

@@ -433,7 +433,14 @@ def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> N
         names: str = ""
 
         def init(self, config: dict[str, Any]) -> None:
-            assert config == {"labels": "", "k": 5, "factor": 2.0, "threshold": self.threshold, "names": self.names}
+            assert config == {
+                "labels": "",
+                "k": 5,
+                "max": 1,
+                "factor": 2.0,
+                "threshold": self.threshold,
+                "names": self.names,
+            }
 
         def forward(self, outputs: list[Any]) -> list[Any]:
             return [(self.factor, self.threshold, self.names)] * len(outputs[0])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.models.outputs import Layout, names_of
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, first_line
 
@@ -29,17 +29,9 @@ HALF = 2e-2  # float16, of 10 bits too, in the sums as well
 BFLOAT16 = 5e-2  # 7 bits
 QUANTISED = 1e-1  # int8; where scales are found as it runs, they are those of the whole batch
 
-RESHAPES = (
-    "a view, reshape or squeeze in the model fixes or drops the batch: write x.flatten(1) or x.view(x.shape[0], -1), "
-    "and export it with a dynamic batch"
-)
 
-
-def check_declared(
-    model: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], least: int, most: int
-) -> None:
-    """``ConfigError`` where a declared first dimension is not that of batches of ``least`` to ``most``."""
-    batches = f"{least}..{most}" if least < most else str(most)
+def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int) -> None:
+    """``ConfigError`` where an input's declared first dimension is not that of batches of ``least`` to ``most``."""
     for spec in inputs:
         fixed = spec.dims[0] if spec.dims else None
         if fixed is not None and not least == most == fixed:
@@ -47,13 +39,6 @@ def check_declared(
             raise ConfigError(
                 f"model {model}: input {spec.name!r} has a fixed batch of {fixed}, but the range is {least}..{most}; "
                 f"export it with a dynamic batch, or set {settings}"
-            )
-    for spec in outputs:
-        fixed = spec.dims[0] if spec.dims else None
-        if fixed is not None and not least == most == fixed:
-            raise ConfigError(
-                f"model {model}: output {spec.name!r} is {shown_dims(spec.dims)} for every batch, but batches here are "
-                f"{batches}, and each item needs a row of its own; {RESHAPES}"
             )
 
 
@@ -64,11 +49,12 @@ class _NotTakenError(Exception):
 class BatchCheck:
     """The trial of one model, made once for all instances of a node, by the first that has shapes to try.
 
-    ``tolerance`` is a part of an output's largest value. Where ``is_normalised``, the model takes pixels of 0..255.
+    ``layout`` says what of the outputs is an item's. ``tolerance`` is a part of an output's largest value. Where
+    ``is_normalised``, the model takes pixels of 0..255.
     """
 
-    def __init__(self, model: str, tolerance: float, is_normalised: bool) -> None:
-        self._model, self._tolerance, self._is_normalised = model, tolerance, is_normalised
+    def __init__(self, model: str, layout: Layout, tolerance: float, is_normalised: bool) -> None:
+        self._model, self._layout, self._tolerance, self._is_normalised = model, layout, tolerance, is_normalised
         self._lock = threading.Lock()
         self._tries_left = TRIES
         self._problem = ""
@@ -101,9 +87,9 @@ class BatchCheck:
             except Exception as error:  # these numbers need not be a meaningful input
                 raise _NotTakenError(first_line(error)) from error
             outputs = names_of(outputs, len(results))
-            if problem := rows_problem([result.shape for result in results], outputs, least):
+            if problem := self._layout.problem([result.shape for result in results], outputs, least):
                 return problem
-            alone.append([result[:1].copy() for result in results])
+            alone.append([result.copy() for result in self._layout.first(results, 1)])
         is_random = bool(self._differences([alone[0]], [alone[-1]], outputs))
         if is_random:
             logger.warning(
@@ -124,7 +110,7 @@ class BatchCheck:
                 f"it takes a batch of {least}, but one of {most} fails: {first_line(error)}; export it with "
                 f"a dynamic batch, or set max = {least}"
             )
-        if problem := rows_problem([result.shape for result in batch], outputs, most):
+        if problem := self._layout.problem([result.shape for result in batch], outputs, most):
             return problem
         if is_random:
             return ""
@@ -175,24 +161,3 @@ class BatchCheck:
             if error > self._tolerance * max(largest, 1e-6):
                 return f"output {name!r} differs by {error:.3g} from what each item gives alone, up to {largest:.3g}"
         return ""
-
-
-def rows_problem(shapes: Sequence[Sequence[int]], names: Sequence[str], size: int) -> str:
-    """What is wrong where an output of these shapes has not a row for each of ``size`` items; else an empty string."""
-    for name, shape in zip(names, shapes, strict=True):
-        if not shape or shape[0] != size:
-            items = f"{size} items" if size > 1 else "one item"
-            return f"output {name!r} is {shown_dims(shape)} for {items}, so it does not follow the batch; {RESHAPES}"
-    return ""
-
-
-def check_rows(outputs: Sequence[Any], names: Sequence[str], size: int) -> None:
-    """``ValueError`` where an output has not a row for each of ``size`` items."""
-    for output in outputs:
-        if output.ndim == 0 or len(output) != size:
-            raise ValueError(rows_problem([each.shape for each in outputs], names_of(names, len(outputs)), size))
-
-
-def names_of(names: Sequence[str], count: int) -> list[str]:
-    """``names``, or numbers where a model does not say what its ``count`` outputs are called."""
-    return list(names) if len(names) == count else [str(index) for index in range(count)]

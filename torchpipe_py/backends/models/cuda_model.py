@@ -14,9 +14,9 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.models.batch_check import check_rows
 from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, looks_like_mat, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
+from torchpipe_py.backends.models.outputs import Layout
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
 from torchpipe_py.errors import InvalidRequest, counted
 from torchpipe_py.keys import TASK_ERROR_KEY
@@ -25,7 +25,7 @@ Dims = tuple[int | None, ...]
 """A shape without the batch; ``None``: any size."""
 
 Infer = Callable[[list[Any]], list[Any]]
-"""From input tensors N×… to output tensors N×…, enqueued on the current stream."""
+"""From input tensors N×… to output tensors, enqueued on the current stream."""
 
 Way = tuple[Any, ...]
 """How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
@@ -107,19 +107,21 @@ class GraphedNetwork:
     ``finish`` is the part of the postprocessor that runs on the GPU; with it, outputs end in pinned memory.
     """
 
-    def __init__(self, buffers: list[Any], infer: Infer, finish: Infer | None, use_graphs: bool = True) -> None:
+    def __init__(
+        self, buffers: list[Any], infer: Infer, layout: Layout, finish: Infer | None, use_graphs: bool = True
+    ) -> None:
         import torch
 
         self._torch: Any = torch
         self._inputs = [StagedInput(buffer) for buffer in buffers]
-        self._infer, self._finish = infer, finish
+        self._infer, self._layout, self._finish = infer, layout, finish
         self._pool: Any = torch.cuda.graph_pool_handle() if use_graphs else None
         self._runs: dict[Way, Callable[[], list[Any]]] = {}
         self._stream = torch.cuda.current_stream()
         self._is_staged = False
 
     def run(self, rows: list[list[Any]], size: int) -> list[Any]:
-        """Enqueue a batch, padded to ``size``; outputs N×…, on the GPU or, with ``finish``, in pinned memory.
+        """Enqueue a batch, padded to ``size``; its outputs, on the GPU or, with ``finish``, in pinned memory.
 
         Both are overwritten by the next run.
         """
@@ -169,18 +171,18 @@ class GraphedNetwork:
         return run
 
     def _enqueue(self, way: Way, host: list[Any]) -> list[Any]:
-        """Copies, network, ``finish`` and the copies to ``host``, which is filled with buffers at the first call."""
+        """Copies, network, ``finish`` and the copies to ``host``, which holds buffers from the first call on."""
         size, *stagings = way
         for staging in stagings:
             if staging is not None:
                 staging.enqueue(size)
         outputs = self._infer([staged.buffer[:size] for staged in self._inputs])
-        check_rows(outputs, (), size)
+        self._layout.check(outputs, (), size)
         if self._finish is None:
             return outputs
         outputs = self._finish(outputs)
-        if not host:
-            host.extend(self._torch.empty(output.shape, dtype=output.dtype, pin_memory=True) for output in outputs)
+        if [buffer.shape for buffer in host] != [output.shape for output in outputs]:  # at first, or with other data
+            host[:] = [self._torch.empty(output.shape, dtype=output.dtype, pin_memory=True) for output in outputs]
         for buffer, output in zip(host, outputs, strict=True):
             buffer.copy_(output, non_blocking=True)
         return host
@@ -244,7 +246,7 @@ class CudaModel(GuardedBackend, ModelBackend):
         """Release what ``enqueue`` keeps for inputs of these shapes."""
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
-        """Enqueue the model on the current stream; output tensors N×…, in the model's order."""
+        """Enqueue the model on the current stream; output tensors, in the model's order."""
         raise NotImplementedError(type(self).__name__)
 
     def warm_up(self, shapes: Shapes) -> None:
@@ -299,11 +301,11 @@ class CudaModel(GuardedBackend, ModelBackend):
         size = self.size_for(count, shapes)
         outputs = self._network(shapes).run(rows, size)
         if self._finish is None:
-            self.write_results(items, [output[:count].clone() for output in outputs])
+            self.write_results(items, [output.clone() for output in self.layout.first(outputs, count)])
             return
         self._guard_synchronize(count)
         post: Any = self._postprocess
-        self.spread(items, post.on_host([output[:count] for output in outputs]))
+        self.spread(items, post.on_host(self.layout.first(outputs, count)))
 
     def _guard_synchronize(self, batch: int = 1) -> None:
         assert self._guard is not None  # a CudaModel needs CUDA
@@ -320,7 +322,9 @@ class CudaModel(GuardedBackend, ModelBackend):
                 self._torch.zeros((self.max(), *shape), dtype=spec.dtype, device=self.device)
                 for spec, shape in zip(specs, shapes, strict=True)
             ]
-            network = self._networks[shapes] = GraphedNetwork(buffers, self.enqueue, self._finish, self.use_graphs)
+            network = self._networks[shapes] = GraphedNetwork(
+                buffers, self.enqueue, self.layout, self._finish, self.use_graphs
+            )
         elif len(self._networks) > 1:
             self._networks.move_to_end(shapes)
         return network

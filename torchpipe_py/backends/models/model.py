@@ -11,15 +11,17 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.images.opencv import OF_MATS, name_color
-from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_declared
+from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_inputs
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.inputs import looks_like_mat
 from torchpipe_py.backends.models.onnx_header import input_channels, only_input
+from torchpipe_py.backends.models.outputs import layout_of
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
     Labelling,
     Postprocessor,
     PostprocessorParam,
+    SoftmaxCpu,
     Written,
     make_postprocessor,
     uses,
@@ -48,10 +50,10 @@ def to_divisors(value: Value) -> tuple[float, ...]:
 class ModelBackend(Backend):
     """A model: ``data`` is its input, or a list in the model's order, or a dict by the names of its inputs.
 
-    Without a ``postprocessor`` the result is the output tensor of shape 1×…; several outputs are a list. Where
-    ``data`` is a Mat and the dict names no ``color``, it says ``bgr`` afterwards, which an image as result is too.
-    What the model does not take, by number, shape or type, has no ``result``; ``error`` is an ``InvalidRequest``.
-    A subclass says in ``setup`` what its model ``declare``s.
+    Without a ``postprocessor`` the result is the output tensor of shape 1×…, with ``max = 1`` of any shape; several
+    outputs are a list. Where ``data`` is a Mat and the dict names no ``color``, it says ``bgr`` afterwards, which an
+    image as result is too. What the model does not take, by number, shape or type, has no ``result``; ``error`` is an
+    ``InvalidRequest``. A subclass says in ``setup`` what its model ``declare``s.
     """
 
     model = Param(to_str, file=True, doc="path of the model")
@@ -101,16 +103,18 @@ class ModelBackend(Backend):
         self.file = ModelFile(self.model, self.key_file, self.key_env)
         self._postprocess: Postprocessor | None = None
         if self.postprocessor:
-            config = {"labels": self.labels, "k": self.k, "threshold": self.threshold}
+            config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
             own = dict(self.postprocessor_params)
             if self.labels and "labels" in own:
                 own["labels"] = self.labels  # as it was found, perhaps beside the TOML file
             self._postprocess = make_postprocessor(self.postprocessor, config, own)
+        self.layout = layout_of(self.max(), isinstance(self._postprocess, (Labelling, SoftmaxCpu)))
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
         self.inputs, self.outputs, self.output_names = tuple(inputs), tuple(outputs), [spec.name for spec in outputs]
-        check_declared(self.model, inputs, outputs, self.min(), self.max())
+        check_inputs(self.model, inputs, self.min(), self.max())
+        self.layout.check_declared(self.model, outputs, self.min(), self.max())
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         dims = outputs[0].dims if outputs else ()
@@ -159,7 +163,7 @@ class ModelBackend(Backend):
             return
         key = ("batch check", self.model, self.max())
         check = self.config.shared.get(
-            key, lambda: BatchCheck(self.model, self.tolerance(), bool(self.mean or self.std))
+            key, lambda: BatchCheck(self.model, self.layout, self.tolerance(), bool(self.mean or self.std))
         )
         named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
         inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
@@ -185,16 +189,15 @@ class ModelBackend(Backend):
         return int(min(self.min_batch.batches()))
 
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
-        """Spread a batch of outputs, each a tensor N×…, over N items."""
+        """Spread a batch's outputs, laid out as ``layout`` says, over its items."""
         if self._postprocess is not None:
             self.spread(items, self._postprocess.forward(outputs))
             return
-        for index, item in enumerate(items):
+        for item, result in zip(items, self.layout.of_items(outputs), strict=True):
             data = item[TASK_DATA_KEY]
             if isinstance(data, np.ndarray) and data.ndim == 3 and looks_like_mat(data):
                 name_color(item, data.shape[2], OF_MATS)
-            parts = [output[index : index + 1] for output in outputs]
-            item[TASK_RESULT_KEY] = parts[0] if len(parts) == 1 else parts
+            item[TASK_RESULT_KEY] = result
 
     def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
         """Give each item its result; ``ValueError`` where a postprocessor gave no list of one for each."""
@@ -238,7 +241,7 @@ def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
     if not dims or not dims[0] or least > most:
         return
     try:
-        check_declared(params["model"], [TensorSpec(name, (dims[0],))], (), least, most)
+        check_inputs(params["model"], [TensorSpec(name, (dims[0],))], least, most)
     except ConfigError as error:
         yield Remark("model", str(error))
 

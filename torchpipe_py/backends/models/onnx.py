@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, check_rows
+from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32
 from torchpipe_py.backends.models.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
@@ -128,7 +128,7 @@ class OnnxTensor(ModelBackend):
         """One batch of items whose inputs have the same shapes."""
         columns = zip(self._inputs, zip(*rows, strict=True), strict=True)
         arrays = self.run_on_host([given.stack(column) for given, column in columns])
-        check_rows(arrays, self.output_names, len(items))
+        self.layout.check(arrays, self.output_names, len(items))
         self.write_results(items, [self._from_numpy(array) for array in arrays])
 
     def _load(self, onnxruntime: Any) -> Any:

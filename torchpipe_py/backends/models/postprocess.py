@@ -10,6 +10,7 @@ import numpy as np
 
 from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.models.inputs import to_numpy
+from torchpipe_py.backends.models.outputs import Rows, Whole
 from torchpipe_py.backends.params import Param, Postprocessors
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, counted, nearest
@@ -19,20 +20,20 @@ from torchpipe_py.registry import own_name
 class Postprocessor:
     """``init(config)`` once; then ``forward(outputs)`` for each batch, on the instance's thread.
 
-    ``outputs`` are the model's output tensors, each N×…; ``forward`` returns N results. Any class with these two
-    methods can be registered with ``register_postprocessor``; ``init`` may be missing. What it annotates
-    (``iou: float = 0.5``) are its parameters, as those of a backend of one's own: keys of the node, checked, and
-    attributes before ``init``.
+    ``outputs`` are the model's output tensors, each N×…, and with ``max = 1`` those of one item, of any shape;
+    ``forward`` returns N results. Any class with these two methods can be registered with ``register_postprocessor``;
+    ``init`` may be missing. What it annotates (``iou: float = 0.5``) are its parameters, as those of a backend of one's
+    own: keys of the node, checked, and attributes before ``init``.
 
     On a GPU, one that has ``on_device`` and ``on_host`` besides is split: ``on_device(outputs)`` enqueues GPU work
-    only and returns tensors N×…, and becomes part of the model's CUDA graph; these are copied to pinned memory at
-    once, and ``on_host(tensors)`` makes the N results of them. It must not keep the tensors: the next batch overwrites
-    them.
+    only and returns tensors N×…, with ``max = 1`` of any shape, and becomes part of the model's CUDA graph; these are
+    copied to pinned memory at once, and ``on_host(tensors)`` makes the N results of them. It must not keep the tensors:
+    the next batch overwrites them.
     """
 
     def init(self, config: Mapping[str, Any]) -> None:
-        """``config`` holds ``labels``, the path of the label file or an empty string, ``k`` and ``threshold``, and
-        over these what the class annotates."""
+        """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold`` and ``max``,
+        the most items of a batch, and over these what the class annotates."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
@@ -87,18 +88,21 @@ def softmax(logits: Any) -> np.ndarray:
 
 
 class Cpu(Postprocessor):
-    """Outputs as CPU tensors 1×…; several outputs as a list."""
+    """Outputs as CPU tensors 1×…, with ``max = 1`` of any shape; several outputs as a list."""
 
     uses: ClassVar[Collection[str]] = ()
 
+    def init(self, config: Mapping[str, Any]) -> None:
+        self._of_items = Whole.of_items if config.get("max") == 1 else Rows.of_items
+
     def forward(self, outputs: list[Any]) -> list[Any]:
-        return _rows([output.cpu() for output in outputs])
+        return self._of_items([output.cpu() for output in outputs])
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         return outputs
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return _rows([tensor.clone() for tensor in tensors])
+        return self._of_items([tensor.clone() for tensor in tensors])
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return outputs
@@ -112,13 +116,13 @@ class SoftmaxCpu(Postprocessor):
     def forward(self, outputs: list[Any]) -> list[Any]:
         import torch
 
-        return _rows([torch.from_numpy(softmax(outputs[0]))])
+        return Rows.of_items([torch.from_numpy(softmax(outputs[0]))])
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         return [outputs[0].float().softmax(1)]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return _rows([tensors[0].clone()])
+        return Rows.of_items([tensors[0].clone()])
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return [replace(output, dtype="float32") for output in outputs[:1]]
@@ -202,7 +206,7 @@ class ArgMax(SoftmaxMax):
         if output.ndim > 2:
             self._check_map()
             classes = on_host(output).argmax(1)
-            return _rows([torch.from_numpy(classes.astype(_index_type(output.shape[1])))])
+            return Rows.of_items([torch.from_numpy(classes.astype(_index_type(output.shape[1])))])
         self.check(output.shape)
         values = self._scores_on_host(output)
         return self._labelled(values.argmax(1).tolist(), values.max(1).tolist())
@@ -225,7 +229,7 @@ class ArgMax(SoftmaxMax):
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         if not tensors[0].is_floating_point():
-            return _rows([tensors[0].clone()])
+            return Rows.of_items([tensors[0].clone()])
         return super().on_host(tensors)
 
     def _scores(self, output: Any) -> Any:
@@ -340,9 +344,3 @@ def _paired(scores: Any) -> Any:
 
 def _index_type(classes: int) -> str:
     return "uint8" if classes <= 256 else "int32"
-
-
-def _rows(outputs: list[Any]) -> list[Any]:
-    """For each item its row 1×… of the output, or the list of its rows of several outputs."""
-    rows = [[output[index : index + 1] for output in outputs] for index in range(len(outputs[0]))]
-    return [row[0] if len(row) == 1 else row for row in rows]

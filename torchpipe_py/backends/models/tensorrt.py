@@ -211,7 +211,9 @@ class TensorrtTensor(CudaModel):
             given = ", ".join("x".join(map(str, shape)) for shape in shapes)
             raise ValueError(f"the model has no output for inputs of {given}: {messages(self._trt).last()}") from None
         if any(dim < 0 for dim in shape):
-            raise ValueError(f"output {name!r} has a shape that depends on the data, which is not supported")
+            raise ValueError(
+                f"output {name!r} has a shape that depends on the data; OnnxTensor and TorchTensor take such models"
+            )
         return shape
 
     def _context(self, shapes: tuple[tuple[int, ...], ...]) -> Any:

@@ -9,7 +9,7 @@ from io import BytesIO
 from typing import Any, Literal
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.models.batch_check import BFLOAT16, EXACT, HALF, TF32, check_rows
+from torchpipe_py.backends.models.batch_check import BFLOAT16, EXACT, HALF, TF32
 from torchpipe_py.backends.models.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.models.model import Shapes
 from torchpipe_py.backends.models.staging import row_tensor
@@ -146,7 +146,7 @@ class TorchTensor(CudaModel):
             for spec, shape, values in columns
         ]
         outputs = self.enqueue(inputs)
-        check_rows(outputs, self.output_names, len(items))
+        self.layout.check(outputs, self.output_names, len(items))
         # NOTE: an output may be memory of the model, which a result that is changed in place would change with it.
         self.write_results(items, [output.clone() for output in outputs])
 
