@@ -211,10 +211,31 @@ def test_normalisation_needs_one_floating_image_input(sum_and_difference: str, m
     bytes_ = save_model(models / "bytes.onnx", nodes, dims, {"y": dims["x"]}, dtype=TensorProto.UINT8)
     dims = {"x": ["N", "H", "W", 3]}
     last = save_model(models / "last.onnx", nodes, dims, {"y": dims["x"]})
-    problems = {sum_and_difference: "one input, it has 2", bytes_: "need a floating input", last: "looks like NxHxWxC"}
+    problems = {
+        sum_and_difference: "one input NxCxHxW; of its 2 inputs 0",
+        bytes_: "need a floating input",
+        last: "looks like NxHxWxC",
+    }
     for model, problem in problems.items():
         with pytest.raises(ConfigError, match=problem):
             pipe({"backend": "OnnxTensor", "model": model, "mean": 1})
+
+
+def test_sizes_beside_the_image_are_not_normalised(models: Path) -> None:
+    """Whichever of the two comes first."""
+    image: dict[str, list[int | str]] = {"image": ["N", 3, 2, 2]}
+    sizes: dict[str, list[int | str]] = {"sizes": ["N", 2]}
+    nodes = [helper.make_node("Identity", [name], [f"{name}_told"]) for name in ("image", "sizes")]
+    outputs = {"image_told": image["image"], "sizes_told": sizes["sizes"]}
+    mat = picture(2, 2)
+    for index, inputs in enumerate(({**image, **sizes}, {**sizes, **image})):
+        model = save_model(models / f"sizes{index}.onnx", nodes, inputs, outputs)
+        config = {"backend": "OnnxTensor", "model": model, "mean": "1, 2, 3", "std": 255, "max": 4}
+        with pipe(config) as p:
+            p(item := {"data": {"image": mat, "sizes": [480, 640]}})
+        pixels = torch.from_numpy((mat - np.array([1.0, 2, 3])) / 255).permute(2, 0, 1)[None]
+        torch.testing.assert_close(item["result"][0], pixels.float())
+        assert item["result"][1].tolist() == [[480, 640]]
 
 
 @pytest.mark.parametrize("batch", [{}, {"max": 4}, {"max": 2}, {"min": 1, "max": 2}])

@@ -108,6 +108,21 @@ def test_several_inputs_and_outputs_are_lists(two_ways: str) -> None:
         assert [part.tolist() for part in item["result"]] == [[[4.0]], [[2.0]]]
 
 
+def test_sizes_before_the_image_are_not_normalised(tmp_path: Path) -> None:
+    class Both(torch.nn.Module):
+        def forward(self, sizes: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return sizes * 1, image * 1
+
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(Both(), (torch.zeros(1, 2), torch.zeros(1, 3, 2, 2))), path)
+    config = {"backend": "TorchTensor", "trusted": True, "model": str(path), "mean": "1, 2, 3", "std": 2}
+    with pipe(config) as run:
+        run(item := {"data": [torch.tensor([480.0, 640.0]), torch.ones(3, 2, 2)]})
+    sizes, image = item["result"]
+    assert sizes.tolist() == [[480, 640]]
+    assert image[0, :, 0, 0].tolist() == [0, -0.5, -1]
+
+
 def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path) -> None:
     labels = tmp_path / "labels.txt"
     labels.write_text("a\nb\nc\nd\n")

@@ -96,6 +96,7 @@ class ModelBackend(Backend):
     inputs: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
+    _image = 0  # which input ``mean`` and ``std`` are for
     _is_checked = False
     _allowed: Shapes = ()  # the last ones: most requests have them too
 
@@ -117,6 +118,7 @@ class ModelBackend(Backend):
         self.layout.check_declared(self.model, outputs, self.min(), self.max())
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
+        self._image = next((index for index, spec in enumerate(inputs) if len(spec.dims) == 4), 0)
         dims = outputs[0].dims if outputs else ()
         # One of the user's own may make rows N×C of an output of another shape.
         is_known = len(dims) == 2 or (dims and self.postprocessor in BUILT_IN)
@@ -145,9 +147,10 @@ class ModelBackend(Backend):
         if shapes == self._allowed:
             return
         numbers = max(len(self.mean), len(self.std))
-        if numbers and (len(shapes[0]) < 3 or numbers not in (1, shapes[0][-3])):
+        image = shapes[self._image]
+        if numbers and (len(image) < 3 or numbers not in (1, image[-3])):
             raise InvalidRequest(
-                f"mean and std are for CxHxW, {counted(numbers, 'number')} here; got {shown_dims(shapes[0])}"
+                f"mean and std are for CxHxW, {counted(numbers, 'number')} here; got {shown_dims(image)}"
             )
         if not allows(self.min_batch, self.max_batch, shapes):
             given = ", ".join(map(shown_dims, shapes))

@@ -140,8 +140,9 @@ def missing_weights(file: ModelFile) -> str:
 def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:
     """The model with ``(x - mean) / std`` as its first two nodes, serialised.
 
-    ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. The model must have
-    one input, N×C×H×W and of a floating type. Same order of operations as ``torchvision.transforms.Normalize``.
+    ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. ``x`` is the only
+    input, or the only one of four dimensions: N×C×H×W and of a floating type. Same order of operations as
+    ``torchvision.transforms.Normalize``.
     """
     from onnx import helper, numpy_helper
 
@@ -150,7 +151,10 @@ def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float
     constants = {constant.name for constant in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1:
-        raise ConfigError(f"model {path}: mean and std need a model with one input, it has {len(inputs)}")
+        count, inputs = len(inputs), [value for value in inputs if len(value.type.tensor_type.shape.dim) == 4]
+        if len(inputs) != 1:
+            has = f"of its {count} inputs {len(inputs)} have four dimensions"
+            raise ConfigError(f"model {path}: mean and std need a model with one input NxCxHxW; {has}")
     name, dims = inputs[0].name, inputs[0].type.tensor_type.shape.dim
     dtype = helper.tensor_dtype_to_np_dtype(inputs[0].type.tensor_type.elem_type)
     if len(dims) != 4 or not np.issubdtype(dtype, np.floating):

@@ -36,8 +36,9 @@ class TorchTensor(CudaModel):
     """A TorchScript file, or a ``.pt2`` of ``torch.export`` or AOTInductor: Mats or tensors in, Tensors 1×… out.
 
     On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
-    cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the first
-    input, channel by channel, as the first step of the graph. The instances of a node share the model.
+    cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the image,
+    channel by channel, as the first step of the graph; it is the first input that is known to have four dimensions, or
+    else the first. The instances of a node share the model.
 
     Loading any of these files runs code that stands in it. So ``ConfigError`` unless the node has ``trusted = true``,
     which says that you trust whoever could write the file as much as your own code.
@@ -108,10 +109,12 @@ class TorchTensor(CudaModel):
         return {"float16": HALF, "bfloat16": BFLOAT16}.get(self.input_type, HALF)
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
+        image = inputs[self._image]
         if self._mean is not None:
-            inputs = [inputs[0] - self._mean, *inputs[1:]]
+            image = image - self._mean
         if self._std is not None:
-            inputs = [inputs[0] / self._std, *inputs[1:]]
+            image = image / self._std
+        inputs = [*inputs[: self._image], image, *inputs[self._image + 1 :]]
         try:
             with self._torch.inference_mode():
                 outputs = self._module(*inputs)
