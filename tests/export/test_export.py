@@ -164,6 +164,37 @@ def test_a_function_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]
     assert data["result"][0] == int(scores.argmax())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "(torchvision's usual values; are they yours?)"),
+        ("--resize 8x8", "(mean, std: torchvision's usual values; are they yours?)"),
+        ("--crop 8 --mean 0 --std 1", "(resize: torchvision's usual values; are they yours?)"),
+        ("--mean 0 --std 1", "(resize, crop: torchvision's usual values; are they yours?)"),
+        ("--resize 8 --mean 0 --std 1", "(as the options say)"),
+        ("--preprocess train.toml", "(mean, std: torchvision's usual values; are they yours?)"),
+        ("--preprocess train.toml --mean 0 --std 1", "(as the options say)"),
+    ],
+)
+def test_what_of_the_pixels_no_option_says_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
+    (folder / "train.toml").write_text('[a]\nbackend = "S[DecodeMat,ResizeMat]"\nresize_h = 8\nresize_w = 8\n', "utf-8")
+    name = code(folder, "pooled", "def build():\n return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())")
+    assert main(["export", f"{name}:build", *options.split()]) == 0
+    assert f" {said}\n" in capsys.readouterr().out
+
+
+def test_a_size_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("96,96", "0x96", "96x", "-1", "4.5"):
+        with pytest.raises(SystemExit):
+            main(["export", "tiny", f"--resize={size}"])
+        assert (
+            f"--resize: expected pixels, as 224, or height and width, as 224x160, got {size!r}"
+            in capsys.readouterr().err
+        )
+
+
 def test_several_outputs_are_a_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "class Two(nn.Module):\n def forward(self, x):\n  return x.mean((2, 3)), x.mean(1)"
     assert main(["export", f"{code(folder, 'two', text)}:Two", "--resize", "8x16"]) == 0

@@ -28,6 +28,7 @@ from torchpipe_py.plan.config import parse_toml
 
 FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
 PIXELS = ("transforms", "resize", "crop", "interpolation")
+USUAL = "torchvision's usual values; are they yours?"
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -41,11 +42,11 @@ def run_export(args: argparse.Namespace) -> int:
     transform = _changed(source.transform, args)
     if args.preprocess:
         tables, size = read_preprocessing(args.preprocess)
-        pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()}"
+        pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()} ({_origin(source, args)})"
     else:
         tables = {"decode": {**transform.node(args.color), "instance_num": 2}}
         size = (1 if args.color == "gray" else 3, *transform.size)
-        pixels = f"{transform} ({source.origin if transform == source.transform else 'as the options say'})"
+        pixels = f"{transform} ({_origin(source, args)})"
     for name, numbers in (("mean", transform.mean), ("std", transform.std)):
         if len(numbers) not in (1, size[0]):
             channels = counted(size[0], "channel")
@@ -106,7 +107,7 @@ def _source(args: argparse.Namespace) -> Source:
     if ":" not in args.source:
         _check_name(args.source)
         return find_classifier(args.source, args.weights, args.transforms)
-    transform, origin = Transform(), "torchvision's usual one; is it yours?"
+    transform, origin = Transform(), USUAL
     if args.transforms is not None:
         transform, origin = transform_of(args.transforms)
     return find_module(args.source, args.weights, transform, origin)
@@ -138,6 +139,17 @@ def _changed(transform: Transform, args: argparse.Namespace) -> Transform:
     elif args.resize is not None:
         changes["crop"] = None
     return replace(transform, **changes)
+
+
+def _origin(source: Source, args: argparse.Namespace) -> str:
+    """Whose preprocessing it is, in words: that of the options, and what of it they leave as it was."""
+    parts = {"mean": args.mean, "std": args.std}
+    if not args.preprocess:
+        parts = {"resize": args.resize, "crop": args.resize if args.crop is None else args.crop, **parts}
+    left = [name for name, given in parts.items() if given is None]
+    if not left:
+        return "as the options say"
+    return source.origin if len(left) == 4 else f"{', '.join(left)}: {source.origin}"
 
 
 def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from torchpipe_py.errors import ConfigError
@@ -48,11 +49,10 @@ def _stem(text: str) -> Path:
 
 
 def _sides(text: str) -> int | tuple[int, int]:
+    if not re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"expected pixels, as 224, or height and width, as 224x160, got {text!r}")
     height, by, width = text.partition("x")
-    sizes = (int(height), int(width or height))
-    if min(sizes) < 1:
-        raise ValueError(text)
-    return sizes if by else sizes[0]
+    return (int(height), int(width)) if by else int(height)
 
 
 def _floats(text: str) -> tuple[float, ...]:
