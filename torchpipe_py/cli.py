@@ -15,12 +15,13 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.encryption import options as encryption_options
-from torchpipe_py.errors import ConfigError, TorchpipeError, counted, nearest
+from torchpipe_py.errors import ConfigError, TorchpipeError, counted
 from torchpipe_py.export import options as export_options
 from torchpipe_py.idl import idl_path
 from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.unknown import backend_instead_of
 from torchpipe_py.quantize import options as quantize_options
 
 DEPENDENCIES = ("PIL", "cv2", "numpy", "onnx", "onnxruntime", "tomli", "torch")
@@ -207,13 +208,13 @@ def markdown_table() -> Iterator[str]:
 def _backend(name: str) -> type[Backend]:
     cls = registry.default.find_backend(name)
     if cls is None:
-        raise ConfigError(f"no backend {name!r}; {nearest(name, registry.default.backend_names())}")
+        raise ConfigError(f"no backend {name!r}; {backend_instead_of(name, registry.default.backend_names())}")
     return cls
 
 
 def _parameter_lines(cls: type[Backend]) -> Iterator[str]:
     for param in cls.parameters().values():
-        choices = f": {', '.join(param.choices)}" if param.choices else ""
+        choices = f": {', '.join(filter(None, param.choices))}" if param.choices else ""
         yield f"  {signature(param):28} {param.doc}{choices}"
 
 

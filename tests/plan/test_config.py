@@ -19,7 +19,8 @@ from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, parse_
 from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS, load_config
-from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
+from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE, ELSEWHERE, SERVICE_FLAGS
+from torchpipe_py.registry import BUILT_IN_BACKENDS
 from torchpipe_py.values import to_floats, to_strings
 
 Write = Callable[[str], str]
@@ -354,6 +355,11 @@ REFUSED = [
         "node 'a': key 'color'",
         "expected one of bgr, rgb, gray, got 'green'",
     ),
+    (
+        '[a]\nbackend = "Mat2Tensor"\ndevice = "cuda:0"',
+        "node 'a': key 'device'",
+        "expected one of '', cpu, cuda, got 'cuda:0'",
+    ),
     ('[a]\nbackend = "zzz"', "node 'a': key 'backend'", "no backend 'zzz'; the nearest of "),
     (
         "[a]\nresize_h = 1\nresize_w = 1",
@@ -391,6 +397,19 @@ REFUSED = [
         '[a]\nplatform = "tensorrt_plan"',
         "node 'a': key 'platform'",
         "unknown key; what a node runs is its 'backend' here",
+    ),
+    (
+        '[a]\ninstance_group = [{count = 2, kind = "KIND_CPU"}]',
+        "node 'a': key 'instance_group'",
+        "unknown key; it is 'instance_num' here",
+    ),
+    # backends of other servers, transforms of torchvision
+    ('[a]\nbackend = "tensorrt"', "node 'a': key 'backend'", "no backend 'tensorrt'; it is 'TensorrtTensor' here"),
+    ('[a]\nbackend = "S[DecodeMat,ToTensor]"', "node 'a': key 'backend'", "'ToTensor'; it is 'Mat2Tensor' here"),
+    (
+        '[a]\nbackend = "S[DecodeMat,Normalize]"',
+        "node 'a': key 'backend'",
+        "no backend 'Normalize'; 'mean' and 'std' of the model's node normalise, of pixels from 0 to 255",
     ),
     # keys at a wrong level
     (
@@ -511,6 +530,11 @@ def test_what_another_server_has_is_named_as_it_is_here(key: str) -> None:
     assert set(re.findall(r"--([\w-]+)", ELSEWHERE[key])) <= set(SERVICE_FLAGS)
     page = Path(__file__).resolve().parents[2] / "docs" / "from-other-servers.md"
     assert f"`{key}`" in page.read_text(encoding="utf-8")
+
+
+def test_what_another_servers_backend_is_here_is_there() -> None:
+    here = {name for name in BACKENDS_ELSEWHERE.values() if " " not in name}
+    assert here <= set(BUILT_IN_BACKENDS)
 
 
 @pytest.mark.parametrize(("text", "place", "problem"), REFUSED, ids=[f"{row[1]}: {row[2]}" for row in REFUSED])

@@ -56,7 +56,8 @@ class Param:
         """The typed value; ``ValueError`` where it is of the wrong type or out of bounds."""
         typed = self.convert(value)
         if self.choices and typed not in self.choices:
-            raise ValueError(f"expected one of {', '.join(self.choices)}, got {value!r}")
+            choices = ", ".join(choice or "''" for choice in self.choices)
+            raise ValueError(f"expected one of {choices}, got {value!r}")
         if self.low is not None and typed < self.low:
             raise ValueError(f"expected at least {self.low:g}, got {typed}")
         if self.high is not None and typed > self.high:

@@ -15,7 +15,7 @@ from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
-from torchpipe_py.plan.unknown import SERVICE_FLAGS, elsewhere, instead_of
+from torchpipe_py.plan.unknown import SERVICE_FLAGS, backend_instead_of, elsewhere, instead_of
 from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
 from torchpipe_py.values import Value, to_str
 
@@ -170,9 +170,8 @@ class Binder:
         except ConfigError as error:
             raise self.node.at("backend").error(error) from None
         if cls is None:
-            raise self.node.at("backend").error(
-                f"no backend {call.name!r}; {nearest(call.name, self.registry.backend_names())} {own_name('backend')}"
-            )
+            meant = backend_instead_of(call.name, self.registry.backend_names())
+            raise self.node.at("backend").error(f"no backend {call.name!r}; {meant} {own_name('backend')}")
         return cls
 
     def _check_children(self, call: Call, cls: type[Backend]) -> None:

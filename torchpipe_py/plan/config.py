@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torchpipe_py.errors import ConfigError, Problems, nearest
 from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.plan.unknown import ELSEWHERE
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
 
 logger = logging.getLogger("torchpipe_py")
@@ -321,6 +322,8 @@ def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict
             if not isinstance(key, str):
                 raise here.error("a key is a string")
             if isinstance(value, (list, tuple)) and any(isinstance(part, Mapping) for part in value):
+                if key in ELSEWHERE:
+                    raise here.error(f"unknown key; {ELSEWHERE[key]}")
                 raise here.error(f"expected one table, [{key}], got a list of tables, [[{key}]]")
             if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
                 raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")

@@ -46,6 +46,30 @@ ELSEWHERE = {
 }
 """Keys of other servers, and what there is here in their place; docs/from-other-servers.md has them too."""
 
+_NORMALISE = "'mean' and 'std' of the model's node normalise, of pixels from 0 to 255"
+BACKENDS_ELSEWHERE = {
+    "normalize": _NORMALISE,
+    "onnx": "OnnxTensor",
+    "onnxruntime": "OnnxTensor",
+    "onnxruntime_onnx": "OnnxTensor",
+    "pytorch": "TorchTensor",
+    "pytorch_libtorch": "TorchTensor",
+    "tensorrt": "TensorrtTensor",
+    "tensorrt_plan": "TensorrtTensor",
+    "torch": "TorchTensor",
+    "torchscript": "TorchTensor",
+    "totensor": "Mat2Tensor",
+}
+"""Backends of other servers and transforms of torchvision, in lower case, and what there is here in their place."""
+
+
+def backend_instead_of(name: str, valid: Iterable[str]) -> str:
+    """A clause for an error message: what may be meant by a backend that is not there."""
+    here = BACKENDS_ELSEWHERE.get(name.lower())
+    if here is None:
+        return nearest(name, valid)
+    return here if " " in here else f"it is {here!r} here"
+
 
 def instead_of(key: str, valid: Iterable[str]) -> str:
     """A clause for an error message: what may be meant by a key that nothing takes."""
