@@ -825,7 +825,7 @@ JUMPS = [
             Rule(
                 f"§4 {backend}: what cannot be split is the request's error",
                 jump(backend),
-                {"error": "expected a list under 'data' to split, found str"},
+                {"error": "expected a list or an array under 'data' to split, found str"},
                 at_a("xyz"),
             ),
             Rule(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import Register
 
 from torchpipe_py import (
@@ -18,6 +20,7 @@ from torchpipe_py import (
     TorchpipeError,
     pipe,
 )
+from torchpipe_py.backends.control import jump
 from torchpipe_py.errors import prefixed
 from torchpipe_py.http.answers import failure
 
@@ -116,3 +119,52 @@ def test_a_merge_of_ones_own_leaves_no_result_beside_the_error(register: Registe
 
     data, _ = ask(graph(register(Counted), register), [1, InvalidRequest("no")])
     assert (str(data["error"]), "result" in data) == ("element 1 of 2: no", False)
+
+
+# -- what can be split ----------------------------------------------------------------------------------------------
+
+BOXES = [[0, 0, 4, 2], [1, 1, 3, 5]]
+
+
+@pytest.mark.parametrize("backend", ["MapReduce", "S[Identity,MapReduce]"])
+@pytest.mark.parametrize("boxes", [BOXES, np.array(BOXES), torch.tensor(BOXES, dtype=torch.float32)])
+def test_the_rows_of_an_array_are_elements(register: Register, backend: str, boxes: Any) -> None:
+    config = {"all": {"backend": backend, "jump": "crop", "split": "box"}, "crop": {"backend": "CropMat"}}
+    with pipe(config) as run:
+        data = run({"data": np.zeros((8, 8, 3), np.uint8), "box": boxes, "node_name": "all"})
+    assert [mat.shape for mat in data["result"]] == [(2, 4, 3), (4, 2, 3)]
+
+
+@pytest.mark.parametrize("array", [np.arange(3), torch.arange(3), np.arange(24).reshape(3, 2, 4)])
+def test_rows_have_a_dimension_less(register: Register, array: Any) -> None:
+    found = ask(graph("MapReduce", register), array)[0]["data"]
+    assert [type(row) for row in found] == [type(array[0])] * 3
+    assert [row.tolist() for row in found] == array.tolist()
+
+
+@pytest.mark.parametrize("array", [np.zeros((0, 4)), torch.zeros(0), torch.zeros((0, 4))])
+def test_no_rows_are_an_empty_list(register: Register, array: Any) -> None:
+    assert ask(graph("MapReduce", register), array)[0]["result"] == []
+    keys = {"split": "data,k", "merge": "result,k"}
+    with pipe(graph("MapReduce", register, **keys)) as run:
+        data = run({"data": array, "k": [], "node_name": "all"})
+    assert data["result"] == []
+
+
+@pytest.mark.parametrize("array", [np.array(1), torch.tensor(1)])
+def test_what_has_no_rows_is_refused(register: Register, array: Any) -> None:
+    found = ask(graph("MapReduce", register), array)[0]["error"]
+    assert type(found) is InvalidRequest
+    assert str(found).endswith(f"found {type(array).__name__} of no dimension")
+
+
+def test_an_array_of_many_rows_is_refused_before_they_are_made(register: Register) -> None:
+    found = ask(graph("MapReduce", register), np.zeros((jump.MOST_ROWS + 1, 1), np.uint8))[0]["error"]
+    assert type(found) is InvalidRequest
+    assert str(found) == "the ndarray under 'data' has 65537 rows to split; the limit is 65536"
+
+
+def test_rows_and_a_list_of_another_length(register: Register) -> None:
+    with pipe(graph("MapReduce", register, split="data,k")) as run:
+        data = run({"data": np.zeros((3, 4)), "k": [1, 2], "node_name": "all"})
+    assert str(data["error"]) == "the keys to split hold lists of different lengths: 'data' has 3, 'k' has 2"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
+
+import numpy as np
 
 from torchpipe_py.backends.base import Data, Graphs
 from torchpipe_py.backends.deferred import DeferredBackend
@@ -24,6 +27,9 @@ from torchpipe_py.errors import (
 )
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_keys, to_str
+
+MOST_ROWS = 2**16
+"""Of an array: a client may have sent it, and each row costs far more memory than its bytes."""
 
 
 class Jump(DeferredBackend):
@@ -134,14 +140,14 @@ def _some_keys(value: Value) -> tuple[str, ...]:
 class MapReduce(Jump):
     """Runs the graph of the root ``jump`` once for each element of a list, all at once, and gathers lists in order.
 
-    Each run gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of
-    ``merge`` holds the list of what the runs gave it. With an empty ``split`` there is one run, on the dict as it is.
-    The ``error`` of the first element without a result is the request's, and says which element it is. A run that gives
-    neither is a defect. An empty list gives empty lists. ``InvalidRequest`` for what is no
-    list, and for lists of different lengths.
+    The elements of an array or a Tensor are its rows, ``MOST_ROWS`` at most: K of boxes K×4. Each run gets a copy
+    of the dict in which every key of ``split`` holds its element; afterwards every key of ``merge`` holds the list of
+    what the runs gave it. With an empty ``split`` there is one run, on the dict as it is. The ``error`` of the first
+    element without a result is the request's, and says which element it is. A run that gives neither is a defect. No
+    elements give empty lists. ``InvalidRequest`` for what has no elements, and for lists of different lengths.
     """
 
-    split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists of the same length")
+    split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists or arrays of the same length")
     merge_keys = Param(_some_keys, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
 
     @classmethod
@@ -179,8 +185,19 @@ class MapReduce(Jump):
 
 
 def _elements(data: Data, key: str) -> Sequence[Any]:
-    value = data.get(key)
+    value: Any = data.get(key)
     if isinstance(value, (list, tuple)):
         return value
-    kind = type(value).__name__ if key in data else "no such key"
-    raise InvalidRequest(f"expected a list under {key!r} to split, found {kind}")
+    found = type(value).__name__ if key in data else "no such key"
+    if _is_array(value):
+        if value.ndim and len(value) > MOST_ROWS:
+            raise InvalidRequest(f"the {found} under {key!r} has {len(value)} rows to split; the limit is {MOST_ROWS}")
+        if value.ndim:
+            return list(value)
+        found += " of no dimension"
+    raise InvalidRequest(f"expected a list or an array under {key!r} to split, found {found}")
+
+
+def _is_array(value: Any) -> bool:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", np.ndarray)
+    return isinstance(value, (np.ndarray, tensor))
