@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Register, save_model
+from conftest import Register, picture, save_model
 from fakes import cpu_as_gpu
 from onnx import helper
 
 from torchpipe_py import BackendError, ConfigError, ItemBackend, pipe, register_postprocessor
+from torchpipe_py.plan.build import plan_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -133,6 +134,28 @@ def test_a_postprocessor_of_ones_own_gets_the_outputs_whole(detector: str) -> No
         pytest.raises(BackendError, match="EachRow gave 2 results for 1 item"),
     ):
         run({"data": torch.tensor(FOUND)})
+
+
+@pytest.mark.parametrize("size", [[8, 10], ["H", "W"]])
+def test_an_image_without_a_batch(tmp_path: Path, size: list[int | str]) -> None:
+    """As the detectors of torchvision are exported."""
+    means = helper.make_node("ReduceMean", ["image"], ["y"], axes=[1, 2], keepdims=0)
+    model = save_model(tmp_path / "image.onnx", [means], {"image": [3, *size]}, {"y": [3]})
+    mat = picture(8, 10)
+    planes = torch.from_numpy(mat).permute(2, 0, 1)
+    config = {"backend": "OnnxTensor", "model": model}
+    plan_pipeline(config)
+    for more, expected in (
+        ({}, planes),
+        ({"mean": "1, 2, 3", "std": 2}, (planes - torch.tensor([[[1]], [[2]], [[3]]])) / 2),
+    ):
+        with pipe({**config, **more}) as run:
+            for value in (mat, planes, planes[None], planes.float()):
+                run(item := {"data": value})
+                torch.testing.assert_close(item["result"], expected.float().mean((1, 2)))
+            assert [spec.dims[:2] for spec in run.signature().inputs] == [(1, 3)]
+    with pytest.raises(ConfigError, match="input 'image' has a fixed batch of 3"):
+        pipe({**config, "max": 2})
 
 
 class Detector(torch.nn.Module):

@@ -42,6 +42,11 @@ def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int
             )
 
 
+def with_batch(dims: Sequence[int | None], most: int) -> tuple[int | None, ...]:
+    """``dims`` of an input; with a batch of 1 before 3×H×W, the image that a model takes alone where ``most`` is 1."""
+    return (1, *dims) if most == 1 and len(dims) == 3 and dims[0] == 3 else tuple(dims)
+
+
 class _NotTakenError(Exception):
     """A model fails for one item."""
 

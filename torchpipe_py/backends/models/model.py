@@ -11,7 +11,7 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.images.opencv import OF_MATS, name_color
-from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_inputs
+from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_inputs, with_batch
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.inputs import looks_like_mat
 from torchpipe_py.backends.models.onnx_header import input_channels, only_input
@@ -244,7 +244,7 @@ def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
     if not dims or not dims[0] or least > most:
         return
     try:
-        check_inputs(params["model"], [TensorSpec(name, (dims[0],))], least, most)
+        check_inputs(params["model"], [TensorSpec(name, with_batch(dims, most))], least, most)
     except ConfigError as error:
         yield Remark("model", str(error))
 

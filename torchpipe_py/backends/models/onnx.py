@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32
+from torchpipe_py.backends.models.batch_check import EXACT, HALF, QUANTISED, TF32, with_batch
 from torchpipe_py.backends.models.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
@@ -92,7 +92,7 @@ class OnnxTensor(ModelBackend):
             self._run(members, rows)
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        feed = {given.spec.name: array for given, array in zip(self._inputs, inputs, strict=True)}
+        feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
         try:
             outputs: list[np.ndarray] = self._session.run(None, feed)
         except Exception as error:
@@ -210,7 +210,9 @@ class _Input:
         if value.type not in _DTYPES:
             raise ConfigError(f"input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
         self.dtype = np.dtype(_DTYPES[value.type])
-        self.spec = TensorSpec(value.name, _dims(value), self.dtype.name)
+        dims = _dims(value)
+        self.spec = TensorSpec(value.name, with_batch(dims, most), self.dtype.name)
+        self._has_batch = self.spec.dims == dims
         if not self.spec.dims:
             raise ConfigError(f"input {value.name!r} is a scalar; expected a batch dimension")
         self._most = most
@@ -229,6 +231,10 @@ class _Input:
         if fitted is array and (array.dtype == self.dtype or self.dtype.kind == "f"):
             self._fitting = array.shape, array.dtype
         return fitted
+
+    def fed(self, batch: np.ndarray) -> np.ndarray:
+        """An array N×… as the model takes it: one of a single image, where it takes that without a batch."""
+        return batch if self._has_batch else batch[0]
 
     def stack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""

@@ -141,8 +141,8 @@ def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float
     """The model with ``(x - mean) / std`` as its first two nodes, serialised.
 
     ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. ``x`` is the only
-    input, or the only one of four dimensions: N×C×H×W and of a floating type. Same order of operations as
-    ``torchvision.transforms.Normalize``.
+    input, N×C×H×W or an image 3×H×W, or of several the only one of four dimensions, and of a floating type. Same order
+    of operations as ``torchvision.transforms.Normalize``.
     """
     from onnx import helper, numpy_helper
 
@@ -157,10 +157,11 @@ def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float
             raise ConfigError(f"model {path}: mean and std need a model with one input NxCxHxW; {has}")
     name, dims = inputs[0].name, inputs[0].type.tensor_type.shape.dim
     dtype = helper.tensor_dtype_to_np_dtype(inputs[0].type.tensor_type.elem_type)
-    if len(dims) != 4 or not np.issubdtype(dtype, np.floating):
+    is_bare = len(dims) == 3 and dims[0].dim_value == 3  # an image that the model takes without a batch
+    if not (len(dims) == 4 or is_bare) or not np.issubdtype(dtype, np.floating):
         raise ConfigError(f"model {path}: mean and std need a floating input NxCxHxW; {name!r} is not")
-    channels = dims[1].dim_value or None
-    if dims[3].dim_value in (1, 3, 4) and channels not in (1, 3, 4):
+    channels = dims[-3].dim_value or None
+    if dims[-1].dim_value in (1, 3, 4) and channels not in (1, 3, 4):
         raise ConfigError(f"model {path}: mean and std need an input NxCxHxW; {name!r} looks like NxHxWxC")
     shifted, scaled = f"{name}_minus_mean", f"{name}_normalized"
     if any(output.name == name for output in graph.output):
@@ -168,8 +169,8 @@ def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float
     _rename_uses(graph, name, scaled)
     graph.initializer.extend(
         [
-            numpy_helper.from_array(_per_channel(mean, 0.0, channels, "mean", dtype), f"{name}_mean"),
-            numpy_helper.from_array(_per_channel(std, 1.0, channels, "std", dtype), f"{name}_std"),
+            numpy_helper.from_array(_per_channel(mean, 0.0, channels, "mean", dtype, len(dims)), f"{name}_mean"),
+            numpy_helper.from_array(_per_channel(std, 1.0, channels, "std", dtype, len(dims)), f"{name}_std"),
         ]
     )
     graph.node.insert(0, helper.make_node("Sub", [name, f"{name}_mean"], [shifted], name=shifted))
@@ -192,10 +193,10 @@ def _rename_uses(graph: Any, name: str, new: str) -> None:
 
 
 def _per_channel(
-    values: Sequence[float], default: float, channels: int | None, key: str, dtype: np.dtype
+    values: Sequence[float], default: float, channels: int | None, key: str, dtype: np.dtype, rank: int
 ) -> np.ndarray:
-    """``values`` as an array 1×C×1×1, to be broadcast over N×C×H×W."""
+    """``values`` as an array of ``rank`` dimensions, 1×C×1×1 of four, to be broadcast over …×C×H×W."""
     numbers = tuple(values) or (default,)
     if channels is not None and len(numbers) not in (1, channels):
         raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {counted(channels, 'channel')}")
-    return np.array(numbers, dtype).reshape(1, -1, 1, 1)
+    return np.array(numbers, dtype).reshape(*[1] * (rank - 3), -1, 1, 1)
