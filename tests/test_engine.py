@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from concurrent.futures import CancelledError
 from operator import le
@@ -944,6 +945,37 @@ def test_links_come_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> N
         eventually(
             lambda: all(map(le, (descriptors(), mapped(), threading.active_count()), before)), "something is left"
         )
+
+
+def test_a_dead_link_is_gone_though_its_errors_are_kept_with_their_frames(register: Register) -> None:
+    """Without a garbage collection: a callback that raises its error makes a cycle, which holds all frames below."""
+    name, _, opened = picky(register)
+    ended = threading.Semaphore(0)
+
+    def finish(data: Data, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                raise error
+        except Exception:
+            ended.release()
+
+    with workers_of(shared(name)) as (worker,):
+        eventually(lambda: worker.engine._link is not None)
+        gone = weakref.ref(worker.engine._link)
+        gc.collect()
+        gc.disable()
+        try:
+            worker.pipe.dispatch({"data": "bad"}, finish)
+            assert ended.acquire(timeout=WAIT)
+            for data in (HOLD, 1, 2):
+                worker.pipe.dispatch({"data": data}, finish)
+            lose(worker, worker.server)
+            for _ in range(3):
+                assert ended.acquire(timeout=WAIT)
+            eventually(lambda: gone() is None, "something keeps the link")
+        finally:
+            gc.enable()
+            opened.set()
 
 
 # -- what cannot be sent ----------------------------------------------------------------------------------------------

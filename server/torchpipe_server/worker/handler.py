@@ -105,9 +105,9 @@ class InferenceHandler:
 
     def _infer_result(self, uuid: str, data: dict[str, Any], keys: list[str], error: BaseException | None) -> Any:
         result_type = self._idl.InferenceService.infer_result
+        if error is not None:
+            return result_type(error=self._to_error(error))
         try:
-            if error is not None:
-                raise error
             outputs: dict[str, Any] = {}
             values = {key: output_of(data, key) for key in keys}
             size = sum(map(size_of, values.values()))
@@ -121,9 +121,9 @@ class InferenceHandler:
 
     def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, Any]:
         """``(InferenceResult, None)`` or ``(None, InferenceError)``."""
+        if error is not None:
+            return None, self._to_error(error)
         try:
-            if error is not None:
-                raise error
             label, score = to_label_and_score(output_of(data, "result"), data.get("score"))
         except BaseException as failure:
             return None, self._to_error(failure)

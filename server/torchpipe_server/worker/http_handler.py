@@ -33,9 +33,7 @@ class HttpHandler:
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
-                if error is not None:
-                    raise error
-                answer: Any = HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
+                answer: Any = error or HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
             except BaseException as failure:
                 answer = failure
             done(answer)

@@ -117,6 +117,7 @@ class EngineClient:
                     self._waiting.remove(call)
         if link is not None:
             link.bell.ring()
+            del link
         self._tell(call, None, CancelledError())
 
     def pending(self) -> int:
@@ -178,6 +179,9 @@ class EngineClient:
             self._send(link, call)
 
     # -- from it: the thread ------------------------------------------------------------------------------------
+
+    # NOTE: whoever is told an error may raise it, and keep it in a cycle with all frames below. So those that tell drop
+    # their link at the end: it closes its descriptors when nobody has it any more.
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -253,11 +257,13 @@ class EngineClient:
             self._take_turn(link)
         except Exception as error:
             log_failure("what comes from the engine process cannot be taken", error)
+        del link
 
     def _take_turn(self, link: Link) -> None:
         """Tell the answers that are there, for as long as a turn; the thread that has the bell comes for the rest."""
         if not self._take_answers(link, _TURN_SECONDS):
             link.ring_again()
+        del link
 
     def _take_answers(self, link: Link, seconds: float = inf) -> bool:
         """Tell the answers that are there, for about so long, and leave the large ones; whether that were all."""
@@ -272,7 +278,9 @@ class EngineClient:
                     self._take_answer(link, slot)
                 if perf_counter() >= end:
                     break
-            return not link.answered
+            is_all = not link.answered
+            del link
+            return is_all
 
     def _take_answer(self, link: Link, slot: int) -> None:
         call = link.calls[slot]
@@ -290,6 +298,7 @@ class EngineClient:
         self.figures.answered(call, reply)
         link.memory.release(slot, reply)
         if self._free(link, call):
+            del link
             self._tell(call, answer, error)
 
     def _tell(self, call: EngineCall, answer: Any, error: BaseException | None) -> None:
@@ -322,6 +331,7 @@ class EngineClient:
         while link.large:
             self._take_answer(link, link.large.popleft())
         link.close()
+        del link
 
 
 class HandOverTimes:
