@@ -94,6 +94,12 @@ PIPES: dict[str, dict[str, Any]] = {
         "b": {"filter": "run"},
         "c": {"backend": "Batched", "filter": "run"},
     },
+    "skipped twice": {
+        "a": {"filter": "skip", "next": "b,c"},
+        "b": {"filter": "run", "next": "d"},
+        "c": {"filter": "skip", "next": "d"},
+        "d": {"map": "b[result:data]"},
+    },
     "broken off": {"a": {"filter": "break", "next": "b"}, "b": {}},
     "elsewhere": {"a": {"backend": "Elsewhere", "next": "b"}, "b": {"backend": "Elsewhere"}},
 }
@@ -266,7 +272,7 @@ def test_an_interrupt_while_a_pipe_is_built_or_closed_leaves_no_thread(kind: str
 @up_to_3_11
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("use", [call, call_several, submit])
-@pytest.mark.parametrize("kind", ["batches", "diamond", "elsewhere"])
+@pytest.mark.parametrize("kind", ["batches", "diamond", "skipped twice", "elsewhere"])
 def test_a_handler_may_call_the_pipe_anywhere_in_a_call(kind: str, use: Callable[[pipe], object]) -> None:
     answers: list[dict[str, Any]] = []
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from types import BuiltinMethodType
@@ -113,7 +112,8 @@ class Branches:
     """The branches of one request: what its nodes put out, and what its joins still wait for.
 
     ``request`` is the one that is completed. Each branch under way has a ``Request`` of its own in ``requests``;
-    they are dropped when it is completed. ``leave`` may be called by several threads at once.
+    they are dropped when it is completed. ``leave`` may be called by several threads at once. It takes no lock: the
+    handler of a signal may interrupt the main thread there, call the pipe, and wait for a thread that comes here.
     """
 
     def __init__(self, request: Request, maps: Maps) -> None:
@@ -121,11 +121,12 @@ class Branches:
         self.requests: list[Request] = []
         self._maps = maps
         self._base = request.data
-        self._lock = threading.Lock()
-        self._under_way = 1
+        # NOTE: each is changed by one call of C, so that no two threads get the same number.
+        self._begun = [None]  # one for each branch
+        self._ended = itertools.count(1)
         self._outputs: dict[str, Data] = {}
         self._hidden_by: dict[str, str] = {}
-        self._missing: dict[str, int] = {}
+        self._reached: dict[str, Iterator[int]] = {}  # by how many ways, of each join
         self._ends: dict[str, Data] = {}
 
     def add(self, data: Data, caller: CallerThread | None) -> Request:
@@ -144,22 +145,24 @@ class Branches:
         for another), and whether no branch is under way any more.
         """
         name, steps = hidden.members[0], []
-        with self._lock:
-            if hidden.is_read:
-                self._outputs[name] = data
-                for member in hidden.members:
-                    self._hidden_by[member] = name
-            if hidden.is_end:
-                self._ends[name] = data
-            for way_out in hidden.exits:
-                node = way_out.node
-                if way_out.ways > way_out.edges:
-                    missing = self._missing[node] = self._missing.get(node, way_out.ways) - way_out.edges
-                    if missing:
-                        continue
-                steps.append((node, self._input(node, data, hidden.copies)))
-            self._under_way += len(steps) - 1
-            return steps, not self._under_way
+        if hidden.is_read:
+            self._outputs[name] = data
+            for member in hidden.members:
+                self._hidden_by[member] = name
+        if hidden.is_end:
+            self._ends[name] = data
+        for way_out in hidden.exits:
+            node = way_out.node
+            if way_out.ways > way_out.edges:
+                reached = self._reached.setdefault(node, itertools.count(1))
+                if [next(reached) for _ in range(way_out.edges)][-1] < way_out.ways:
+                    continue
+            steps.append((node, self._input(node, data, hidden.copies)))
+        if steps:
+            self._begun.extend([None] * (len(steps) - 1))
+            return steps, False
+        # NOTE: while another branch is under way, fewer have ended than have begun.
+        return steps, next(self._ended) == len(self._begun)
 
     def _input(self, node: str, data: Data, copies: bool) -> Data:
         """What the node is entered with: the dict, a copy of it, or what its map makes of the outputs it reads."""
