@@ -596,6 +596,24 @@ def test_plain_structures_come_as_json(register: Register, framed, compact):
     assert json.loads(text) == [{"box": [1, 2, 3, 4], "label": "ü", "score": 0.5}, {"box": [1.0, 1.0]}]
 
 
+@every_framing
+def test_bfloat16_comes_as_float32(register: Register, framed, compact):
+    value = torch.tensor([[1.5, -0.1, 2**127]], dtype=torch.bfloat16)
+    for result in (value, [value, value]):
+        with serving(register(returns(result))) as server, Client(server.port, framed, compact) as client:
+            answer = client.infer(raw(b"x"))["result"]
+        for tensor in [answer.tensor] if result is value else answer.tensors:
+            assert (tensor.dtype, tensor.shape) == ("float32", [1, 3])
+            assert np.frombuffer(tensor.data, "<f4").tolist() == value[0].tolist()
+
+
+def test_a_type_that_numpy_has_not_is_no_result(register: Register):
+    value = torch.zeros(2).to(torch.float8_e5m2)
+    with serving(register(returns(value))) as server, Client(server.port) as client:
+        error = client.error_of("infer", request=IDL.InferRequest(uuid="u", inputs=raw(b"x")))
+    assert (error.code, error.message) == ("no_result", "an array of torch.float8_e5m2 has no form on the wire")
+
+
 @pytest.mark.parametrize(
     ("written", "best", "text"),
     [

@@ -16,7 +16,16 @@ import numpy as np
 from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest, shown
 from torchpipe_py.http.answers import utf8_json
 from torchpipe_py.http.errors import Bound, RequestTooLargeError
-from torchpipe_py.http.values import DTYPES, MOST_DIMENSIONS, MOST_TENSORS, check_names, is_label_and_score, plain
+from torchpipe_py.http.values import (
+    DTYPES,
+    MOST_DIMENSIONS,
+    MOST_TENSORS,
+    check_names,
+    is_array,
+    is_label_and_score,
+    plain,
+    to_array,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -197,16 +206,12 @@ def to_json(key: str, value: Any) -> dict[str, Any]:
 
 
 def _to_json(key: str, value: Any) -> Any:
-    import torch
-
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-        if array.dtype.name not in DTYPES:
-            raise NoResult(f"an array of {array.dtype} has no form in JSON")
+    if is_array(value):
+        array = to_array(value, "in JSON")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise NoResult(f"{key!r} holds numbers that JSON has not: infinite, or not a number")
         return {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.ravel().tolist()}
-    if isinstance(value, (list, tuple)) and any(isinstance(item, (torch.Tensor, np.ndarray)) for item in value):
+    if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return [_to_json(key, item) for item in value]
     return value
 

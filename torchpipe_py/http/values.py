@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.http.errors import reason
 
 # Data types that PyTorch and NumPy share; only these cross the wire.
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
 
+_FLOAT32_BYTES = 4
 NAME_CHARACTERS = 1024  # of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
 MOST_TENSORS = 256  # in one value
@@ -38,7 +39,7 @@ def size_of(value: Any) -> int:
     import torch
 
     if isinstance(value, torch.Tensor):
-        return int(value.numel() * value.element_size())
+        return int(value.numel() * (_FLOAT32_BYTES if value.dtype is torch.bfloat16 else value.element_size()))
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, (bytes, bytearray, str)):
@@ -69,6 +70,23 @@ def is_array(value: Any) -> bool:
     import torch
 
     return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def to_array(value: Any, where: str) -> np.ndarray:
+    """A Tensor or an array, as one of ``DTYPES``; bfloat16, which NumPy has not, as float32 of the same numbers.
+
+    ``NoResult`` for another type; ``where`` says where it has no form.
+    """
+    import torch
+
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.dtype is torch.bfloat16:
+        value = value.float()
+    name = str(value.dtype).removeprefix("torch.") if is_tensor else value.dtype.name
+    if name not in DTYPES:
+        raise NoResult(f"an array of {value.dtype} has no form {where}")
+    array: np.ndarray = value.detach().cpu().numpy() if is_tensor else value
+    return array
 
 
 def are_arrays(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torchpipe_py.http.values import (
     is_array,
     is_label_and_score,
     plain,
+    to_array,
 )
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
@@ -122,8 +123,6 @@ def _to_tensor(tensor: Any) -> torch.Tensor:
 
 
 def _from_array(idl: Any, value: Any) -> Any:
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-    if array.dtype.name not in DTYPES:
-        raise NoResult(f"an array of {array.dtype} has no form on the wire")
+    array = to_array(value, "on the wire")
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())

@@ -89,7 +89,10 @@ def test_tensors_that_make_no_batch(shapes: list[tuple[int, ...]]):
         results(*(torch.zeros(shape) for shape in shapes))
 
 
-@pytest.mark.parametrize("value", [torch.zeros(1, dtype=torch.complex64), object(), {"nan": float("nan")}])
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(1, dtype=torch.complex64), torch.zeros(1).to(torch.float8_e5m2), object(), {"nan": float("nan")}],
+)
 def test_values_without_a_form(value: Any):
     with pytest.raises(NoResult):
         results(value)

@@ -81,6 +81,11 @@ class Values(Backend):
     values: ClassVar[dict[str, Any]] = {
         "array": torch.arange(6, dtype=torch.float32).reshape(2, 3),
         "arrays": [torch.tensor([1, 2]), torch.tensor([True])],
+        "bfloat16": torch.tensor([[1.5, -0.0078125, 2**127]], dtype=torch.bfloat16),
+        "bfloat16s": [torch.tensor(0.1, dtype=torch.bfloat16, requires_grad=True), torch.tensor([1])],
+        "float8": torch.zeros(2).to(torch.float8_e5m2),
+        "big end first": np.array([1.5], ">f4"),
+        "texts": np.array(["a"]),
         "bytes": b"\x00\xff",
         "text": "größe",
         "number": 1.5,
@@ -220,6 +225,16 @@ def test_results(values: LocalServer, name: str):
                 {"dtype": "bool", "shape": [1], "data": [True]},
             ]
         },
+        "bfloat16": {"result": {"dtype": "float32", "shape": [1, 3], "data": [1.5, -0.0078125, 2**127]}},
+        "bfloat16s": {
+            "result": [
+                {"dtype": "float32", "shape": [], "data": [205 / 2048]},
+                {"dtype": "int64", "shape": [1], "data": [1]},
+            ]
+        },
+        "float8": "an array of torch.float8_e5m2 has no form in JSON",
+        "big end first": {"result": {"dtype": "float32", "shape": [1], "data": [1.5]}},
+        "texts": "an array of <U1 has no form in JSON",
         "bytes": {"result": {"b64": "AP8="}},
         "text": {"result": "größe"},
         "number": {"result": 1.5},

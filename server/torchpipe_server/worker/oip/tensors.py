@@ -173,10 +173,12 @@ def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
             return BF16, value.contiguous().view(torch.int16).numpy().view(np.uint16)
-        value = value.numpy()
-    if value.dtype.name not in OF_DTYPE:
+        dtype = str(value.dtype).removeprefix("torch.")
+    else:
+        dtype = value.dtype.name
+    if dtype not in OF_DTYPE:
         raise NoResult(f"{name!r} is an array of {value.dtype}; the protocol has {', '.join(DATATYPES)}")
-    return OF_DTYPE[value.dtype.name], value
+    return OF_DTYPE[dtype], value.numpy() if isinstance(value, torch.Tensor) else value
 
 
 def texts(name: str, elements: Iterable[bytes], shape: Sequence[int] | None = None) -> Output:
