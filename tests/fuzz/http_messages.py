@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ class HttpMaker:
 
     def value(self, depth: int = 0) -> Any:
         rng = self.rng
-        choice = rng.randrange(7 if depth < 3 else 5)
+        choice = rng.randrange(9 if depth < 3 else 5)
         if choice == 0:
             return rng.choice(_TEXTS)
         if choice == 1:
@@ -118,7 +119,18 @@ class HttpMaker:
             return self.tensor()
         if choice == 5:
             return [self.value(depth + 1)] * rng.choice((0, 1, 2, 5, 300 if depth == 0 else 3))
+        if choice < 8:
+            return self.plain_list(is_long=depth == 0)
         return {rng.choice(("dtype", "shape", "data", "b64", "x")): self.value(depth + 1) for _ in range(3)}
+
+    def plain_list(self, is_long: bool = False) -> list[Any]:
+        """Of numbers, texts and lists, some of them too long, too deep, or with what does not belong there."""
+        rng = self.rng
+        elements = (*_NUMBERS, *_TEXTS, math.nan, -math.inf, [], [[]], [1, "a"], {"b64": ""}, {}, 10**400)
+        items: list[Any] = [rng.choice(_NUMBERS[:-1] if rng.random() < 0.7 else elements) for _ in range(self.few())]
+        for _ in range(rng.choice((0, 0, 0, 1, 2, 31, 32, 40))):
+            items = [items]
+        return items * rng.choice((1,) * 12 + (2, *((5000 // (1 + len(items)),) if is_long else ())))
 
     def tensor(self) -> dict[str, Any]:
         rng = self.rng
@@ -174,17 +186,28 @@ class HttpMaker:
                 (b'form-data; name="data"; filename="a.jpg"',) * 4
                 + (
                     b'form-data; name="outputs"',
+                    b'form-data; name="conf"',
+                    b'form-data; name="box"',
+                    b'form-data; name="%s"' % rng.choice(_NAMES).encode(),
                     b"form-data",
                     b"attachment",
                     b"form-data; name=\"\xff\"; filename*=utf-8''%ff",
                 )
             )
             more = rng.choice((b"",) * 5 + (b"Content-Type: image/jpeg\r\n", b"A" * 300 + b": b\r\n", b"A: b\r\n" * 20))
-            content = rng.choice((b"image", b"", b"result", b"\xff" * 3000, b"\r\n--" + boundary[:-1], b"x" * index))
+            content = rng.choice(
+                (b"image", b"", b"result", b"\xff" * 3000, b"\r\n--" + boundary[:-1], b"x" * index, self.field())
+            )
             out += b"--%s\r\nContent-Disposition: %s\r\n%s\r\n%s\r\n" % (boundary, disposition, more, content)
         end = rng.choice((b"--%s--\r\n",) * 6 + (b"--%s\r\n", b"--%s-", b"--%s--" + b"x" * 200)) % boundary
         quoted = rng.choice((boundary, b'"' + boundary + b'"'))
         return b"multipart/form-data; boundary=" + quoted, out + end
+
+    def field(self) -> bytes:
+        """The text of a field, most of them nearly JSON."""
+        rng = self.rng
+        text = json.dumps(self.plain_list() if rng.random() < 0.6 else rng.choice(_NUMBERS)).encode()
+        return rng.choice((text, text, b" %s\r\n" % text, text[:-1], b"[" * 2000 + b"]" * 2000, b"9" * 4000, b"1e400"))
 
     def mutant(self, seed: bytes, other: bytes) -> bytes:
         """Up to four changes: bits, tokens, cuts, repetitions, numbers, a piece of another request, all of it."""
