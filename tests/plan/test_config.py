@@ -159,7 +159,7 @@ def test_the_key_form_of_a_list_has_no_composition() -> None:
 
 def test_a_value_for_each_position() -> None:
     sizes = {"resize_h": "1 | 2", "ResizeMat::resize_w": "3|4"}
-    backend = plans({"backend": "S[ResizeMat,DecodeMat,ResizeMat]", **sizes})["node"].backends[0]
+    backend = plans({"backend": "S[ResizeMat,Identity,ResizeMat]", **sizes})["node"].backends[0]
     sizes = [(child.params["resize_h"], child.params["resize_w"]) for child in backend.children[::2]]
     assert sizes == [(1, 3), (2, 4)]
 

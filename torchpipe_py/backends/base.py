@@ -129,6 +129,15 @@ class Backend:
     wraps_sequence = False
     """Standing last in a sequence without brackets, it wraps all that stands before it."""
 
+    takes = ""
+    """The kind of ``data`` that it takes, one of ``signature``; refuses all others. Empty: several, or unknown."""
+
+    gives = ""
+    """The kind of ``result`` that it gives, as ``takes``."""
+
+    passes_on = False
+    """Its ``result`` is its ``data``."""
+
     needs_cuda = False
     """It cannot be set up without a CUDA device."""
 

@@ -11,6 +11,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Data
+from torchpipe_py.backends.signature import TENSOR
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
@@ -254,6 +255,7 @@ class TensorBackend(GuardedBackend):
     no Tensor.
     """
 
+    takes = TENSOR
     any_batch = True
 
     def setup_guarded(self) -> None:

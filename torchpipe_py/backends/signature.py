@@ -11,6 +11,10 @@ BYTES = "bytes"
 """The dtype of texts, files and encoded images."""
 
 
+ENCODED, MAT, TENSOR, NUMBERS = "encoded bytes", "a Mat", "a Tensor", "a list of numbers"
+"""Kinds of ``data`` and ``result``, as messages have them: what the class of a backend says before it is set up."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """What a model says of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.

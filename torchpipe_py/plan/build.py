@@ -23,6 +23,7 @@ from torchpipe_py.plan.config import (
     read_config,
     split_variants,
 )
+from torchpipe_py.plan.fitting import refuse_misfits
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
 from torchpipe_py.plan.isolation import decodes, isolated
 from torchpipe_py.plan.unknown import instead_of
@@ -121,6 +122,7 @@ def plan_pipeline(
         graph = with_jumps(graph, spec, plans)
         _doubt_roots(graph.entered, spec, problems)
     _check_shared(spec, plans, problems)
+    refuse_misfits(spec, graph, {name: plan.backends for name, plan in plans.items()}, problems)
     problems.raise_all()
     _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
@@ -199,13 +201,8 @@ def _variant(node: NodeSpec, index: int) -> NodeSpec:
 
 
 def _reaches_caller(node: NodeSpec, spec: PipelineSpec, graph: Graph) -> bool:
-    always_run = [_always_runs(spec.nodes[name]) for name in node.next]
+    always_run = [spec.nodes[name].always_runs for name in node.next]
     return not (always_run and all(always_run)) or len(node.next) > 1 or bool(graph.readers[node.name])
-
-
-def _always_runs(node: NodeSpec) -> bool:
-    """Whether the node runs on every result that comes to it."""
-    return node.filter is None or node.filter.lower() in ("swap", "run")
 
 
 def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: Problems) -> None:

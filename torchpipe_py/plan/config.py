@@ -106,6 +106,11 @@ class NodeSpec:
         """The node whose instances run it: itself, or for a logical node ``name.alias`` the node ``name``."""
         return self.name.partition(".")[0]
 
+    @property
+    def always_runs(self) -> bool:
+        """Whether the node runs on every result that comes to it."""
+        return self.filter is None or self.filter.lower() in ("swap", "run")
+
     def at(self, key: str) -> Place:
         """The place of ``key``: the node's table, or the top level where it comes from there."""
         return Place(self.place.source, self.name if key in self.own else GLOBAL, key)

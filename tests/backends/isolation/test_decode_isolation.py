@@ -120,7 +120,7 @@ def test_a_filter_stays_in_front_of_its_decoder() -> None:
 
 def test_the_key_of_the_node_comes_first() -> None:
     tables = {"global": PROCESS, "a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "DecodeMat"}}
-    tables["b"]["decode_isolation"] = "none"
+    tables["b"] |= {"decode_isolation": "none", "map": "a[data:data]"}
     plans = plan_pipeline(tables).plans
     assert [plan.backends[0].label for plan in plans.values()] == ["Isolated[DecodeMat]", "DecodeMat"]
 

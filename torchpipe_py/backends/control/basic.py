@@ -26,6 +26,7 @@ logger = logging.getLogger("torchpipe_py")
 class Identity(StatelessBackend):
     """``result = data``."""
 
+    passes_on = True
     keeps_color = True
 
     def forward_item(self, item: Data) -> None:

@@ -14,6 +14,7 @@ from torchpipe_py.backends.base import Data, ItemBackend
 from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.opencv import EIGHT_BITS, OF_MATS, as_mat, color_of
 from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import MAT, TENSOR
 from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
 from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
@@ -26,6 +27,8 @@ class SaveTensor(TensorBackend):
     The path is ``saved`` in the dict; ``torch.load`` and ``LoadTensor`` read it, as a CPU tensor. The folder is made if
     it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be written.
     """
+
+    gives = TENSOR
 
     save_dir = Param(to_str, doc="folder for the files")
 
@@ -50,6 +53,8 @@ class SaveMat(ItemBackend):
     written, ``InvalidRequest`` for another number of channels, for a ``color`` that is no channel order, and for a Mat
     that is not ``uint8``.
     """
+
+    takes, gives = MAT, MAT
 
     save_dir = Param(to_str, doc="folder for the files")
 
@@ -84,6 +89,7 @@ class LoadTensor(GuardedBackend):
     ``ConfigError`` for a file that holds no tensor.
     """
 
+    gives = TENSOR
     any_batch = True
 
     tensor_name = Param(to_str, file=True, doc="path of a .pt file with one tensor")

@@ -7,6 +7,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import TensorBackend
 from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import TENSOR
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.values import to_str
 
@@ -19,6 +20,8 @@ class ImageBackend(TensorBackend):
 
     ``as_image`` says what it takes. ``InvalidRequest`` for anything else.
     """
+
+    gives = TENSOR
 
     data_format = Param(
         to_str,

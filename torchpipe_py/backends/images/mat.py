@@ -23,6 +23,7 @@ from torchpipe_py.backends.images.geometry import (
 )
 from torchpipe_py.backends.images.opencv import as_mat, max_pixels, side
 from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import MAT
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_int, to_ints, to_str
@@ -61,6 +62,7 @@ def cv2_resize(interpolation: str) -> tuple[Callable[..., Any], int]:
 class ResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
 
+    takes, gives = MAT, MAT
     keeps_color = True
     isolation = Isolation.FOLLOWS
 
@@ -91,6 +93,7 @@ class ResizePadMat(StatelessBackend):
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
     centred = False
 
@@ -133,6 +136,7 @@ class CropMat(StatelessBackend):
     finite numbers, or leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``. So it is for what is no Mat.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
 
     def forward_item(self, item: Data) -> None:
@@ -147,6 +151,7 @@ class CenterCropMat(StatelessBackend):
     A contiguous copy.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
     isolation = Isolation.FOLLOWS
 
@@ -177,6 +182,7 @@ class AlignMat(StatelessBackend):
     Mat.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
 
     resize_h = side("height to write, pixels")
@@ -214,6 +220,7 @@ class DynamicResizeMat(StatelessBackend):
     no Mat.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
 
     interpolation = interpolation()
@@ -257,6 +264,7 @@ class PerspectiveTransformMat(StatelessBackend):
     ``InvalidRequest``. So it is for what is no Mat.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
 
     interpolation = interpolation()

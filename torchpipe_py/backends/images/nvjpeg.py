@@ -14,7 +14,7 @@ from torchpipe_py.backends.images.jpeg import GpuJpeg, read_header
 from torchpipe_py.backends.images.nvimgcodec import NvImageCodec
 from torchpipe_py.backends.images.opencv import COLORS, encoded_bytes, max_pixels, to_color
 from torchpipe_py.backends.params import Param
-from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
+from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, TENSOR, Signature
 from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line
 from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -112,6 +112,7 @@ class DecodeTensor(GuardedBackend):
     take, show pixels of an image that they decoded before. ``nvimgcodec_cuda`` does not: it decodes without them.
     """
 
+    takes, gives = ENCODED, TENSOR
     needs_cuda = True
     isolation = Isolation.REFUSED
 

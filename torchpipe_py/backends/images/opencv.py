@@ -14,7 +14,7 @@ import numpy as np
 from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.geometry import MAX_SIDE
 from torchpipe_py.backends.params import Param
-from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
+from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signature
 from torchpipe_py.errors import DecodeError, InvalidRequest, first_line, shown
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, Size, declared_size, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
@@ -154,6 +154,7 @@ class DecodeMat(StatelessBackend):
     where its node takes one request at a time and has two instances or more.
     """
 
+    takes, gives = ENCODED, MAT
     isolation = Isolation.MOVES
 
     color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
@@ -206,6 +207,7 @@ class cvtColorMat(StatelessBackend):
     a ``color`` of the dict that is no channel order.
     """
 
+    takes, gives = MAT, MAT
     isolation = Isolation.FOLLOWS
 
     color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")

@@ -10,6 +10,7 @@ from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
 from torchpipe_py.backends.images.geometry import check_size, shorter_size
 from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat, max_pixels, side
 from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import MAT
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
@@ -23,6 +24,7 @@ def smooth_interpolation() -> Param:
 class PillowResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w``, bit-exact with Pillow's bilinear, which smooths when it shrinks."""
 
+    takes, gives = MAT, MAT
     keeps_color = True
     isolation = Isolation.FOLLOWS
 
@@ -44,6 +46,7 @@ class ResizeShorterMat(StatelessBackend):
     that more than ``max_pixels`` would come out.
     """
 
+    takes, gives = MAT, MAT
     keeps_color = True
     isolation = Isolation.FOLLOWS
 

@@ -13,6 +13,7 @@ from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
 from torchpipe_py.backends.images.layout import ImageBackend
 from torchpipe_py.backends.images.opencv import OF_MATS, OF_TENSORS, as_mat, name_color
 from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import MAT, NUMBERS, TENSOR
 from torchpipe_py.errors import BackendUnavailable, InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
@@ -26,6 +27,7 @@ class Mat2Tensor(GuardedBackend):
     Channels keep their order. Where the dict names no ``color``, three or four channels are ``bgr`` from here on.
     """
 
+    takes, gives = MAT, TENSOR
     any_batch = True
 
     device_type = Param(
@@ -82,6 +84,8 @@ class Tensor2Mat(ImageBackend):
     from here on.
     """
 
+    gives = MAT
+
     dtype = Param(to_str, "", choices=("", "uint8"), doc='"uint8" rounds and clamps; default: no value changes')
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
@@ -104,6 +108,8 @@ class Tensor2Mat(ImageBackend):
 
 class Tensor2Vector(TensorBackend):
     """Tensor of any shape and real dtype to a flat list of floats, in row-major order."""
+
+    gives = NUMBERS
 
     def forward_tensor(self, tensor: Any, item: Data) -> list[float]:
         values: list[float] = tensor.to(self._torch.float64).flatten().tolist()

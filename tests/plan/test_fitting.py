@@ -1,0 +1,218 @@
+"""Backends that do not take what the one before them gives: refused before anything starts, and only these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import encode, picture
+
+from torchpipe_py import ConfigError, InvalidRequest, pipe
+from torchpipe_py.backends.images.mat import ResizeMat
+from torchpipe_py.backends.signature import ENCODED, MAT, NUMBERS, TENSOR
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.registry import BUILT_IN_BACKENDS, Registry, default
+
+SIZE = {"resize_h": 8, "resize_w": 8}
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_pipeline(config)
+    return str(caught.value)
+
+
+# -- what the classes say is what they do -----------------------------------------------------------------------------
+
+DATA = {
+    ENCODED: encode(picture(20, 30)),
+    MAT: picture(20, 30),
+    TENSOR: torch.zeros(1, 3, 20, 30, dtype=torch.uint8),
+    NUMBERS: [0.5, 1.5],
+}
+PARAMS: dict[str, Any] = {
+    **SIZE,
+    **dict.fromkeys(("max_h", "max_w", "crop_h", "crop_w", "size"), 8),
+    "color": "rgb",
+    "align": 8,
+    "widths": 16,
+    "box": [0, 0, 8, 8],
+}
+OF_KINDS = [name for name in BUILT_IN_BACKENDS if (cls := default.find_backend(name)) and (cls.takes or cls.gives)]
+
+
+def kind_of(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return TENSOR
+    return MAT if isinstance(result, np.ndarray) else NUMBERS if isinstance(result, list) else type(result).__name__
+
+
+@pytest.mark.parametrize("name", [name for name in OF_KINDS if name != "DecodeTensor"])
+def test_the_kinds_of_a_built_in_backend_are_what_it_takes_and_gives(name: str, tmp_path: Any) -> None:
+    cls = default.find_backend(name)
+    assert cls is not None
+    torch.save(torch.zeros(1), tmp_path / "one.pt")
+    values = {**PARAMS, "save_dir": str(tmp_path), "tensor_name": str(tmp_path / "one.pt")}
+    params = {param.key: values[param.key] for param in cls.parameters().values() if param.key in values}
+    params = {key: value for key, value in params.items() if (key, name) != ("max_w", "AlignMat")}
+    box = [[0, 0], [8, 0], [8, 8], [0, 8]] if name == "PerspectiveTransformMat" else PARAMS["box"]
+    with pipe({"backend": name, **params}) as run:
+        for kind, value in DATA.items():
+            run(data := {"data": value, "box": box, **SIZE})
+            if cls.takes in ("", kind):
+                assert kind_of(data["result"]) == cls.gives
+            else:
+                assert isinstance(data["error"], InvalidRequest)
+                assert "result" not in data
+
+
+def test_all_backends_for_images_say_their_kinds() -> None:
+    silent = {name for name in BUILT_IN_BACKENDS if name.endswith("Mat")} - set(OF_KINDS)
+    assert silent == set()
+    silent = {name for name in BUILT_IN_BACKENDS if name.endswith("Tensor")} - set(OF_KINDS)
+    assert silent == {"SyncTensor", "OnnxTensor", "TensorrtTensor", "TorchTensor"}
+
+
+# -- neighbours in a sequence -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        (
+            "S[DecodeMat,Mat2Tensor,ResizeMat]",
+            "ResizeMat takes a Mat, and Mat2Tensor before it gives a Tensor; "
+            "ResizeTensor takes a Tensor, or put Tensor2Mat before it",
+        ),
+        (
+            "S[DecodeMat,ResizeTensor,SyncTensor]",
+            "ResizeTensor takes a Tensor, and DecodeMat before it gives a Mat; "
+            "ResizeMat takes a Mat, or put Mat2Tensor before it",
+        ),
+        (
+            "S[ResizeMat,DecodeMat]",
+            "DecodeMat takes encoded bytes, and ResizeMat before it gives a Mat; "
+            "the image is decoded already: leave DecodeMat out",
+        ),
+        (
+            "S[ResizeTensor,Mat2Tensor]",
+            "Mat2Tensor takes a Mat, and ResizeTensor before it gives a Tensor; leave Mat2Tensor out",
+        ),
+        (
+            "S[Tensor2Vector,ResizeTensor]",
+            "ResizeTensor takes a Tensor, and Tensor2Vector before it gives a list of numbers",
+        ),
+        (
+            "S[DecodeMat,Identity,CopyMakeBorderTensor]",
+            "CopyMakeBorderTensor takes a Tensor, and DecodeMat before it gives a Mat; put Mat2Tensor before it",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_take_what_its_neighbour_gives_is_refused(backend: str, told: str) -> None:
+    size = SIZE if "Resize" in backend else {}
+    assert refusal({"backend": backend, **size}) == f"config: node 'node': key 'backend': {told}"
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "S[SyncTensor[S[DecodeMat,Mat2Tensor]],ResizeMat]",
+        "S[DecodeMat,Process[Mat2Tensor],ResizeMat]",
+        "S[DecodeMat,FirstAvailable[Mat2Tensor,S[Identity,Mat2Tensor]],ResizeMat]",
+        "S[DecodeMat,Mat2Tensor,FirstAvailable[ResizeMat,PillowResizeMat]]",
+        "S[DecodeMat,S[Mat2Tensor,ResizeMat]]",
+        "S[LoadTensor,ResizeMat]",
+    ],
+)
+def test_brackets_hide_no_mistake(backend: str, tmp_path: Any) -> None:
+    (tmp_path / "one.pt").touch()
+    loads = {"tensor_name": str(tmp_path / "one.pt")} if "Load" in backend else {}
+    assert "ResizeMat takes a Mat, and" in refusal({"backend": backend, **SIZE, **loads})
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "S[DecodeMat,ResizeMat,Mat2Tensor,ResizeTensor,Tensor2Mat,ResizeMat]",
+        "S[FirstAvailable[DecodeTensor,DecodeMat],ResizeMat]",
+        "S[FirstAvailable[DecodeTensor,S[DecodeMat,Mat2Tensor]],ResizeTensor,SyncTensor]",
+        "S[DecodeMat,FirstAvailable[ResizeTensor,ResizeMat]]",
+        "S[DecodeMat,(or)ResizeTensor]",
+        "S[DecodeMat,(or)Mat2Tensor,ResizeMat]",
+        "S[S[DecodeMat,(or)Mat2Tensor],ResizeMat]",
+        "S[DecodeMat,Own,ResizeTensor]",
+        "S[DecodeMat,Python[Own],ResizeTensor]",
+        "S[DecodeMat,Mat2Tensor,OwnResize]",
+        "S[OwnResize,ResizeTensor]",
+        "S[DecodeMat,Range[Own],ResizeTensor]",
+    ],
+)
+def test_what_may_be_right_is_not_refused(backend: str, restored: Registry) -> None:
+    class Own:
+        def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+    class OwnResize(ResizeMat):
+        """Takes Tensors, whatever it inherits."""
+
+    restored.register_backend(Own)
+    restored.register_backend(OwnResize)
+    limits = {"range": "1,1"} if "Range" in backend else {}
+    plan_pipeline({"backend": backend, **SIZE, **limits})
+
+
+def test_a_composition_is_refused_where_none_of_its_parts_fits() -> None:
+    before = {"backend": "DecodeMat", "next": "b"}
+    told = refusal({"a": before, "b": {"backend": "ResizeTensor&PillowResizeTensor", **SIZE}})
+    assert told.startswith("config: node 'b': key 'backend': ResizeTensor takes a Tensor, and DecodeMat of 'a'")
+    plan_pipeline({"a": before, "b": {"backend": "ResizeTensor&ResizeMat", **SIZE}})
+
+
+# -- along next -------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_cannot_take_what_the_one_before_gives_is_refused() -> None:
+    told = refusal({"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "S[DecodeMat,ResizeMat]", **SIZE}})
+    assert told == (
+        "config: node 'b': key 'backend': DecodeMat takes encoded bytes, and DecodeMat of 'a' before it gives a Mat; "
+        "the image is decoded already: leave DecodeMat out"
+    )
+
+
+def test_a_mistake_in_a_node_that_is_named_twice_is_told_once() -> None:
+    nodes = {"a": {"backend": "S[DecodeMat,Tensor2Mat]", "next": "b"}, "b": {"next": "a.2"}, "a.2": {}}
+    assert refusal(nodes).count("Tensor2Mat takes a Tensor") == 1
+
+
+def test_a_node_may_take_in_one_place_what_it_refuses_in_another() -> None:
+    nodes = {"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "ResizeMat", "next": "a.2", **SIZE}}
+    told = refusal({**nodes, "a.2": {}})
+    assert told.startswith("config: node 'a.2': key 'backend': DecodeMat takes encoded bytes, and ResizeMat of 'b'")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"map": "a[data:data]"}),
+        ({}, {"filter": "or"}),
+        ({}, {"filter": "run"}),
+        ({}, {"filter": "mine"}),
+        ({"filter": "mine"}, {}),
+    ],
+)
+def test_a_map_or_a_filter_may_bring_something_else(
+    first: dict[str, Any], second: dict[str, Any], restored: Registry
+) -> None:
+    restored.register_filter(lambda data: None, "mine")
+    plan_pipeline({"a": {"backend": "DecodeMat", "next": "b", **first}, "b": {"backend": "DecodeMat", **second}})
+
+
+def test_a_chain_that_may_be_skipped_gives_nothing_that_is_known() -> None:
+    nodes: dict[str, Any] = {"a": {"next": "b"}, "b": {"filter": "SerialSkip", "next": "c"}}
+    plan_pipeline({**nodes, "c": {"backend": "DecodeMat", "next": "d"}, "d": {"backend": "DecodeMat"}})
+
+
+def test_what_a_jump_gives_is_not_known() -> None:
+    nodes: dict[str, Any] = {"a": {"backend": "S[DecodeMat,Jump]", "jump": "c", "next": "b"}}
+    plan_pipeline({**nodes, "b": {"backend": "ResizeTensor", **SIZE}, "c": {"backend": "DecodeMat"}})

@@ -1,0 +1,104 @@
+"""Whether each backend takes the kind of data that the one before it gives, as far as their classes say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchpipe_py.backends.signature import ENCODED, MAT, TENSOR
+from torchpipe_py.errors import ConfigError, Problems
+from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.plan.config import NodeSpec, PipelineSpec
+from torchpipe_py.plan.graph import Graph
+from torchpipe_py.registry import BUILT_IN_BACKENDS
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of data on its way: its kind, and which backend of which node gave it; empty where nothing is."""
+
+    kind: str = ""
+    giver: str = ""
+    node: str = ""
+
+
+UNKNOWN = Known()
+
+
+def refuse_misfits(
+    spec: PipelineSpec, graph: Graph, backends: Mapping[str, Sequence[BackendPlan]], problems: Problems
+) -> None:
+    """Refuse a backend that cannot take what always comes to it.
+
+    What comes out of a map, past a filter that may skip, or out of a backend of the user's own is not known.
+    """
+    results: dict[str, Known] = {}
+    for name in graph.order:
+        node, before = spec.nodes[name], graph.predecessors[name]
+        comes_along = len(before) == 1 and not node.map and (node.filter or "swap").lower() == "swap"
+        walk = _Walk(node, spec.nodes[node.owner])
+        known = walk.any_of(backends[name], results[before[0]] if comes_along else UNKNOWN)
+        for error in walk.errors:
+            problems.add(error)
+        # NOTE: a node that a filter skips, its own or one upstream, hands on what came before it.
+        is_certain = all(spec.nodes[each].always_runs for each in (name, *graph.upstream[name]))
+        results[name] = known if is_certain else UNKNOWN
+
+
+class _Walk:
+    """Follows data through the backends of one node; what is wrong is in ``errors``."""
+
+    def __init__(self, node: NodeSpec, owner: NodeSpec) -> None:
+        self._node, self._owner = node, owner
+        self.errors: list[ConfigError] = []
+
+    def any_of(self, plans: Sequence[BackendPlan], known: Known) -> Known:
+        """Through one of them, whichever: refused is what none of them takes."""
+        before, results, misfits = self.errors, [], []
+        for plan in plans:
+            self.errors = []
+            results.append(self.through(plan, known))
+            misfits.append(self.errors)
+        self.errors = [*before, *misfits[0]] if all(misfits) else before
+        kinds = {result.kind for result in results}
+        return results[0] if len(kinds) == 1 else UNKNOWN
+
+    def through(self, plan: BackendPlan, known: Known) -> Known:
+        cls = plan.cls
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:
+            return UNKNOWN  # of the user's own: whatever it inherits, its forward may be another
+        if cls.is_sequence:
+            for child, filter_ in zip(plan.children, plan.filters, strict=True):
+                known = self.through(child, known if filter_ is None else UNKNOWN)
+                known = known if filter_ is None else UNKNOWN
+            # NOTE: a filter may end the sequence, with the result of any backend before it.
+            return UNKNOWN if any(plan.filters) else known
+        if plan.children:
+            return self.any_of(plan.children, known)
+        if cls.takes and known.kind not in ("", cls.takes):
+            self._refuse(plan, known)
+        return known if cls.passes_on else Known(cls.gives, plan.label, self._node.name)
+
+    def _refuse(self, plan: BackendPlan, known: Known) -> None:
+        is_inside = known.node == self._node.name
+        giver = known.giver if is_inside else f"{known.giver} of {known.node!r}"
+        place = self._owner.at("backend") if is_inside else replace(self._node.place, key="backend")
+        text = f"{plan.label} takes {plan.cls.takes}, and {giver} before it gives {known.kind}"
+        self.errors.append(place.error(text + _advice(plan.cls.__name__, plan.cls.takes, known.kind)))
+
+
+_CONVERTERS = {(MAT, TENSOR): "Mat2Tensor", (TENSOR, MAT): "Tensor2Mat"}
+_NAMES = {MAT: "Mat", TENSOR: "Tensor"}
+
+
+def _advice(name: str, wanted: str, given: str) -> str:
+    if wanted == ENCODED and given in _NAMES:
+        return f"; the image is decoded already: leave {name} out"
+    converter = _CONVERTERS.get((given, wanted))
+    if converter is None:
+        return ""
+    if _CONVERTERS.get((wanted, given)) == name:
+        return f"; leave {name} out"
+    twin = name.removesuffix(_NAMES[wanted]) + _NAMES[given]
+    instead = f"{twin} takes {given}, or " if twin in BUILT_IN_BACKENDS else ""
+    return f"; {instead}put {converter} before it"
