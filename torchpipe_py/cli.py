@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in filter(None, (part.strip() for part in ",".join(getattr(args, "imports", None) or ()).split(","))):
             registry.import_code(name)
         status = args.run(args) or 0
-        sys.stdout.flush()
+        print(end="", flush=True)  # it may be closed
         return int(status)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:

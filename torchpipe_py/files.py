@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 import zipfile
@@ -20,6 +21,19 @@ ONNX = b"\x08"
 
 ZIP = b"PK\x03\x04"
 """How PyTorch's files begin."""
+
+
+MOST_READ = 2**28
+"""Bytes of a file that is read whole, unless it is a model."""
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """What a file holds, a pipe too; ``OSError`` beyond ``MOST_READ``, since some have no end, as ``/dev/zero``."""
+    with open(path, "rb") as file:
+        content = file.read(MOST_READ + 1)
+    if len(content) > MOST_READ:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_READ >> 20} MiB")
+    return content
 
 
 def output_problem(path: str | os.PathLike[str], replaces: bool = False) -> str:

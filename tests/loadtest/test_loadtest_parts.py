@@ -6,12 +6,14 @@ import argparse
 import json
 import math
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchpipe_py import files
 from torchpipe_py.loadtest import arrivals, sweep
 from torchpipe_py.loadtest.arrivals import (
     CallTime,
@@ -115,6 +117,18 @@ def test_rate_is_in_images() -> None:
     assert len(load.times) == 50
     assert load.offered_rate == pytest.approx(100.0)
     assert load.offered_images() == [100, 100]
+
+
+@pytest.mark.parametrize("rate", [1e-300, 5e-324, 1e-9])
+@pytest.mark.parametrize("arrivals", ["constant", "poisson", "replay"])
+def test_a_call_that_is_never_due_is_refused(rate: float, arrivals: str, tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    path.write_text("0\n1\n2\n")
+    with pytest.raises(CannotRunError, match="a call is due more than 116 days after the start: the rate is too low"):
+        make_load(options(rate=rate, arrivals=arrivals, total_number=20, replay=path, request_batch=2), 1)
+    path.write_text("0\n1e300\n")
+    with pytest.raises(CannotRunError, match="more than 116 days"):
+        make_load(options(rate=None, arrivals="replay", replay=path), 1)
 
 
 def test_records_of_a_run_of_days_take_no_memory_in_advance() -> None:
@@ -493,6 +507,13 @@ def test_files_that_are_no_report(text: str, why: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(CannotRunError, match=why):
         compare.read_report(path)
+
+
+@pytest.mark.parametrize("read", [compare.read_report, lambda path: read_replay(path, None)])
+def test_a_file_without_an_end_is_no_report(read: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_READ", 2**20)
+    with pytest.raises(CannotRunError, match="/dev/zero: it has more than 1 MiB"):
+        read(Path("/dev/zero"))
 
 
 # --- GPUs and plots

@@ -182,6 +182,19 @@ def test_search_reports_every_probe(serve: Serve, images: Images) -> None:
 # --- files
 
 
+@pytest.mark.parametrize("closed", ["sys.stdout = None", "sys.stderr = None", "sys.stdout = sys.stderr = None"])
+def test_a_load_whose_output_is_closed_writes_its_reports(
+    closed: str, serve: Serve, images: Images, tmp_path: Path
+) -> None:
+    """So Python has it where a shell has closed it: ``>&-``."""
+    path = tmp_path / "report.json"
+    code = f"import sys; from torchpipe_py.cli import main\nif __name__ == '__main__':\n {closed}\n sys.exit(main())"
+    arguments = ["load", "--img_dir", str(images(a="ok:a")), "--port", str(serve().port), "--json", str(path)]
+    done = run([sys.executable, "-c", code, *arguments, "--total_number", "4", "--warmup", "0"])
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert json.loads(path.read_text())["images_ok"] == 4
+
+
 def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: Path) -> None:
     path, rows = tmp_path / "run.html", tmp_path / "run.csv"
     directory = images(**{"a": "ok:a", "<b>": "refuse"})
@@ -324,6 +337,8 @@ def test_gpus_are_sampled_where_there_is_a_program_for_it(serve: Serve, images: 
         (("--sweep", "rate=5", "--arrivals", "closed"), "need --arrivals constant or poisson"),
         (("--sweep", "batch=5"), "--sweep batch=5: valid are clients="),
         (("--html", "/nowhere/x.html"), "--html /nowhere/x.html: cannot be written"),
+        (("--json", "same", "--csv", "./same"), "--json and --csv: both would write same, one over the other"),
+        (("--html", "same", "--csv", "same"), "--csv and --html: both would write same, one over the other"),
         (("--replay", "/nowhere/times"), "--replay /nowhere/times: No such file"),
         (("--transport", "http", "--request_batch", 2), "--request_batch: over HTTP a request has one image"),
         (("--path", "/x"), "--path: is for --transport http"),

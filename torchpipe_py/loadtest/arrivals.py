@@ -17,6 +17,7 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from torchpipe_py.files import read_bytes
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.plans import Plan, make_plans
 
@@ -26,6 +27,8 @@ HEAD_START_EACH_NS = 1_000_000  # and for each of them
 _CLOSED_CALLS_PER_S = 50_000  # more than one client can do: room for a closed loop whose length is given in seconds
 _LEAST_DELAY_S = 1.0
 _LATEST_FIRST_S = 3600.0
+_LATEST_S = 1e7  # for any call: the report has figures for each second
+_LEAST_RATE = 1e-300  # of calls that can be reckoned with; any after the first is refused
 _LOOK_S = 0.25
 _NS_PER_S = 1_000_000_000
 
@@ -38,7 +41,7 @@ Times = array
 
 def due_times(options: argparse.Namespace) -> Iterator[float]:
     """When the calls of an open loop are due; raises `CannotRunError` for a replay that is none."""
-    rate = None if options.rate is None else options.rate / options.request_batch
+    rate = None if options.rate is None else max(options.rate / options.request_batch, _LEAST_RATE)
     if options.arrivals == "replay":
         times = read_replay(options.replay, options.replay_column)
         return iter(times if rate is None else rescale(times, rate))
@@ -71,7 +74,7 @@ def read_replay(path: Path, column: str | None) -> list[float]:
     file whose first line names the columns.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_bytes(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a text file"
         raise CannotRunError(f"--replay {path}: {why}") from error
@@ -127,10 +130,18 @@ def rescale(times: Sequence[float], rate: float) -> list[float]:
 
 
 def cut(times: Iterable[float], calls: int | None, seconds: float | None) -> Times:
-    """The first `calls`, and of them those before `seconds`; None is no limit."""
+    """The first `calls`, and of them those before `seconds`; None is no limit. `CannotRunError`: it is too long."""
     if seconds is not None:
         times = takewhile(lambda time: time < seconds, times)
-    return array("q", (round(time * _NS_PER_S) for time in islice(times, calls)))
+    return array("q", (_ns(time) for time in islice(times, calls)))
+
+
+def _ns(time: float) -> int:
+    if not time < _LATEST_S:  # or no number, where a replay is rescaled
+        raise CannotRunError(
+            f"a call is due more than {_LATEST_S / 86400:.0f} days after the start: the rate is too low"
+        )
+    return round(time * _NS_PER_S)
 
 
 def deal(times: Times, clients: int) -> list[Times]:

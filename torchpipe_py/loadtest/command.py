@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,8 +59,14 @@ def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the load and returns the report, of one run or of several; `CannotRunError` when that is not possible."""
+    flags: dict[str, str] = {}
     for flag in ("json", "csv", "html"):
-        check_output(getattr(options, flag), f"--{flag}")
+        path = getattr(options, flag)
+        check_output(path, f"--{flag}")
+        if path is not None and (path.is_file() or not path.exists()):  # no device
+            other = flags.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                raise CannotRunError(f"--{other} and --{flag}: both would write {path}, one over the other")
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if importlib.util.find_spec("thriftpy2") is None:
         raise CannotRunError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")

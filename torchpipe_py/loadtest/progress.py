@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def progress_bar(total: int | None, wanted: bool) -> Iterator[Callable[[int], None]]:
     """Gives a function that takes the number of images sent so far; silent without tqdm or without a terminal."""
-    if not wanted or not sys.stderr.isatty():
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
         yield lambda _: None
         return
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,7 +109,7 @@ def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], cand
             f"a loss of {args.max_drop:g}"
         )
     print("\n".join(text_report(parity)))
-    sys.stdout.flush()
+    print(end="", flush=True)  # it may be closed
     if not all(bar.ok for bar in parity.bars):
         raise QuantizeError(
             f"{args.out}: not written: {what}, --max-drop {args.max_drop:g} allows less; "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.files import read_bytes
 from torchpipe_py.loadtest.errors import CannotRunError
 from torchpipe_py.loadtest.measure.statistics import percentile
 from torchpipe_py.loadtest.measure.verdict import EXIT_FAILED, EXIT_OK
@@ -60,7 +61,7 @@ def _percent(text: str) -> float:
 def read_report(path: Path) -> dict[str, Any]:
     """The report of one run; `CannotRunError` when the file has none."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8-sig"))
+        report = json.loads(read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
         raise CannotRunError(f"compare {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
