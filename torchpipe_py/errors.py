@@ -283,6 +283,18 @@ def shown(value: object, depth: int = 2) -> str:
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
 
 
+_QUOTED = 200
+
+
+def quoted(value: object) -> str:
+    """What stands in a configuration, for a message: its ``repr``, without its middle where that is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else shown(value)
+    return text if len(text) <= _QUOTED else f"{text[: _QUOTED // 2]}…{text[-_QUOTED // 2 :]}"
+
+
 def counted(count: int, noun: str) -> str:
     """How many of something, for a message: ``1 class``, ``2 classes``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"

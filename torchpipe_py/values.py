@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Union
 
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import nearest, quoted
 from torchpipe_py.keys import BY_CONSTANT
 
 Value = Union[str, int, float, bool, Sequence["Value"]]  # noqa: UP007 - recursive, evaluated on Python 3.10
@@ -24,7 +24,7 @@ def to_int(value: Value) -> int:
             return int(value.strip())
         except ValueError:
             pass
-    raise ValueError(f"expected an integer, got {value!r}")
+    raise ValueError(f"expected an integer, got {quoted(value)}")
 
 
 def to_float(value: Value) -> float:
@@ -37,7 +37,7 @@ def to_float(value: Value) -> float:
             pass
     if math.isfinite(number):
         return number
-    raise ValueError(f"expected a finite number, got {value!r}")
+    raise ValueError(f"expected a finite number, got {quoted(value)}")
 
 
 def to_bool(value: Value) -> bool:
@@ -49,7 +49,7 @@ def to_bool(value: Value) -> bool:
         return True
     if word in _FALSE:
         return False
-    raise ValueError(f"expected true or false, got {value!r}")
+    raise ValueError(f"expected true or false, got {quoted(value)}")
 
 
 def to_str(value: Value) -> str:
@@ -57,7 +57,7 @@ def to_str(value: Value) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (bool, list, tuple)):
-        raise ValueError(f"expected a string, got {value!r}")
+        raise ValueError(f"expected a string, got {quoted(value)}")
     return str(value)
 
 
@@ -90,7 +90,7 @@ def to_key(name: str) -> str:
     if name in BY_CONSTANT:
         return BY_CONSTANT[name]
     if name.startswith("TASK_") and name.endswith("_KEY"):
-        raise ValueError(f"no key {name!r}; {nearest(name, BY_CONSTANT)}")
+        raise ValueError(f"no key {quoted(name)}; {nearest(name, BY_CONSTANT)}")
     return name
 
 

@@ -166,5 +166,5 @@ def _problem(metadata: Any, value: Any) -> str:
     if choices and value not in choices:
         return f"expected {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}"
     if isinstance(value, (int, float)) and not low <= value <= high:
-        return f"expected {low:g} to {high:g}, got {value}"
+        return f"expected {low:.15g} to {high:.15g}, got {value}"
     return ""

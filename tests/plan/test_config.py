@@ -479,7 +479,11 @@ REFUSED = [
         "node 'a': key 'resize_h'",
         "expected at least 1, got 0",
     ),
-    ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 1048577', "node 'a': key 'resize_h'", "expected at most"),
+    (
+        '[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 1048577',
+        "node 'a': key 'resize_h'",
+        "at most 1048576, got 1",
+    ),
     (
         '[a]\nbackend = "OnnxTensor"\nmodel = "no.onnx"',
         "node 'a': key 'model'",
@@ -544,6 +548,43 @@ def test_refused_with_its_place_before_any_thread(write: Write, text: str, place
         pipe(path)
     assert str(caught.value).startswith(f"{path}: {place}")
     assert problem in str(caught.value)
+
+
+LONG = "y" * 5000
+
+
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"backend": LONG},
+        {"backend": f"A[{LONG}"},
+        {"backend": f"{LONG}[[{LONG}"},
+        {"backend": "Identity", LONG: 1},
+        {LONG: 1},
+        {"filter": LONG},
+        {"next": LONG},
+        {"next": [LONG, LONG]},
+        {"map": LONG},
+        {"map": f"[{LONG}]"},
+        {"shared": LONG},
+        {"instance_num": LONG},
+        {"instance_num": 10**5000},
+        {"batching_timeout": LONG},
+        {"decode_isolation": LONG},
+        {"or": True, "filter": LONG},
+        {"backend": "Identity&Identity", "instance_num": f"{LONG}&1&1"},
+        {"backend": "ResizeMat", "resize_w": 1, "resize_h": LONG},
+        {"backend": "ResizeMat", "resize_w": 1, "resize_h": [10**5000]},
+        {"backend": "OnnxTensor", "model": "x.onnx", "mean": [1.0] * 5000},
+        {"max_inflight": LONG},
+    ],
+)
+def test_what_is_long_is_not_repeated_whole(node: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipe({"a": {"backend": "Identity", **node}})
+    assert len(str(caught.value)) < 1000
+    assert "node 'a'" in str(caught.value)
 
 
 @pytest.mark.usefixtures("no_threads")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchpipe_py.errors import quoted
+
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 
 
@@ -57,11 +59,11 @@ class Param:
         typed = self.convert(value)
         if self.choices and typed not in self.choices:
             choices = ", ".join(choice or "''" for choice in self.choices)
-            raise ValueError(f"expected one of {choices}, got {value!r}")
+            raise ValueError(f"expected one of {choices}, got {quoted(value)}")
         if self.low is not None and typed < self.low:
-            raise ValueError(f"expected at least {self.low:g}, got {typed}")
+            raise ValueError(f"expected at least {self.low:.15g}, got {quoted(typed)}")
         if self.high is not None and typed > self.high:
-            raise ValueError(f"expected at most {self.high:g}, got {typed}")
+            raise ValueError(f"expected at most {self.high:.15g}, got {quoted(typed)}")
         return typed
 
     def inner(self, typed: Any) -> Mapping[str, Param]:

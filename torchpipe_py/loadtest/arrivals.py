@@ -88,7 +88,7 @@ def read_replay(path: Path, column: str | None) -> list[float]:
             raise CannotRunError(f"--replay {path}, line {number}: {text!r} is not a number of seconds")
         latest = times[-1] if times else 0.0
         if seconds < latest:
-            why = f"{text} is before {latest:g}; times must ascend from 0"
+            why = f"{text} is before {latest:.15g}; times must ascend from 0"
             raise CannotRunError(f"--replay {path}, line {number}: {why}")
         times.append(seconds)
     if not times:

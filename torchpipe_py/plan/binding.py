@@ -11,7 +11,7 @@ from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, FilterMaker
 from torchpipe_py.backends.params import REQUIRED, Param
-from torchpipe_py.errors import ConfigError, Problems, nearest
+from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
@@ -146,10 +146,10 @@ class Binder:
         try:
             source = self.registry.find_filter(name)
         except Exception as error:
-            raise self.node.at(key).error(f"filter {name!r}: {error}") from error
+            raise self.node.at(key).error(f"filter {quoted(name)}: {error}") from error
         if source is None:
             near = nearest(name, self.registry.filter_names())
-            raise self.node.at(key).error(f"no filter {name!r}; {near} {own_name('filter')}")
+            raise self.node.at(key).error(f"no filter {quoted(name)}; {near} {own_name('filter')}")
         if not hasattr(source, "create"):
             return FilterPlan(source)
         scope = name.removeprefix("Python[").removesuffix("]").strip()
@@ -171,7 +171,7 @@ class Binder:
             raise self.node.at("backend").error(error) from None
         if cls is None:
             meant = backend_instead_of(call.name, self.registry.backend_names())
-            raise self.node.at("backend").error(f"no backend {call.name!r}; {meant} {own_name('backend')}")
+            raise self.node.at("backend").error(f"no backend {quoted(call.name)}; {meant} {own_name('backend')}")
         return cls
 
     def _check_children(self, call: Call, cls: type[Backend]) -> None:
@@ -308,7 +308,7 @@ class Binder:
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
         """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
         others = [key for key in unused if elsewhere(key) or _is_meant_for_another(key, NODE_KEYS)]
-        params = ", ".join(repr(key) for key in unused if key not in others)
+        params = ", ".join(quoted(key) for key in unused if key not in others)
         if params:
             place = Place(self.node.place.source, self.node.name, "backend")
             self.problems.add(place.error(f"missing; without it the node is Identity, which does not take {params}"))
@@ -372,4 +372,4 @@ def _at_position(value: Value, position: _Position, scope: str) -> Value:
         return parts[position.index]
     if len(parts) == position.length:
         return parts[position.place]
-    raise ValueError(f"{value!r} has {len(parts)} values, {scope} occurs {position.count} times")
+    raise ValueError(f"{quoted(value)} has {len(parts)} values, {scope} occurs {position.count} times")

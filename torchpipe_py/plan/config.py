@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from torchpipe_py.errors import ConfigError, Problems, nearest
+from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import ELSEWHERE
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
@@ -59,9 +59,9 @@ class Place:
     def __str__(self) -> str:
         parts = [self.source]
         if self.node is not None:
-            parts.append("global" if self.node == GLOBAL else f"node {self.node!r}")
+            parts.append("global" if self.node == GLOBAL else f"node {quoted(self.node)}")
         if self.key is not None:
-            parts.append(f"key {self.key!r}")
+            parts.append(f"key {quoted(self.key)}")
         return ": ".join(parts)
 
     def error(self, problem: object) -> ConfigError:
@@ -283,7 +283,9 @@ def _node(
         calls *= variants
     elif len(calls) != variants:
         key = next(key for key in keys if is_composed(key) and _variants(keys[key]) == variants)
-        raise Place(place.source, name, key).error(f"{keys[key]!r} has {variants} parts, backend has {len(calls)}")
+        raise Place(place.source, name, key).error(
+            f"{quoted(keys[key])} has {variants} parts, backend has {len(calls)}"
+        )
     for key in filter(is_composed, keys):
         where = Place(place.source, name if key in own else GLOBAL)
         _read(keys, key, lambda value: split_variants(value, variants), None, where)
@@ -315,7 +317,7 @@ def _spell_out_or(own: dict[str, Value], place: Place) -> None:
         return
     is_or = _read({"or": own.pop("or")}, "or", to_bool, False, place)
     if is_or and own.setdefault("filter", "or") != "or":
-        raise Place(place.source, place.node, "or").error(f"the node has filter = {own['filter']!r} as well")
+        raise Place(place.source, place.node, "or").error(f"the node has filter = {quoted(own['filter'])} as well")
 
 
 def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict[str, Value]:
@@ -354,7 +356,7 @@ def _read(keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], defa
 def parse_expression_value(value: Value) -> tuple[Call, ...]:
     """``parse_expression`` of a value that must be a string."""
     if not isinstance(value, str):
-        raise ValueError(f"expected a backend expression, got {value!r}")
+        raise ValueError(f"expected a backend expression, got {quoted(value)}")
     return parse_expression(value)
 
 
@@ -373,7 +375,7 @@ def split_variants(value: Value, count: int) -> list[Value]:
         return [value] * count
     parts: list[Value] = [part.strip() for part in value.split("&")]
     if len(parts) != count:
-        raise ValueError(f"{value!r} has {len(parts)} parts, others have {count}")
+        raise ValueError(f"{quoted(value)} has {len(parts)} parts, others have {count}")
     return parts
 
 
@@ -381,8 +383,8 @@ def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
     numbers = tuple(_positive(part) for part in split_variants(value, variants))
     if max(numbers) > MAX_INSTANCES:
         raise ValueError(
-            f"expected at most {MAX_INSTANCES}, got {max(numbers)}: each instance is a thread with a backend of its "
-            "own ('max' is the size of a batch)"
+            f"expected at most {MAX_INSTANCES}, got {quoted(max(numbers))}: each instance is a thread with a backend "
+            "of its own ('max' is the size of a batch)"
         )
     return numbers
 
@@ -390,21 +392,21 @@ def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
 def _positive(value: Value) -> int:
     number = to_int(value)
     if number < 1:
-        raise ValueError(f"expected at least 1, got {number}")
+        raise ValueError(f"expected at least 1, got {quoted(number)}")
     return number
 
 
 def _device(value: Value) -> int:
     number = to_int(value)
     if number < 0:
-        raise ValueError(f"expected a CUDA device number from 0, got {number}")
+        raise ValueError(f"expected a CUDA device number from 0, got {quoted(number)}")
     return number
 
 
 def _isolation(value: Value) -> str:
     name = to_str(value).lower()
     if name not in ISOLATIONS:
-        raise ValueError(f"expected one of {', '.join(ISOLATIONS)}, got {value!r}")
+        raise ValueError(f"expected one of {', '.join(ISOLATIONS)}, got {quoted(value)}")
     return name
 
 
@@ -419,7 +421,7 @@ def _names(value: Value) -> tuple[str, ...]:
     names = to_strings(value)
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"names {name!r} twice")
+            raise ValueError(f"names {quoted(name)} twice")
     return names
 
 
@@ -429,7 +431,7 @@ def _map(value: Value) -> tuple[MapSource, ...]:
     while position < len(text):
         match = _MAP_SOURCE.match(text, position)
         if match is None:
-            raise ValueError(f"expected source[key:newkey,…] at column {position + 1} of {text!r}")
+            raise ValueError(f"expected source[key:newkey,…] at column {position + 1} of {quoted(text)}")
         sources.append(MapSource(match.group("node"), _pairs(match.group("pairs"), text)))
         position = match.end()
     if not sources:
@@ -442,6 +444,6 @@ def _pairs(text: str, whole: str) -> tuple[tuple[str, str], ...]:
     for part in text.split(","):
         names = [name.strip() for name in part.split(":")]
         if len(names) != 2 or not all(names):
-            raise ValueError(f"expected key:newkey, found {part.strip()!r} in {whole!r}")
+            raise ValueError(f"expected key:newkey, found {quoted(part.strip())} in {quoted(whole)}")
         pairs.append((to_key(names[0]), to_key(names[1])))
     return tuple(pairs)

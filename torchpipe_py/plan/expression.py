@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, quoted
 
 MAX_DEPTH = 32
 
@@ -75,7 +75,7 @@ class _Parser:
             calls.append(self.call(depth=1, in_list=False))
         if self.index < len(self.tokens):
             token, column = self.tokens[self.index]
-            raise self._error(f"unexpected {token!r} after a complete expression", column)
+            raise self._error(f"unexpected {quoted(token)} after a complete expression", column)
         return tuple(calls)
 
     def call(self, depth: int, in_list: bool) -> Call:
@@ -114,7 +114,7 @@ class _Parser:
             if token not in "[](),&":
                 self.index += 1
                 return token
-            raise self._error(f"expected {wanted}, found {token!r}", column)
+            raise self._error(f"expected {wanted}, found {quoted(token)}", column)
         raise self._error(f"expected {wanted}, found the end", len(self.text))
 
     def _take(self, mark: str) -> bool:
@@ -125,11 +125,11 @@ class _Parser:
 
     def _expect(self, mark: str) -> None:
         if not self._take(mark):
-            actual = repr(self.tokens[self.index][0]) if self.index < len(self.tokens) else "the end"
+            actual = quoted(self.tokens[self.index][0]) if self.index < len(self.tokens) else "the end"
             raise self._error(f"expected {mark!r}, found {actual}", self._column())
 
     def _column(self) -> int:
         return self.tokens[self.index][1] if self.index < len(self.tokens) else len(self.text)
 
     def _error(self, problem: str, column: int) -> ConfigError:
-        return ConfigError(f"{problem} at column {column + 1} of {self.text!r}")
+        return ConfigError(f"{problem} at column {column + 1} of {quoted(self.text)}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
-from torchpipe_py.errors import Problems, nearest
+from torchpipe_py.errors import Problems, nearest, quoted
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
 
 MAX_JUMPS = 64
@@ -153,7 +153,7 @@ def _check_next(node: NodeSpec, nodes: Mapping[str, NodeSpec], problems: Problem
     for successor in node.next:
         if successor not in nodes:
             hint = nearest(successor, set(nodes) - {node.name})
-            problems.add(node.at("next").error(f"no node {successor!r}; {hint}"))
+            problems.add(node.at("next").error(f"no node {quoted(successor)}; {hint}"))
 
 
 def _check_join(node: NodeSpec, before: tuple[str, ...], reached_from: Mapping[str, frozenset[str]]) -> None:
@@ -180,7 +180,7 @@ def _check_map(
             sources.update(dict.fromkeys(before))
             continue
         if source.node not in ancestors:
-            raise node.at("map").error(f"{source.node!r} is no node before it; {nearest(source.node, ancestors)}")
+            raise node.at("map").error(f"{quoted(source.node)} is no node before it; {nearest(source.node, ancestors)}")
         for root in reached_from[node.name] - reached_from[source.node]:
             raise node.at("map").error(f"{source.node!r} is not reached by a request that enters at {root!r}")
         sources[source.node] = None
@@ -248,7 +248,7 @@ def _place(spec: PipelineSpec, name: str) -> Place:
 
 def _check_jump(graph: Graph, node: NodeSpec, target: str, place: Place) -> None:
     if target not in graph.successors:
-        raise place.error(f"no node {target!r}; {nearest(target, graph.roots)}")
+        raise place.error(f"no node {quoted(target)}; {nearest(target, graph.roots)}")
     if target not in graph.roots:
         raise place.error(f"{target!r} is no root, a jump enters a graph at its root; {nearest(target, graph.roots)}")
     if target in graph.reached_from[node.name]:

@@ -26,5 +26,7 @@ class Deadlines:
             return None
         wait = 1000 * self._pipe.expected_wait()
         if wait > limit:
-            raise Overloaded(f"a request has to wait {wait:.0f} ms now, its deadline is {limit:g} ms", math.ceil(wait))
+            raise Overloaded(
+                f"a request has to wait {wait:.0f} ms now, its deadline is {limit:.15g} ms", math.ceil(wait)
+            )
         return limit / 1000

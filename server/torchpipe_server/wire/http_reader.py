@@ -22,7 +22,7 @@ CHUNK_BYTES = 1024
 _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/(\d)\.(\d)\r?\n")
 _EMPTY_LINES = re.compile(rb"(?:\r?\n)+")
 _HEAD_END = re.compile(rb"\n\r?\n")
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
+_CHUNK_LINE = re.compile(rb"0*([0-9A-Fa-f]{1,16})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
 _NEXT_CHUNK_LINE = re.compile(rb"\r\n" + _CHUNK_LINE.pattern)  # behind the end of the chunk before it
 _CHUNK_LINE_BYTES = 256
 

@@ -94,6 +94,7 @@ LONG_LINES = {
     "an extension": (b"1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
     "blanks in an extension": (b"1;" + b" " * 20_000 + b"\n\r\n", 400),
     "an extension of the second": (b"1\r\nx\r\n1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
+    "zeros before a size": (b"0" * 300 + b"1\r\nx\r\n0\r\n\r\n", 400),
     "an extension of the last": (b"0;" + b"a" * 300 + b"\r\n\r\n", 400),
     "a folded trailer": (b"1\r\nx\r\n0\r\nA: b\r\n c\r\n\r\n", 400),
     "many trailers": (b"0\r\n" + b"A: b\r\n" * (MAX_FIELDS + 2) + b"\r\n", 431),
@@ -138,6 +139,16 @@ def test_a_body_of_the_limit_and_of_one_byte_more(data: bytes):
 def test_a_body_that_is_too_large_is_refused_before_it_comes():
     head = POST + b"Content-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
     assert status_of(head, HttpReader(frozenset({"POST"}), 10**6)) == 413
+
+
+@pytest.mark.parametrize("zeros", [15, 40, 240])
+def test_zeros_before_a_size_mean_nothing(zeros: int):
+    sized = POST + b"Content-Length: " + b"0" * zeros + b"5\r\n\r\nabcde"
+    chunked = (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"0" * zeros + b"5\r\nabcde\r\n" + b"0" * zeros + b"\r\n\r\n"
+    )
+    reader = HttpReader(frozenset({"POST"}), 5)
+    assert told(read(sized + chunked, reader)) == [("POST", "/infer", "", "a", b"abcde")] * 2
 
 
 def test_many_small_chunks_are_refused():
