@@ -255,7 +255,7 @@ def test_one_bad_of_eight_fails_alone(register: Register) -> None:
                 if index == position:
                     assert isinstance(error, BackendError)
                     assert str(error) == f"node 'a': {name}: ValueError: a bad item"
-                    assert "in the worker process" in str(error.__cause__)
+                    assert "in the other process" in str(error.__cause__)
                 else:
                     assert error is None
                     assert outcome(future)["result"] == index
@@ -1005,9 +1005,9 @@ def test_what_cannot_be_sent_is_told(register: Register, monkeypatch: pytest.Mon
             assert error is not None
             return error
 
-        assert "'result' cannot come back from a worker process" in str(error_with("lambda"))
+        assert "'result' cannot come back from another process" in str(error_with("lambda"))
         assert str(error_with(threading.Lock())).endswith(
-            "'data' cannot go to a worker process: cannot pickle '_thread.lock' object"
+            "'data' cannot go to another process: cannot pickle '_thread.lock' object"
         )
         error = error_with(bytes(2**19))
         assert isinstance(error, InvalidRequest)

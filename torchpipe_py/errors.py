@@ -200,10 +200,10 @@ class Failure:
 
 
 class WorkerTraceback(Exception):
-    """The text of a traceback in a worker process."""
+    """The text of a traceback in another process."""
 
     def __str__(self) -> str:
-        return f"in the worker process:\n{self.args[0]}"
+        return f"in the other process:\n{self.args[0]}"
 
 
 MESSAGE_LIMIT = 4000

@@ -16,7 +16,7 @@ from time import monotonic, time
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py.errors import ConfigError, counted
+from torchpipe_py.errors import ConfigError
 from torchpipe_py.runtime.statistics import BOUNDS_MS
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
@@ -137,7 +137,7 @@ class Supervisor:
         self._has_lost = True
         if self._has_killed or not children:
             return True
-        logger.error("killing %s that did not end", counted(len(children), "worker"))
+        logger.error("killing what did not end: %s", ", ".join(child.name for child in children))
         self._has_killed = True
         self._stopping_until = now + KILL_SECONDS
         for child in children:

@@ -292,9 +292,9 @@ def test_errors_are_the_backends(start: Start) -> None:
     with start() as p:
         with pytest.raises(BackendError, match=r"node 'node': Process\[Single\d+\]: ValueError: no such value"):
             p({"data": "raise_value_error"})
-        with pytest.raises(BackendError, match="'answer' cannot come back from a worker process"):
+        with pytest.raises(BackendError, match="'answer' cannot come back from another process"):
             p({"data": "give_lambda"})
-        with pytest.raises(BackendError, match="'data' cannot go to a worker process"):
+        with pytest.raises(BackendError, match="'data' cannot go to another process"):
             p({"data": threading.Lock()})
         p(item := {"data": "x"})
         assert item["result"][2] == "x"  # type: ignore[index]

@@ -343,12 +343,12 @@ def test_what_cannot_be_pickled_stays_where_it_is(obedient: Process) -> None:
     assert item["result"][2] == ["data", "plain"]
     assert item["lock"] is lock
     assert item["inverse_trans"] is trans
-    with pytest.raises(TypeError, match=r"Process\[X\]: 'data' cannot go to a worker process: .*lock"):
+    with pytest.raises(TypeError, match=r"Process\[X\]: 'data' cannot go to another process: .*lock"):
         forward(obedient, threading.Lock())
 
 
 def test_a_tensor_on_another_device_is_refused(obedient: Process) -> None:
-    with pytest.raises(TypeError, match="'data' cannot go to a worker process: a tensor on device meta"):
+    with pytest.raises(TypeError, match="'data' cannot go to another process: a tensor on device meta"):
         forward(obedient, torch.empty(2, device="meta"))
     with pytest.raises(TypeError, match="layout"):
         forward(obedient, torch.eye(2).to_sparse())
@@ -362,7 +362,7 @@ def test_a_result_that_cannot_be_pickled_fails_its_item_alone(register: Register
     assert errors[0] is errors[2] is None
     assert isinstance(errors[1], BackendError)
     assert isinstance(errors[1].__cause__, TypeError)
-    assert "'answer' cannot come back from a worker process" in str(errors[1])
+    assert "'answer' cannot come back from another process" in str(errors[1])
 
 
 def test_an_answer_that_cannot_be_read(obedient: Process) -> None:

@@ -373,6 +373,19 @@ def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
         assert "Traceback" not in service.process.stderr
 
 
+def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path) -> None:
+    write(tmp_path / "marked.toml")
+    service = Service(tmp_path, "--drain-seconds", "0.1")
+    with service.process:
+        service.wait_started()
+        engine = psutil.Process(service.engine)
+        engine.suspend()
+        service.process.signal()
+        service.process.wait()
+        assert "killing what did not end: engine process" in service.process.stderr
+        assert not is_alive(engine)
+
+
 def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
     service = Service(tmp_path, "--hang-seconds", "3")

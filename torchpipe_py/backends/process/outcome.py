@@ -80,7 +80,7 @@ def visible(item: Data, label: str) -> Data:
             check_travels((key, value))
         except Exception as error:
             if key == TASK_DATA_KEY:
-                raise TypeError(f"{label}: {key!r} cannot go to a worker process: {first_line(error)}") from error
+                raise TypeError(f"{label}: {key!r} cannot go to another process: {first_line(error)}") from error
         else:
             found[key] = value
     return found
@@ -92,5 +92,5 @@ def stuck(outcomes: list[ItemOutcome], error: Exception) -> Exception:
         try:
             check_travels((key, changed))
         except Exception as reason:
-            return TypeError(f"{key!r} cannot come back from a worker process: {first_line(reason)}")
+            return TypeError(f"{key!r} cannot come back from another process: {first_line(reason)}")
     return error
