@@ -527,13 +527,37 @@ REFUSED = [
 ]
 
 
+OTHERS = Path(__file__).resolve().parents[2] / "docs" / "from-other-servers.md"
+
+
 @pytest.mark.usefixtures("no_threads")
 @pytest.mark.parametrize("key", ELSEWHERE)
 def test_what_another_server_has_is_named_as_it_is_here(key: str) -> None:
-    assert set(re.findall(r"'(\w+)'", ELSEWHERE[key])) <= {*NODE_KEYS, *PIPELINE_KEYS, "max"}
+    assert set(re.findall(r"'(\w+)'", ELSEWHERE[key])) <= {*NODE_KEYS, *PIPELINE_KEYS, "max", "resize_h", "resize_w"}
     assert set(re.findall(r"--([\w-]+)", ELSEWHERE[key])) <= set(SERVICE_FLAGS)
-    page = Path(__file__).resolve().parents[2] / "docs" / "from-other-servers.md"
-    assert f"`{key}`" in page.read_text(encoding="utf-8")
+    assert key in keys_of_others(OTHERS.read_text(encoding="utf-8"))
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_each_key_of_the_page_on_other_servers_is_named_as_it_is_here() -> None:
+    code = {"append_worker", "decode_request", "deserialize", "encode_response", "env", "forward", "predict", "setup"}
+    code.add("ray_actor_options")
+    found = keys_of_others(OTHERS.read_text(encoding="utf-8")) - {*NODE_KEYS, *BACKENDS_ELSEWHERE, *code}
+    assert len(found) > 20
+    for key in found:
+        with pytest.raises(ConfigError, match=f"key '{key}': unknown key; .*( here|torchpipe-serve|in flight)"):
+            pipe({"backend": "Identity", key: 1})
+
+
+def keys_of_others(page: str) -> set[str]:
+    """What stands as code, or as an argument in it, in the columns that are not of here."""
+    found = set()
+    for heading, columns in (("## Servers", slice(2, None)), ("## DALI", slice(1, 2))):
+        lines = page.partition(heading)[2].partition("\n## ")[0].split("\n")
+        cells = [cell for line in lines if line.startswith("| ") for cell in line.split("|")[columns]]
+        for code in re.findall(r"`([^`]+)`", "".join(cells)):
+            found |= set(re.findall(r"^[a-z_]+$|(?<=[(, ])[a-z_]+(?==)|^[a-z_]+(?=:)", code))
+    return found
 
 
 def test_what_another_servers_backend_is_here_is_there() -> None:

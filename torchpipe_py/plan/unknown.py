@@ -23,25 +23,37 @@ _PROCESSES = (
 _WAIT = "it is 'batching_timeout' here, in milliseconds"
 _IN_FLIGHT = "'max_inflight' at the top bounds the requests in flight"
 _DEVICE = "the CUDA device is 'device_id' here, its number"
+_DEADLINE = "a request brings its deadline; --deadline-ms of torchpipe-serve is the longest, in milliseconds"
+_MAP = "it is 'map' here, of the node that reads"
 ELSEWHERE = {
     "accelerator": _DEVICE,
     "batch_size": _LARGEST,
     "batch_timeout": _WAIT,
     "batch_wait_timeout_s": _WAIT,
     "count": _INSTANCES,
+    "default_timeout_microseconds": _DEADLINE,
     "device": _DEVICE,
+    "gpus": _DEVICE,
+    "input_map": _MAP,
     "instance_group": _INSTANCES,
     "max_batch_size": _LARGEST,
     "max_ongoing_requests": _IN_FLIGHT,
     "max_queue_delay_microseconds": _WAIT,
     "max_queue_size": _IN_FLIGHT,
+    "max_queued_requests": _IN_FLIGHT,
     "max_wait_time": _WAIT,
     "num": _INSTANCES,
+    "num_gpus": _DEVICE,
     "num_replicas": _INSTANCES,
+    "num_threads": _PROCESSES,
     "num_workers": _PROCESSES,
+    "output_map": _MAP,
     "platform": "what a node runs is its 'backend' here",
     "preferred_batch_size": f"{_LARGEST}; no size is preferred",
-    "timeout": "a request brings its deadline; --deadline-ms of torchpipe-serve is the longest, in milliseconds",
+    "request_timeout_s": _DEADLINE,
+    "resize_x": "it is 'resize_w' here, in pixels",
+    "resize_y": "it is 'resize_h' here, in pixels",
+    "timeout": _DEADLINE,
     "workers_per_device": _PROCESSES,
 }
 """Keys of other servers, and what there is here in their place; docs/from-other-servers.md has them too."""
