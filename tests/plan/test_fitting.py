@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import encode, picture
+from conftest import encode, picture, save_model
+from onnx import helper
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.images.mat import ResizeMat
@@ -33,8 +35,8 @@ DATA = {
     NUMBERS: [0.5, 1.5],
 }
 PARAMS: dict[str, Any] = {
-    **SIZE,
-    **dict.fromkeys(("max_h", "max_w", "crop_h", "crop_w", "size"), 8),
+    **dict.fromkeys(("resize_h", "max_h", "crop_h", "size"), 8),
+    **dict.fromkeys(("resize_w", "max_w", "crop_w"), 9),
     "color": "rgb",
     "align": 8,
     "widths": 16,
@@ -50,7 +52,7 @@ def kind_of(result: Any) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in OF_KINDS if name != "DecodeTensor"])
-def test_the_kinds_of_a_built_in_backend_are_what_it_takes_and_gives(name: str, tmp_path: Any) -> None:
+def test_the_kinds_of_a_built_in_backend_are_what_it_takes_and_gives(name: str, tmp_path: Path) -> None:
     cls = default.find_backend(name)
     assert cls is not None
     torch.save(torch.zeros(1), tmp_path / "one.pt")
@@ -62,7 +64,11 @@ def test_the_kinds_of_a_built_in_backend_are_what_it_takes_and_gives(name: str, 
         for kind, value in DATA.items():
             run(data := {"data": value, "box": box, **SIZE})
             if cls.takes in ("", kind):
-                assert kind_of(data["result"]) == cls.gives
+                result = data["result"]
+                assert kind_of(result) == cls.gives
+                sides = (20, 30) if cls.keeps_sides else tuple(params[side] for side in cls.sides)
+                if sides:
+                    assert (result.shape[2:] if cls.gives == TENSOR else result.shape[:2]) == sides
             else:
                 assert isinstance(data["error"], InvalidRequest)
                 assert "result" not in data
@@ -126,7 +132,7 @@ def test_a_backend_that_cannot_take_what_its_neighbour_gives_is_refused(backend:
         "S[LoadTensor,ResizeMat]",
     ],
 )
-def test_brackets_hide_no_mistake(backend: str, tmp_path: Any) -> None:
+def test_brackets_hide_no_mistake(backend: str, tmp_path: Path) -> None:
     (tmp_path / "one.pt").touch()
     loads = {"tensor_name": str(tmp_path / "one.pt")} if "Load" in backend else {}
     assert "ResizeMat takes a Mat, and" in refusal({"backend": backend, **SIZE, **loads})
@@ -216,3 +222,75 @@ def test_a_chain_that_may_be_skipped_gives_nothing_that_is_known() -> None:
 def test_what_a_jump_gives_is_not_known() -> None:
     nodes: dict[str, Any] = {"a": {"backend": "S[DecodeMat,Jump]", "jump": "c", "next": "b"}}
     plan_pipeline({**nodes, "b": {"backend": "ResizeTensor", **SIZE}, "c": {"backend": "DecodeMat"}})
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def model_of(path: Path, *shape: int | str) -> dict[str, Any]:
+    """The keys of a node with a model that takes images of this shape."""
+    inputs: dict[str, Any] = {"x": ["N", *shape]}
+    save_model(path / "m.onnx", [helper.make_node("Identity", ["x"], ["y"])], inputs, {"y": ["N", *shape]})
+    return {"model": str(path / "m.onnx")}
+
+
+@pytest.mark.parametrize(
+    "backend", ["OnnxTensor", "TensorrtTensor", "SyncTensor[FirstAvailable[TensorrtTensor,OnnxTensor]]"]
+)
+def test_another_size_than_that_of_the_model_is_refused(backend: str, tmp_path: Path) -> None:
+    node = {"backend": f"S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,{backend}]", "color": "rgb"}
+    node |= model_of(tmp_path, 3, 64, 48)
+    told = refusal({**node, "ResizeMat::resize_h": 96, "resize_w": 49}).split("\n")
+    assert told == [
+        f"config: node 'node': key 'ResizeMat::resize_h': 96, but {node['model']} takes 1x3x64x48: a height of 64",
+        f"config: node 'node': key 'resize_w': 49, but {node['model']} takes 1x3x64x48: a width of 48",
+    ]
+    plan_pipeline({**node, "resize_h": 64, "resize_w": 48})
+
+
+@pytest.mark.parametrize("resize", ["LetterBoxMat,Mat2Tensor", "ResizePadMat", "Mat2Tensor,LetterBoxTensor"])
+def test_it_is_refused_along_next(resize: str, tmp_path: Path) -> None:
+    nodes: dict[str, Any] = {
+        "global": {"max_h": 320},
+        "a": {"backend": f"S[DecodeMat,{resize}]", "max_w": 640, "next": "b"},
+        "b": {"backend": "Identity", "next": "c"},
+        "c": {"backend": "OnnxTensor", **model_of(tmp_path, 3, 640, 640)},
+    }
+    model = nodes["c"]["model"]
+    assert refusal(nodes) == f"config: global: key 'max_h': 320, but {model} takes 1x3x640x640: a height of 640"
+    for change in ({"map": "a[result:data]"}, {"filter": "or"}):
+        plan_pipeline({**nodes, "b": {**nodes["b"], **change}})
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [
+        ("S[ResizeMat,OnnxTensor]", (3, "height", "width")),
+        ("S[ResizeMat,OnnxTensor]", (96, 80, 3)),
+        ("S[ResizeMat,OnnxTensor]", (3, 64)),
+        ("S[ResizeMat,CropMat,OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,Mat2Tensor,CopyMakeBorderTensor,OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,DynamicResizeMat,OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,(or)CropMat,OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,OwnCrop,OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,FirstAvailable[CropMat,Identity],OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,CenterCropMat,OnnxTensor]", (3, 64, 64)),
+    ],
+)
+def test_a_size_that_may_fit_or_may_change_is_not_refused(
+    backend: str, shape: tuple[int | str, ...], tmp_path: Path, restored: Registry
+) -> None:
+    class OwnCrop:
+        def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+    restored.register_backend(OwnCrop)
+    crop = {"crop_h": 64, "crop_w": 64} if "CenterCrop" in backend else {}
+    plan_pipeline({"backend": backend, "resize_h": 96, "resize_w": 80, **crop, **model_of(tmp_path, *shape)})
+
+
+def test_what_is_refused_is_what_the_model_would_refuse(tmp_path: Path) -> None:
+    config = {"backend": "OnnxTensor", **model_of(tmp_path, 3, 64, 48)}
+    with pipe(config) as run:
+        for data in (picture(64, 49), picture(48, 64), torch.zeros(1, 3, 64, 49)):
+            run(item := {"data": data})
+            assert "takes 1x3x64x48, got" in str(item["error"])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchpipe_py.backends.params import Param, Remark
-from torchpipe_py.backends.signature import Signature
+from torchpipe_py.backends.signature import ImageSpec, Signature
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 
@@ -135,6 +135,12 @@ class Backend:
     gives = ""
     """The kind of ``result`` that it gives, as ``takes``."""
 
+    sides: tuple[str, ...] = ()
+    """Its parameters that are height and width of the image that it gives; empty: there are none."""
+
+    keeps_sides = False
+    """The image that it gives has the height and width of the one that it takes."""
+
     passes_on = False
     """Its ``result`` is its ``data``."""
 
@@ -224,6 +230,11 @@ class Backend:
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterable[Remark]:
         """What is wrong with these parameters, each of which is right by itself; ``own`` are the keys of the node."""
         return ()
+
+    @classmethod
+    def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
+        """Why it takes no such image, for each of ``height`` and ``width`` that is wrong."""
+        return {}
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:

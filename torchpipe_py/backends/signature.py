@@ -16,6 +16,15 @@ ENCODED, MAT, TENSOR, NUMBERS = "encoded bytes", "a Mat", "a Tensor", "a list of
 
 
 @dataclass(frozen=True)
+class ImageSpec:
+    """What is known of an image before anything runs: its kind, and its size in pixels; ``None`` where it is not."""
+
+    kind: str
+    height: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """What a model says of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
 

@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, FilterMaker
@@ -37,13 +37,17 @@ class FilterPlan:
 
 @dataclass(frozen=True)
 class BackendPlan:
-    """A backend that can be built: class, typed parameters, children, and the filters in front of the children."""
+    """A backend that can be built: class, typed parameters, children, and the filters in front of the children.
+
+    ``keys`` has the key that each parameter was read from, where there is one.
+    """
 
     cls: type[Backend]
     label: str
     params: Mapping[str, Any]
     children: tuple[BackendPlan, ...] = ()
     filters: tuple[FilterMaker | None, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, backend: Backend) -> BackendPlan:
@@ -119,7 +123,8 @@ class Binder:
         call = self._hoisted(call)
         cls = self._find(call)
         self._check_children(call, cls)
-        params = self._params(canonical(call.name), cls, position)
+        scope = canonical(call.name)
+        params = self._params(scope, cls, position)
         inner = _positions(call)
         return BackendPlan(
             cls=cls,
@@ -127,6 +132,7 @@ class Binder:
             params=params,
             children=tuple(self.bind(arg, inner) for arg in call.args),
             filters=tuple(self._filter(arg, cls) for arg in call.args),
+            keys={} if cls.any_params else self._keys(scope, cls),
         )
 
     def check_names(self, call: Call) -> None:
@@ -220,6 +226,10 @@ class Binder:
                 self.problems.doubt(f"{place}: {remark.text}")
             else:
                 self.problems.add(place.error(remark.text))
+
+    def _keys(self, scope: str, cls: type[Backend]) -> dict[str, str]:
+        keys = {name: self._key(scope, param) for name, param in cls.parameters().items()}
+        return {name: key for name, key in keys.items() if key is not None}
 
     def _value(self, key: str | None, scope: str, param: Param, position: _Position) -> Any:
         if key is None:

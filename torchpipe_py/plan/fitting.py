@@ -1,25 +1,37 @@
-"""Whether each backend takes the kind of data that the one before it gives, as far as their classes say."""
+"""Whether each backend takes what the one before it gives, as far as classes, parameters and model files say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from torchpipe_py.backends.signature import ENCODED, MAT, TENSOR
+from torchpipe_py.backends.signature import ENCODED, MAT, TENSOR, ImageSpec
 from torchpipe_py.errors import ConfigError, Problems
 from torchpipe_py.plan.binding import BackendPlan
-from torchpipe_py.plan.config import NodeSpec, PipelineSpec
+from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
 from torchpipe_py.plan.graph import Graph
 from torchpipe_py.registry import BUILT_IN_BACKENDS
 
 
 @dataclass(frozen=True)
+class Fact:
+    """A number that is known of an image, and the key that says it."""
+
+    value: int
+    place: Place
+
+
+@dataclass(frozen=True)
 class Known:
-    """What is known of data on its way: its kind, and which backend of which node gave it; empty where nothing is."""
+    """What is known of data on its way: its kind, and which backend of which node gave it; empty where nothing is.
+
+    ``facts`` are what is known of an image, by the names that ``ImageSpec`` has for them.
+    """
 
     kind: str = ""
     giver: str = ""
     node: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
 UNKNOWN = Known()
@@ -60,8 +72,15 @@ class _Walk:
             results.append(self.through(plan, known))
             misfits.append(self.errors)
         self.errors = [*before, *misfits[0]] if all(misfits) else before
-        kinds = {result.kind for result in results}
-        return results[0] if len(kinds) == 1 else UNKNOWN
+        if len({result.kind for result in results}) > 1:
+            return UNKNOWN
+        first, *others = results
+        facts = {
+            name: fact
+            for name, fact in first.facts.items()
+            if all(name in other.facts and other.facts[name].value == fact.value for other in others)
+        }
+        return replace(first, facts=facts)
 
     def through(self, plan: BackendPlan, known: Known) -> Known:
         cls = plan.cls
@@ -76,10 +95,23 @@ class _Walk:
         if plan.children:
             return self.any_of(plan.children, known)
         if cls.takes and known.kind not in ("", cls.takes):
-            self._refuse(plan, known)
-        return known if cls.passes_on else Known(cls.gives, plan.label, self._node.name)
+            self._refuse_kind(plan, known)
+        elif known.facts:
+            image = ImageSpec(known.kind, **{name: fact.value for name, fact in known.facts.items()})
+            for name, why in cls.image_misfits(plan.params, image).items():
+                fact = known.facts[name]
+                self.errors.append(fact.place.error(f"{fact.value}, {why}"))
+        return known if cls.passes_on else Known(cls.gives, plan.label, self._node.name, self._facts(plan, known))
 
-    def _refuse(self, plan: BackendPlan, known: Known) -> None:
+    def _facts(self, plan: BackendPlan, known: Known) -> dict[str, Fact]:
+        """What is known of the image that the backend gives."""
+        cls = plan.cls
+        facts = {name: fact for name, fact in known.facts.items() if cls.keeps_sides}
+        for side, name in zip(("height", "width"), cls.sides, strict=False):
+            facts[side] = Fact(plan.params[name], self._owner.at(plan.keys[name]))
+        return facts
+
+    def _refuse_kind(self, plan: BackendPlan, known: Known) -> None:
         is_inside = known.node == self._node.name
         giver = known.giver if is_inside else f"{known.giver} of {known.node!r}"
         place = self._owner.at("backend") if is_inside else replace(self._node.place, key="backend")

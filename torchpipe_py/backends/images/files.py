@@ -29,6 +29,7 @@ class SaveTensor(TensorBackend):
     """
 
     gives = TENSOR
+    keeps_sides = True
 
     save_dir = Param(to_str, doc="folder for the files")
 
@@ -55,6 +56,7 @@ class SaveMat(ItemBackend):
     """
 
     takes, gives = MAT, MAT
+    keeps_sides = True
 
     save_dir = Param(to_str, doc="folder for the files")
 

@@ -63,6 +63,7 @@ class ResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
 
     takes, gives = MAT, MAT
+    sides = ("resize_h", "resize_w")
     keeps_color = True
     isolation = Isolation.FOLLOWS
 
@@ -94,6 +95,7 @@ class ResizePadMat(StatelessBackend):
     """
 
     takes, gives = MAT, MAT
+    sides = ("max_h", "max_w")
     keeps_color = True
     centred = False
 
@@ -152,6 +154,7 @@ class CenterCropMat(StatelessBackend):
     """
 
     takes, gives = MAT, MAT
+    sides = ("crop_h", "crop_w")
     keeps_color = True
     isolation = Isolation.FOLLOWS
 
@@ -183,6 +186,7 @@ class AlignMat(StatelessBackend):
     """
 
     takes, gives = MAT, MAT
+    keeps_sides = True
     keeps_color = True
 
     resize_h = side("height to write, pixels")

@@ -208,6 +208,7 @@ class cvtColorMat(StatelessBackend):
     """
 
     takes, gives = MAT, MAT
+    keeps_sides = True
     isolation = Isolation.FOLLOWS
 
     color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")

@@ -25,6 +25,7 @@ class PillowResizeMat(StatelessBackend):
     """Mat to Mat of ``resize_h`` × ``resize_w``, bit-exact with Pillow's bilinear, which smooths when it shrinks."""
 
     takes, gives = MAT, MAT
+    sides = ("resize_h", "resize_w")
     keeps_color = True
     isolation = Isolation.FOLLOWS
 

@@ -63,6 +63,8 @@ class cvtColorTensor(ImageBackend):
     that is no channel order.
     """
 
+    keeps_sides = True
+
     color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
@@ -95,6 +97,8 @@ class ResizeTensor(ImageBackend):
     Values keep their scale and are neither rounded nor clamped: ``bicubic`` can leave 0..255. Always a copy; on a GPU
     those of images of one size that come in one batch share memory.
     """
+
+    sides = ("resize_h", "resize_w")
 
     interpolation = tensor_interpolation()
     resize_h = side("output height, pixels")
@@ -140,6 +144,8 @@ class ResizePadTensor(ImageBackend):
     Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels. Size and place are those
     of ``ResizePadMat``, values those of ``ResizeTensor``.
     """
+
+    sides = ("max_h", "max_w")
 
     centred = False
 
@@ -221,6 +227,8 @@ class PillowResizeTensor(ImageBackend):
     multiplied in. Always a copy. ``InvalidRequest`` for a Tensor that is not uint8.
     """
 
+    sides = ("resize_h", "resize_w")
+
     resize_h = side("output height, pixels")
     resize_w = side("output width, pixels")
 
@@ -260,6 +268,8 @@ class CenterCropTensor(ImageBackend):
 
     Of the dtype of the Tensor; a contiguous copy.
     """
+
+    sides = ("crop_h", "crop_w")
 
     crop_h = side("output height, pixels")
     crop_w = side("output width, pixels")

@@ -28,6 +28,7 @@ class Mat2Tensor(GuardedBackend):
     """
 
     takes, gives = MAT, TENSOR
+    keeps_sides = True
     any_batch = True
 
     device_type = Param(
@@ -85,6 +86,7 @@ class Tensor2Mat(ImageBackend):
     """
 
     gives = MAT
+    keeps_sides = True
 
     dtype = Param(to_str, "", choices=("", "uint8"), doc='"uint8" rounds and clamps; default: no value changes')
 

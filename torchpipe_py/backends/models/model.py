@@ -14,7 +14,7 @@ from torchpipe_py.backends.images.opencv import OF_MATS, name_color
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_inputs, with_batch
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.inputs import looks_like_mat
-from torchpipe_py.backends.models.onnx_header import input_channels, only_input
+from torchpipe_py.backends.models.onnx_header import has_channels_last, input_channels, only_input
 from torchpipe_py.backends.models.outputs import layout_of
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
@@ -27,7 +27,7 @@ from torchpipe_py.backends.models.postprocess import (
     uses,
 )
 from torchpipe_py.backends.params import Param, Remark
-from torchpipe_py.backends.signature import Signature, TensorSpec, shown_dims
+from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import ConfigError, InvalidRequest, counted
@@ -83,6 +83,10 @@ class ModelBackend(Backend):
             if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
                 yield Remark(key, f"nothing uses it without a postprocessor that does: {names}")
+
+    @classmethod
+    def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
+        return _image_misfits(params["model"], image)
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:
@@ -247,6 +251,31 @@ def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
         check_inputs(params["model"], [TensorSpec(name, with_batch(dims, most))], least, most)
     except ConfigError as error:
         yield Remark("model", str(error))
+
+
+def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
+    """What of an image an ONNX file with one input of four dimensions does not take, however the image is laid out."""
+    _, dims = only_input(model)
+    if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
+        return {}
+    first_misfits: dict[str, str] = {}
+    for height, width in _sides(dims, image.kind):
+        sides = {"height": (image.height, dims[height]), "width": (image.width, dims[width])}
+        wrong = {side: fixed for side, (size, fixed) in sides.items() if size and fixed and size != fixed}
+        if not wrong:
+            return {}
+        takes = shown_dims((1, *[dim or None for dim in dims[1:]]))
+        first_misfits = first_misfits or {
+            side: f"but {model} takes {takes}: a {side} of {fixed}" for side, fixed in wrong.items()
+        }
+    return first_misfits
+
+
+def _sides(dims: Sequence[int], kind: str) -> list[tuple[int, int]]:
+    """Which dimensions may be height and width, the likely ones first; a Mat is laid out as the model has them."""
+    if kind == TENSOR:
+        return [(2, 3)]
+    return [(1, 2), (2, 3)] if has_channels_last(dims) else [(2, 3), (1, 2)]
 
 
 def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:

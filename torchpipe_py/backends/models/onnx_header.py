@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 # Of onnx.proto.
 _GRAPH, _INITIALIZER, _INITIALIZER_NAME, _INPUT = 7, 5, 8, 11
@@ -18,9 +18,12 @@ Span = tuple[int, int]
 def input_channels(path: str) -> int | None:
     """C of the input N×C×H×W, where a model has this one input and says its C; else ``None``, as for no ONNX file."""
     dims = only_input(path)[1]
-    if len(dims) != 4 or (dims[3] in (1, 3, 4) and dims[1] not in (1, 3, 4)):  # the latter looks like N×H×W×C
-        return None
-    return dims[1] or None
+    return None if len(dims) != 4 or has_channels_last(dims) else dims[1] or None
+
+
+def has_channels_last(dims: Sequence[int]) -> bool:
+    """Whether four sizes look like N×H×W×C."""
+    return dims[3] in (1, 3, 4) and dims[1] not in (1, 3, 4)
 
 
 def only_input(path: str) -> tuple[str, list[int]]:
