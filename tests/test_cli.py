@@ -14,6 +14,7 @@ from fakes import PROGRAM_WAIT
 import torchpipe_py
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cli import DEPENDENCIES, main
+from torchpipe_py.loadtest.options import ELSEWHERE
 
 GOOD = """
 [decode]
@@ -166,6 +167,17 @@ def test_the_nearest_flag_is_told(command: list[str], flag: str, capsys: pytest.
         main([*command, "--img_dir=x", flag])
     assert caught.value.code == 2
     assert f"unrecognized arguments: {flag}; did you mean '--total_number'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ELSEWHERE)
+@pytest.mark.parametrize("given", [["--img_dir", "x"], []])
+def test_a_flag_of_another_load_tester_is_named_as_it_is_here(
+    flag: str, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["load", *given, flag, "4"])
+    assert caught.value.code == 2
+    assert f"{flag}{' 4;' if given else ','} {ELSEWHERE[flag]}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

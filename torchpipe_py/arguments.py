@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torchpipe_py.errors import nearest
@@ -15,10 +16,12 @@ from torchpipe_py.errors import nearest
 class ArgumentParser(argparse.ArgumentParser):
     """Takes flags by their whole names; ``-`` and ``_`` between words are the same: ``--img-dir`` is ``--img_dir``.
 
-    Names the nearest flag, command or choice for one that it does not know.
+    Names the nearest flag, command or choice for one that it does not know. ``elsewhere`` has flags of other programs,
+    and what there is here in their place.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, elsewhere: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> None:
+        self._elsewhere = elsewhere
         # NOTE: the beginning of a flag may mean another one, or nothing, in the next version.
         super().__init__(**settings, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e0 too, as of Python 3.14
@@ -64,6 +67,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """The flag that an unknown one may stand for; empty where it is none, or a known one."""
         flag = self._as_declared(argument).split("=", 1)[0]
         known = self._option_string_actions
+        if flag in self._elsewhere:
+            return self._elsewhere[flag]
         if not flag.startswith("--") or flag == "--" or flag in known:
             return ""
         return nearest(flag, [name for name, action in known.items() if action.help != argparse.SUPPRESS])

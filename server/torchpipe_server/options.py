@@ -105,6 +105,14 @@ class Options:
 _SETTINGS = [option for option in fields(Options) if option.default is not MISSING]
 
 
+_ELSEWHERE = {
+    "--config": "the TOML file is given without a flag",
+    "--gpus": "CUDA devices are --devices here, their numbers",
+    "--http": "--port takes HTTP and Thrift, --http-port is for monitoring",
+}
+"""Flags of other servers, and what there is here in their place."""
+
+
 class _Join(argparse.Action):
     """A flag that is given several times adds to its list."""
 
@@ -115,7 +123,8 @@ class _Join(argparse.Action):
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Options from the command line; wrong ones end the process with status 2 and a line that says why."""
-    parser = ArgumentParser(prog="torchpipe-serve", description="Serve a pipeline over Thrift and HTTP.")
+    description = "Serve a pipeline over Thrift and HTTP."
+    parser = ArgumentParser(prog="torchpipe-serve", description=description, elsewhere=_ELSEWHERE)
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     parser.add_argument("config", help="TOML file of the pipeline")
     for option in _SETTINGS:

@@ -13,6 +13,19 @@ DEFAULT_TOTAL = 10_000
 MOST_IMAGES = 10**9
 ARRIVALS = ("closed", "constant", "poisson", "replay")
 DEFAULT_PROBE_S = 10.0
+_CLIENTS, _IMAGES = "clients are --request_client here", "images are counted by --total_number here"
+_SERVER = "the server is --host and --port here, and --transport http for HTTP"
+ELSEWHERE = {
+    "--concurrency": _CLIENTS,
+    "--connections": _CLIENTS,
+    "--requests": _IMAGES,
+    "--url": _SERVER,
+    "-c": _CLIENTS,
+    "-n": _IMAGES,
+    "-u": _SERVER,
+}
+"""Flags of other load testers, and what there is here in their place."""
+
 
 _STATUSES = """\
 exit status: 0 every image has a result, the run was stable and the SLO, if there is one, was met; 1 it could not run;
@@ -74,7 +87,7 @@ def parse_arguments(arguments: Sequence[str], program: str) -> argparse.Namespac
     Raises `CannotRunError` for options that contradict each other.
     """
     description = f"Load tester of the inference service. `{program} compare A.json B.json` compares two reports."
-    parser = ArgumentParser(prog=program, description=description, epilog=_STATUSES)
+    parser = ArgumentParser(prog=program, description=description, epilog=_STATUSES, elsewhere=ELSEWHERE)
     add_options(parser, clients="client processes")
     option, default = parser.add_argument, "; default %(default)s"
     option("--host", default="127.0.0.1", help="where the service is" + default)
