@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from onnx import helper
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.images.mat import ResizeMat
+from torchpipe_py.backends.images.opencv import cvtColorMat
 from torchpipe_py.backends.signature import ENCODED, MAT, NUMBERS, TENSOR
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import BUILT_IN_BACKENDS, Registry, default
@@ -69,6 +71,8 @@ def test_the_kinds_of_a_built_in_backend_are_what_it_takes_and_gives(name: str, 
                 sides = (20, 30) if cls.keeps_sides else tuple(params[side] for side in cls.sides)
                 if sides:
                     assert (result.shape[2:] if cls.gives == TENSOR else result.shape[:2]) == sides
+                if cls.gives in (MAT, TENSOR) and name != "LoadTensor":
+                    assert result.shape[1 if cls.gives == TENSOR else 2] == 3
             else:
                 assert isinstance(data["error"], InvalidRequest)
                 assert "result" not in data
@@ -294,3 +298,58 @@ def test_what_is_refused_is_what_the_model_would_refuse(tmp_path: Path) -> None:
         for data in (picture(64, 49), picture(48, 64), torch.zeros(1, 3, 64, 49)):
             run(item := {"data": data})
             assert "takes 1x3x64x48, got" in str(item["error"])
+
+
+# -- channels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "color", "channels", "told"),
+    [
+        ("S[DecodeMat,OnnxTensor]", "gray", 3, "gray is 1 channel, but {} takes 1x3x64x64: 3 channels"),
+        ("S[DecodeMat,cvtColorMat,Mat2Tensor,OnnxTensor]", "gray", 3, "gray is 1 channel, but {} takes 1x3x64x64: "),
+        ("S[DecodeMat,CropMat,OnnxTensor]", "rgb", 1, "rgb is 3 channels, but {} takes 1x1x64x64: 1 channel"),
+        ("S[cvtColorTensor,CropTensor,OnnxTensor]", "bgr", 1, "bgr is 3 channels, but {} takes 1x1x64x64: 1 channel"),
+        ("S[DecodeMat,OnnxTensor]", None, 1, "bgr, the default, is 3 channels, but {} takes 1x1x64x64: 1 channel"),
+        ("S[DecodeTensor,OnnxTensor]", None, 1, "rgb, the default, is 3 channels, but {} takes 1x1x64x64: 1 channel"),
+    ],
+)
+def test_other_channels_than_those_of_the_model_are_refused(
+    backend: str, color: str | None, channels: int, told: str, tmp_path: Path
+) -> None:
+    node = {"backend": backend, **({} if color is None else {"color": color}), **model_of(tmp_path, channels, 64, 64)}
+    assert refusal(node).startswith(f"config: node 'node': key 'color': {told.format(node['model'])}")
+    plan_pipeline({**node, **model_of(tmp_path, 4 - channels, 64, 64)})
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [
+        ("S[DecodeMat,OnnxTensor]", ("channels", 64, 64)),
+        ("S[DecodeMat,OnnxTensor]", (64, 64, 1)),
+        ("S[DecodeMat,OnnxTensor]", (3, 64, "width")),  # an image H×W×C of three rows
+        ("S[DecodeMat,cvtColorTwice,OnnxTensor]", (3, 64, 64)),
+        ("S[DecodeMat,(or)CropMat,OnnxTensor]", (3, 64, 64)),
+    ],
+)
+def test_channels_that_may_fit_or_may_change_are_not_refused(
+    backend: str, shape: tuple[int | str, ...], tmp_path: Path, restored: Registry
+) -> None:
+    class cvtColorTwice(cvtColorMat):
+        """Gives other channels than it inherits."""
+
+    restored.register_backend(cvtColorTwice)
+    plan_pipeline({"backend": backend, "color": "gray", **model_of(tmp_path, *shape)})
+
+
+def test_gray_for_a_model_of_channels_last_is_refused(tmp_path: Path) -> None:
+    node = {"backend": "S[DecodeMat,OnnxTensor]", "color": "gray", **model_of(tmp_path, 64, 64, 3)}
+    assert refusal(node).endswith(f"gray is 1 channel, but {node['model']} takes 1x64x64x3: 3 channels")
+
+
+def test_images_of_one_channel_keep_it() -> None:
+    gray = cv2.cvtColor(picture(20, 30), cv2.COLOR_BGR2GRAY)
+    size = {"resize_h": 8, "resize_w": 9}
+    with pipe({"backend": "S[ResizeMat,PillowResizeMat,Mat2Tensor,ResizeTensor,Tensor2Mat]", **size}) as run:
+        run(data := {"data": gray})
+    assert data["result"].shape == (8, 9, 1)

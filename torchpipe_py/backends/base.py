@@ -233,7 +233,7 @@ class Backend:
 
     @classmethod
     def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
-        """Why it takes no such image, for each of ``height`` and ``width`` that is wrong."""
+        """Why it takes no such image, for each of ``height``, ``width`` and ``channels`` that is wrong."""
         return {}
 
     @classmethod

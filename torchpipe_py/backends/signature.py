@@ -17,11 +17,12 @@ ENCODED, MAT, TENSOR, NUMBERS = "encoded bytes", "a Mat", "a Tensor", "a list of
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What is known of an image before anything runs: its kind, and its size in pixels; ``None`` where it is not."""
+    """What is known of an image before anything runs: its kind, its size in pixels, its channels; ``None``: nothing."""
 
     kind: str
     height: int | None = None
     width: int | None = None
+    channels: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchpipe_py.backends.signature import ENCODED, MAT, TENSOR, ImageSpec
-from torchpipe_py.errors import ConfigError, Problems
+from torchpipe_py.errors import ConfigError, Problems, counted
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
 from torchpipe_py.plan.graph import Graph
@@ -15,10 +15,11 @@ from torchpipe_py.registry import BUILT_IN_BACKENDS
 
 @dataclass(frozen=True)
 class Fact:
-    """A number that is known of an image, and the key that says it."""
+    """A number that is known of an image, the key that says it, and how messages begin."""
 
     value: int
     place: Place
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class _Walk:
             image = ImageSpec(known.kind, **{name: fact.value for name, fact in known.facts.items()})
             for name, why in cls.image_misfits(plan.params, image).items():
                 fact = known.facts[name]
-                self.errors.append(fact.place.error(f"{fact.value}, {why}"))
+                self.errors.append(fact.place.error(f"{fact.shown}, {why}"))
         return known if cls.passes_on else Known(cls.gives, plan.label, self._node.name, self._facts(plan, known))
 
     def _facts(self, plan: BackendPlan, known: Known) -> dict[str, Fact]:
@@ -108,8 +109,24 @@ class _Walk:
         cls = plan.cls
         facts = {name: fact for name, fact in known.facts.items() if cls.keeps_sides}
         for side, name in zip(("height", "width"), cls.sides, strict=False):
-            facts[side] = Fact(plan.params[name], self._owner.at(plan.keys[name]))
+            facts[side] = Fact(plan.params[name], self._place(plan, name), str(plan.params[name]))
+        if cls.gives not in _NAMES:
+            return facts
+        if "color" in plan.params:
+            color = plan.params["color"]
+            channels = 1 if color == "gray" else 3
+            default = "" if "color" in plan.keys else ", the default,"
+            shown = f"{color}{default} is {counted(channels, 'channel')}"
+            facts["channels"] = Fact(channels, self._place(plan, "color"), shown)
+        elif cls.takes in _NAMES and "channels" in known.facts:
+            facts["channels"] = known.facts["channels"]
         return facts
+
+    def _place(self, plan: BackendPlan, param: str) -> Place:
+        """Where the parameter stands, or would stand."""
+        if param in plan.keys:
+            return self._owner.at(plan.keys[param])
+        return replace(self._owner.place, key=plan.cls.parameters()[param].key)
 
     def _refuse_kind(self, plan: BackendPlan, known: Known) -> None:
         is_inside = known.node == self._node.name

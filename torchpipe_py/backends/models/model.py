@@ -259,23 +259,26 @@ def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
     if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
         return {}
     first_misfits: dict[str, str] = {}
-    for height, width in _sides(dims, image.kind):
-        sides = {"height": (image.height, dims[height]), "width": (image.width, dims[width])}
-        wrong = {side: fixed for side, (size, fixed) in sides.items() if size and fixed and size != fixed}
+    for order in _orders(dims, image.kind):
+        fixed = {name: dims[order.index(name) + 1] for name in order}
+        wrong = [name for name in sorted(order) if fixed[name] and getattr(image, name) not in (None, fixed[name])]
         if not wrong:
             return {}
-        takes = shown_dims((1, *[dim or None for dim in dims[1:]]))
-        first_misfits = first_misfits or {
-            side: f"but {model} takes {takes}: a {side} of {fixed}" for side, fixed in wrong.items()
-        }
+        takes = f"but {model} takes {shown_dims((1, *[dim or None for dim in dims[1:]]))}"
+        first_misfits = first_misfits or {name: f"{takes}: {_wanted(name, fixed[name])}" for name in wrong}
     return first_misfits
 
 
-def _sides(dims: Sequence[int], kind: str) -> list[tuple[int, int]]:
-    """Which dimensions may be height and width, the likely ones first; a Mat is laid out as the model has them."""
+def _wanted(name: str, number: int) -> str:
+    return counted(number, "channel") if name == "channels" else f"a {name} of {number}"
+
+
+def _orders(dims: Sequence[int], kind: str) -> list[tuple[str, str, str]]:
+    """What the dimensions behind the batch may be, the likely first; a Mat is laid out as the model has them."""
+    first, last = ("channels", "height", "width"), ("height", "width", "channels")
     if kind == TENSOR:
-        return [(2, 3)]
-    return [(1, 2), (2, 3)] if has_channels_last(dims) else [(2, 3), (1, 2)]
+        return [first]
+    return [last, first] if has_channels_last(dims) else [first, last]
 
 
 def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
