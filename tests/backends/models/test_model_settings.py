@@ -93,6 +93,49 @@ def test_a_fixed_batch_is_told_before_the_model_is_loaded(tmp_path: Path) -> Non
         assert p({"data": torch.zeros(3, 8, 8)})["result"].shape == (1, 3, 8, 8)
 
 
+@pytest.mark.parametrize(
+    ("lines", "postprocessor", "problem"),
+    [
+        (4, "SoftmaxMax", r"key 'labels': \S+labels\.txt has 4 lines, the model has 5 classes"),
+        (6, "TopK", r"key 'labels': \S+labels\.txt has 6 lines, the model has 5 classes"),
+        (1, "Sigmoid", r"key 'labels': \S+labels\.txt has 1 line, the model has 5 classes"),
+    ],
+)
+def test_labels_of_another_model_are_told_before_it_is_loaded(
+    classifier: str, tmp_path: Path, lines: int, postprocessor: str, problem: str
+) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text("name\n" * lines, encoding="utf-8")
+    config = {"backend": "OnnxTensor", "model": classifier, "labels": str(labels), "postprocessor": postprocessor}
+    with pytest.raises(ConfigError, match=problem):
+        plan_pipeline(config)
+    labels.write_text("name\n" * 5, encoding="utf-8")
+    plan_pipeline(config)
+
+
+@pytest.mark.parametrize(
+    ("shape", "postprocessor", "problem"),
+    [
+        (["N", 1], "SoftmaxMax", "key 'postprocessor': SoftmaxMax of one class is always that class; Sigmoid gives"),
+        (["N", 3, 8, 8], "TopK", "key 'postprocessor': TopK takes an output NxC, got "),
+        (["N", 1], "Sigmoid", ""),
+        (["N", "C"], "SoftmaxMax", ""),
+        (["N", 3, 8, 8], "ArgMax", ""),
+        (["N", 3, 8, 8], "cpu", ""),
+    ],
+)
+def test_a_postprocessor_of_another_output_is_told_before_the_model_is_loaded(
+    tmp_path: Path, shape: list[int | str], postprocessor: str, problem: str
+) -> None:
+    model = save_model(tmp_path / "m.onnx", [helper.make_node("Identity", ["x"], ["y"])], {"x": shape}, {"y": shape})
+    config = {"backend": "OnnxTensor", "model": model, "postprocessor": postprocessor}
+    if not problem:
+        plan_pipeline(config)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        plan_pipeline(config)
+
+
 def torch_file(path: Path) -> str:
     """What is TorchScript by the names in it."""
     with zipfile.ZipFile(path, "w") as archive:

@@ -10,7 +10,7 @@ import pytest
 from conftest import save_model
 from onnx import TensorProto, helper
 
-from torchpipe_py.backends.models.onnx_header import input_channels
+from torchpipe_py.backends.models.onnx_header import first_output, input_channels
 
 
 def model(path: Path, inputs: dict[str, list[int | str]], constants: dict[str, np.ndarray] | None = None) -> str:
@@ -63,3 +63,18 @@ def test_any_dimension_that_onnx_writes(tmp_path: Path) -> None:
     graph = helper.make_graph([], "g", [value], [value])
     (tmp_path / "m.onnx").write_bytes(helper.make_model(graph, doc_string="a model").SerializeToString())
     assert input_channels(str(tmp_path / "m.onnx")) == 2**40
+
+
+def test_the_sizes_of_the_first_output(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    nodes = [helper.make_node("Relu", ["x"], [name]) for name in ("y", "z")]
+    save_model(path, nodes, {"x": ["N", 5]}, {"y": ["N", 5], "z": [1, 2, 3]})
+    assert first_output(str(path)) == [0, 5]
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert first_output(str(path)) in ([], [0, 5])
+    graph = helper.make_graph([], "g", [], [helper.make_empty_tensor_value_info("y")])
+    path.write_bytes(helper.make_model(graph).SerializeToString())
+    assert first_output(str(path)) == []
+    assert first_output(str(tmp_path / "none.onnx")) == []

@@ -14,7 +14,7 @@ from torchpipe_py.backends.images.opencv import OF_MATS, name_color
 from torchpipe_py.backends.models.batch_check import EXACT, BatchCheck, check_inputs, with_batch
 from torchpipe_py.backends.models.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.models.inputs import looks_like_mat
-from torchpipe_py.backends.models.onnx_header import has_channels_last, input_channels, only_input
+from torchpipe_py.backends.models.onnx_header import first_output, has_channels_last, input_channels, only_input
 from torchpipe_py.backends.models.outputs import layout_of
 from torchpipe_py.backends.models.postprocess import (
     BUILT_IN,
@@ -79,6 +79,7 @@ class ModelBackend(Backend):
             yield from _pixel_remarks(key, params[key])
         yield from _channel_remarks(params)
         yield from _batch_remarks(params)
+        yield from _output_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
@@ -251,6 +252,20 @@ def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
         check_inputs(params["model"], [TensorSpec(name, with_batch(dims, most))], least, most)
     except ConfigError as error:
         yield Remark("model", str(error))
+
+
+def _output_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """What ``declare`` refuses: labels or a postprocessor that do not fit the output of an ONNX file."""
+    cls, dims = params["postprocessor"], first_output(params["model"])
+    if not dims or cls not in BUILT_IN or not issubclass(cls, Labelling):
+        return
+    try:
+        made: Labelling = cls()
+        made.init({key: params[key] for key in ("labels", "k", "threshold")})
+        made.check_declared([None, *[dim or None for dim in dims[1:]]])
+    except ConfigError as error:
+        key = "labels" if "labels" in str(error) else "postprocessor"
+        yield Remark(key, str(error).removeprefix("labels: "))
 
 
 def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
