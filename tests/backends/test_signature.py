@@ -39,7 +39,7 @@ class Boxes:
         ("FirstAvailable[TensorrtTensor,OnnxTensor]", {}, Signature((X,), (Y,))),
         ("Range[OnnxTensor]", {"range": "1,4", "max": 4}, Signature((X,), (Y,))),
         ("OnnxTensor&OnnxTensor", {"max": "1&4", "instance_num": "1&1"}, Signature((X,), (Y,))),
-        ("S[DecodeMat,ResizeMat,Mat2Tensor,OnnxTensor]", RESIZE, Signature(IMAGE, (Y,))),
+        ("S[DecodeMat,ResizeMat,Mat2Tensor,OnnxTensor]", RESIZE | {"color": "bgr"}, Signature(IMAGE, (Y,))),
         ("S[DecodeMat,ResizeMat]", RESIZE | {"decode_isolation": "process"}, Signature(IMAGE)),
         ("S[ResizeTensor,OnnxTensor]", RESIZE, Signature((), (Y,))),
         ("Identity", {}, Signature()),
@@ -53,7 +53,7 @@ def test_what_is_said(classifier: str, backend: str, keys: dict[str, Any], expec
 
 
 def test_of_the_two_ends_of_a_graph(classifier: str, register: Register):
-    decode = {"backend": "S[DecodeMat,Mat2Tensor]", "device": "cpu", "next": "model"}
+    decode = {"backend": "S[DecodeMat,Mat2Tensor]", "device": "cpu", "color": "bgr", "next": "model"}
     model = {"backend": "OnnxTensor", "model": classifier}
     with pipe({"decode": decode, "model": model, "other": {"backend": register(Boxes)}}) as p:
         assert p.signature("decode") == Signature(IMAGE, (Y,))
@@ -66,7 +66,7 @@ def test_of_the_two_ends_of_a_graph(classifier: str, register: Register):
 
 def test_two_ends_say_nothing(classifier: str):
     model = {"backend": "OnnxTensor", "model": classifier}
-    with pipe({"decode": {"backend": "DecodeMat", "next": "a,b"}, "a": model, "b": model}) as p:
+    with pipe({"decode": {"backend": "DecodeMat", "color": "bgr", "next": "a,b"}, "a": model, "b": model}) as p:
         assert p.signature() == Signature(IMAGE)
 
 

@@ -353,3 +353,68 @@ def test_images_of_one_channel_keep_it() -> None:
     with pipe({"backend": "S[ResizeMat,PillowResizeMat,Mat2Tensor,ResizeTensor,Tensor2Mat]", **size}) as run:
         run(data := {"data": gray})
     assert data["result"].shape == (8, 9, 1)
+
+
+# -- the order of channels --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "S[DecodeMat,Mat2Tensor,OnnxTensor]",
+        "S[DecodeMat,CropMat,FirstAvailable[TensorrtTensor,OnnxTensor]]",
+        "Process[S[DecodeMat,OnnxTensor]]",
+    ],
+)
+def test_an_order_of_channels_that_nobody_has_said_is_doubted_once(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = {"backend": backend, **model_of(tmp_path, 3, "h", "w")}
+    plan_pipeline(node)
+    (line,) = caplog.messages
+    assert line == (
+        "config: node 'node': key 'color': DecodeMat gives BGR, and the model takes the channels as they come; one "
+        'that was trained on RGB, as nearly all in PyTorch are, needs color = "rgb" here; color = "bgr" says that BGR '
+        "is right"
+    )
+    caplog.clear()
+    for color in ("rgb", "bgr", "gray"):
+        plan_pipeline({**node, "color": color, **model_of(tmp_path, "c", "h", "w")})
+    assert caplog.messages == []
+
+
+def test_the_line_names_the_node_that_decodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = {"backend": "OnnxTensor", **model_of(tmp_path, 3, "h", "w")}
+    nodes: dict[str, Any] = {"a": {"backend": "DecodeMat", "next": "b,c"}, "b": model, "c": model}
+    plan_pipeline(nodes)
+    (line,) = caplog.messages
+    assert line.startswith("config: node 'a': key 'color': DecodeMat gives BGR")
+    caplog.clear()
+    plan_pipeline({**nodes, "global": {"color": "bgr"}})
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "S[DecodeTensor,OnnxTensor]",
+        "S[DecodeMat,Own,OnnxTensor]",
+        "S[DecodeMat,(or)CropMat,OnnxTensor]",
+        "S[FirstAvailable[DecodeTensor,DecodeMat],OnnxTensor]",
+        "S[Mat2Tensor,OnnxTensor]",
+        "S[DecodeMat,cvtColorMat,OnnxTensor]",
+        "S[DecodeMat,Mat2Tensor,cvtColorTensor,OnnxTensor]",
+        "S[DecodeMat,Mat2Tensor]",
+    ],
+)
+def test_where_the_order_is_said_or_unknown_or_no_model_gets_it_there_is_no_line(
+    backend: str, tmp_path: Path, restored: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own:
+        def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+    restored.register_backend(Own)
+    color = {f"{name}::color": "bgr" for name in ("cvtColorMat", "cvtColorTensor") if name in backend}
+    model = model_of(tmp_path, 3, "h", "w") if "Onnx" in backend else {}
+    plan_pipeline({"backend": backend, **color, **model})
+    assert caplog.messages == []

@@ -24,7 +24,8 @@ def test_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_node_with_most_threads_says_how_many_cpus(classifier: str) -> None:
     model = {"backend": "OnnxTensor", "model": classifier, "threads": 3, "instance_num": 2}
-    assert needed({"decode": {"backend": "DecodeMat", "instance_num": 4, "next": "m"}, "m": model}).num_cpus == 6.0
+    decode = {"backend": "DecodeMat", "color": "rgb", "instance_num": 4, "next": "m"}
+    assert needed({"decode": decode, "m": model}).num_cpus == 6.0
 
 
 @pytest.mark.parametrize(

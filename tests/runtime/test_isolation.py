@@ -83,7 +83,7 @@ def test_one_bad_item_fails_alone(register: Register, earlier: str, position: in
 
 @pytest.mark.parametrize("position", range(4))
 def test_neighbours_of_a_bad_image_are_bit_identical(register: Register, classifier: str, position: int) -> None:
-    config = {"backend": "DecodeMat,Mat2Tensor,OnnxTensor", "model": classifier, "max": 8}
+    config = {"backend": "DecodeMat,Mat2Tensor,OnnxTensor", "model": classifier, "max": 8, "color": "bgr"}
     images = [encode(picture(16, 16, seed)) for seed in range(3)]
     clean: list[Data] = [{"data": image} for image in images]
     assert errors_of_one_batch(register, config, clean) == [None] * 3  # the model's batch is as large in both

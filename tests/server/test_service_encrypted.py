@@ -22,6 +22,7 @@ JPEG = encode(picture(8, 8))
 CONFIG = """
 [node]
 backend = "S[DecodeMat,Mat2Tensor,OnnxTensor]"
+color = "bgr"
 model = "m.onnx.enc"
 key_file = "m.onnx.key"
 mean = "1, 2, 3"

@@ -141,6 +141,9 @@ class Backend:
     keeps_sides = False
     """The image that it gives has the height and width of the one that it takes."""
 
+    is_model = False
+    """It takes the channels of an image as they come, in whatever order."""
+
     passes_on = False
     """Its ``result`` is its ``data``."""
 

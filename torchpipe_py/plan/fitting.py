@@ -26,13 +26,15 @@ class Fact:
 class Known:
     """What is known of data on its way: its kind, and which backend of which node gave it; empty where nothing is.
 
-    ``facts`` are what is known of an image, by the names that ``ImageSpec`` has for them.
+    ``facts`` are what is known of an image, by the names that ``ImageSpec`` has for them. ``unsaid`` is the place where
+    the order of its channels would stand, which is BGR because nobody has said it.
     """
 
     kind: str = ""
     giver: str = ""
     node: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    unsaid: Place | None = None
 
 
 UNKNOWN = Known()
@@ -53,17 +55,29 @@ def refuse_misfits(
         known = walk.any_of(backends[name], results[before[0]] if comes_along else UNKNOWN)
         for error in walk.errors:
             problems.add(error)
+        for place in walk.unsaid:
+            problems.doubt(f"{place}: {_UNSAID}")
         # NOTE: a node that a filter skips, its own or one upstream, hands on what came before it.
         is_certain = all(spec.nodes[each].always_runs for each in (name, *graph.upstream[name]))
         results[name] = known if is_certain else UNKNOWN
 
 
+_UNSAID = (
+    "DecodeMat gives BGR, and the model takes the channels as they come; one that was trained on RGB, as nearly all in "
+    'PyTorch are, needs color = "rgb" here; color = "bgr" says that BGR is right'
+)
+
+
 class _Walk:
-    """Follows data through the backends of one node; what is wrong is in ``errors``."""
+    """Follows data through the backends of one node; what is wrong is in ``errors``.
+
+    ``unsaid`` has the places where the order of channels would stand that a model gets and nobody has said.
+    """
 
     def __init__(self, node: NodeSpec, owner: NodeSpec) -> None:
         self._node, self._owner = node, owner
         self.errors: list[ConfigError] = []
+        self.unsaid: list[Place] = []
 
     def any_of(self, plans: Sequence[BackendPlan], known: Known) -> Known:
         """Through one of them, whichever: refused is what none of them takes."""
@@ -81,7 +95,7 @@ class _Walk:
             for name, fact in first.facts.items()
             if all(name in other.facts and other.facts[name].value == fact.value for other in others)
         }
-        return replace(first, facts=facts)
+        return replace(first, facts=facts, unsaid=first.unsaid if len({each.unsaid for each in results}) == 1 else None)
 
     def through(self, plan: BackendPlan, known: Known) -> Known:
         cls = plan.cls
@@ -102,7 +116,17 @@ class _Walk:
             for name, why in cls.image_misfits(plan.params, image).items():
                 fact = known.facts[name]
                 self.errors.append(fact.place.error(f"{fact.shown}, {why}"))
-        return known if cls.passes_on else Known(cls.gives, plan.label, self._node.name, self._facts(plan, known))
+        if cls.is_model and known.unsaid is not None:
+            self.unsaid.append(known.unsaid)
+        if cls.passes_on:
+            return known
+        return Known(cls.gives, plan.label, self._node.name, self._facts(plan, known), self._unsaid(plan, known))
+
+    def _unsaid(self, plan: BackendPlan, known: Known) -> Place | None:
+        """Where the order of channels would stand, where the backend gives BGR and nobody has said so."""
+        if "color" in plan.params:
+            return self._place(plan, "color") if plan.params["color"] == "bgr" and "color" not in plan.keys else None
+        return known.unsaid if {plan.cls.takes, plan.cls.gives} <= _NAMES.keys() else None
 
     def _facts(self, plan: BackendPlan, known: Known) -> dict[str, Fact]:
         """What is known of the image that the backend gives."""

@@ -191,7 +191,8 @@ def test_different_sizes_in_one_batch_are_never_stretched(register: Register, mo
         backend = "DecodeMat,Mat2Tensor,OnnxTensor"
     else:
         values, backend = [mat.transpose(2, 0, 1)[None].copy() for mat in mats], "OnnxTensor"
-    items = run_together(register, values, dense=False, backend=backend, model=model, max=8)
+    color = {"color": "bgr"} if form == "images" else {}
+    items = run_together(register, values, dense=False, backend=backend, model=model, max=8, **color)
     assert [item["result"].item() for item in items] == [float(mat.sum()) for mat in mats]
 
 

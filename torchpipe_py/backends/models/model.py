@@ -56,6 +56,8 @@ class ModelBackend(Backend):
     ``InvalidRequest``. A subclass says in ``setup`` what its model ``declare``s.
     """
 
+    is_model = True
+
     model = Param(to_str, file=True, doc="path of the model")
     key_file = Param(to_str, "", file=True, doc="file with the key of an encrypted model")
     key_env = Param(to_str, "", doc="environment variable with that key")
