@@ -418,3 +418,26 @@ def test_where_the_order_is_said_or_unknown_or_no_model_gets_it_there_is_no_line
     model = model_of(tmp_path, 3, "h", "w") if "Onnx" in backend else {}
     plan_pipeline({"backend": backend, **color, **model})
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("color", ["bgr", "rgb"])
+@pytest.mark.parametrize("backend", ["S[Own,OnnxTensor]", "S[DecodeMat,Python[Own],OnnxTensor]"])
+def test_the_color_of_a_plain_class_is_its_own(
+    backend: str, color: str, tmp_path: Path, restored: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    class TakesAny:
+        def init(self, config: dict[str, Any]) -> None: ...
+
+        def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+    class Annotated:
+        color: str = "bgr"
+
+        def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+    model = model_of(tmp_path, 3, "h", "w")
+    restored.register_backend(TakesAny)
+    plan_pipeline({"backend": backend.replace("Own", "TakesAny"), "TakesAny::color": color, **model})
+    restored.register_backend(Annotated)
+    plan_pipeline({"backend": backend.replace("Own", "Annotated"), **model})
+    assert caplog.messages == []

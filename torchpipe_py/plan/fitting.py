@@ -124,7 +124,8 @@ class _Walk:
 
     def _unsaid(self, plan: BackendPlan, known: Known) -> Place | None:
         """Where the order of channels would stand, where the backend gives BGR and nobody has said so."""
-        if "color" in plan.params:
+        # NOTE: a plain class of the user's has a ``color`` of its own, which says nothing about an image.
+        if plan.cls.gives in _NAMES and "color" in plan.params:
             return self._place(plan, "color") if plan.params["color"] == "bgr" and "color" not in plan.keys else None
         return known.unsaid if {plan.cls.takes, plan.cls.gives} <= _NAMES.keys() else None
 
