@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -66,10 +67,9 @@ def plain(value: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` is a Tensor or an array of NumPy."""
-    import torch
-
-    return isinstance(value, (torch.Tensor, np.ndarray))
+    """Whether ``value`` is a Tensor or an array of NumPy. Loads no PyTorch: without it nothing is a Tensor."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", np.ndarray)
+    return isinstance(value, (np.ndarray, tensor))
 
 
 def to_array(value: Any, where: str) -> np.ndarray:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
-
-import numpy as np
 
 from torchpipe_py.backends.base import Data, Graphs
 from torchpipe_py.backends.deferred import DeferredBackend
@@ -25,6 +22,7 @@ from torchpipe_py.errors import (
     first_line,
     prefixed,
 )
+from torchpipe_py.http.values import is_array
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_keys, to_str
 
@@ -189,15 +187,10 @@ def _elements(data: Data, key: str) -> Sequence[Any]:
     if isinstance(value, (list, tuple)):
         return value
     found = type(value).__name__ if key in data else "no such key"
-    if _is_array(value):
+    if is_array(value):
         if value.ndim and len(value) > MOST_ROWS:
             raise InvalidRequest(f"the {found} under {key!r} has {len(value)} rows to split; the limit is {MOST_ROWS}")
         if value.ndim:
             return list(value)
         found += " of no dimension"
     raise InvalidRequest(f"expected a list or an array under {key!r} to split, found {found}")
-
-
-def _is_array(value: Any) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", np.ndarray)
-    return isinstance(value, (np.ndarray, tensor))
