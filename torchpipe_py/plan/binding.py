@@ -15,7 +15,7 @@ from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
 from torchpipe_py.plan.expression import Call, parse_expression
-from torchpipe_py.plan.unknown import SERVICE_FLAGS, backend_instead_of, elsewhere, instead_of
+from torchpipe_py.plan.unknown import backend_instead_of, elsewhere, instead_of, is_service_flag
 from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
 from torchpipe_py.values import Value, to_str
 
@@ -317,7 +317,7 @@ class Binder:
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
         """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
-        others = [key for key in unused if elsewhere(key) or _is_meant_for_another(key, NODE_KEYS)]
+        others = [key for key in unused if elsewhere(key) or _is_nearly(key, NODE_KEYS)]
         params = ", ".join(quoted(key) for key in unused if key not in others)
         if params:
             place = Place(self.node.place.source, self.node.name, "backend")
@@ -333,14 +333,15 @@ class Binder:
         if scope and name in NODE_KEYS:
             return f"unknown key; {name!r} belongs to the node, not to a backend: write it without {scope}::"
         names = {known for known in self.known if ("::" in known) == ("::" in key)} | set(NODE_KEYS)
-        if undeclared and not _is_meant_for_another(name, [known.rpartition("::")[2] for known in names]):
+        is_other = is_service_flag(name) or _is_nearly(name, [known.rpartition("::")[2] for known in names])
+        if undeclared and not is_other:
             return "; ".join(filter(None, ("unknown key", elsewhere(key), undeclared)))
         return f"unknown key; {instead_of(key, names)}"
 
 
-def _is_meant_for_another(key: str, valid: Iterable[str]) -> bool:
-    """Whether an unknown key is a flag of torchpipe-serve, or nearly a valid one."""
-    return key.replace("_", "-") in SERVICE_FLAGS or bool(difflib.get_close_matches(key, list(valid), 1, 0.75))
+def _is_nearly(key: str, valid: Iterable[str]) -> bool:
+    """Whether an unknown key is nearly a valid one."""
+    return bool(difflib.get_close_matches(key, list(valid), 1, 0.75))
 
 
 def _scoped(scope: str, name: str) -> list[str]:

@@ -90,7 +90,11 @@ def instead_of(key: str, valid: Iterable[str]) -> str:
 
 def elsewhere(key: str) -> str:
     """The same of a key of another server, or of an option of torchpipe-serve; empty for other keys."""
-    flag, name = key.replace("_", "-"), key.rpartition("::")[2].replace("-", "_")
-    if flag in SERVICE_FLAGS:
-        return f"--{flag} is an option of torchpipe-serve"
-    return ELSEWHERE.get(name, "")
+    if is_service_flag(key):
+        return f"--{key.replace('_', '-')} is an option of torchpipe-serve"
+    return ELSEWHERE.get(key.rpartition("::")[2].replace("-", "_"), "")
+
+
+def is_service_flag(key: str) -> bool:
+    """Whether a key is an option of torchpipe-serve."""
+    return key.replace("_", "-") in SERVICE_FLAGS
