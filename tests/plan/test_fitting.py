@@ -182,8 +182,10 @@ def test_a_composition_is_refused_where_none_of_its_parts_fits() -> None:
 # -- along next -------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_cannot_take_what_the_one_before_gives_is_refused() -> None:
-    told = refusal({"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "S[DecodeMat,ResizeMat]", **SIZE}})
+@pytest.mark.parametrize("first", [{}, {"filter": "Run"}, {"filter": "Continue"}])
+def test_a_node_that_cannot_take_what_the_one_before_gives_is_refused(first: dict[str, str]) -> None:
+    nodes = {"a": {"backend": "DecodeMat", "next": "b", **first}, "b": {"backend": "S[DecodeMat,ResizeMat]", **SIZE}}
+    told = refusal(nodes)
     assert told == (
         "config: node 'b': key 'backend': DecodeMat takes encoded bytes, and DecodeMat of 'a' before it gives a Mat; "
         "the image is decoded already: leave DecodeMat out"

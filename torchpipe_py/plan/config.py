@@ -37,6 +37,9 @@ ISOLATIONS = ("none", "process")
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
+DEFAULT_FILTER = "swap"  # of a node behind another one, without a map
+RUNS = (DEFAULT_FILTER, "run", "continue")
+"""Filters that never say ``Skip``."""
 
 # Scheduler choices of the C++ library: its default names are what this package does anyway.
 _SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
@@ -109,7 +112,11 @@ class NodeSpec:
     @property
     def always_runs(self) -> bool:
         """Whether the node runs on every result that comes to it."""
-        return self.filter is None or self.filter.lower() in ("swap", "run")
+        return self.has_filter(*RUNS)
+
+    def has_filter(self, *names: str) -> bool:
+        """Whether its filter, the default one where it names none, is one of these."""
+        return (self.filter or DEFAULT_FILTER).lower() in names
 
     def at(self, key: str) -> Place:
         """The place of ``key``: the node's table, or the top level where it comes from there."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torchpipe_py.backends.signature import ENCODED, MAT, TENSOR, ImageSpec
 from torchpipe_py.errors import ConfigError, Problems, counted
 from torchpipe_py.plan.binding import BackendPlan
-from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
+from torchpipe_py.plan.config import DEFAULT_FILTER, NodeSpec, PipelineSpec, Place
 from torchpipe_py.plan.graph import Graph
 from torchpipe_py.registry import BUILT_IN_BACKENDS
 
@@ -50,7 +50,7 @@ def refuse_misfits(
     results: dict[str, Known] = {}
     for name in graph.order:
         node, before = spec.nodes[name], graph.predecessors[name]
-        comes_along = len(before) == 1 and not node.map and (node.filter or "swap").lower() == "swap"
+        comes_along = len(before) == 1 and not node.map and node.has_filter(DEFAULT_FILTER)
         walk = _Walk(node, spec.nodes[node.owner])
         known = walk.any_of(backends[name], results[before[0]] if comes_along else UNKNOWN)
         for error in walk.errors:

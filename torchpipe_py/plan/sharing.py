@@ -13,15 +13,11 @@ from torchpipe_py.filters import run
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, with_jumps
-from torchpipe_py.plan.config import NodeSpec, PipelineSpec, load_config
+from torchpipe_py.plan.config import DEFAULT_FILTER, RUNS, NodeSpec, PipelineSpec, load_config
 from torchpipe_py.plan.graph import Graph, build_graph
 from torchpipe_py.values import Value
 
-_USUAL = "swap"
-_RUNS = (_USUAL, "run", "continue")
-"""Filters that never say ``Skip``."""
-
-_INSIDE = (*_RUNS, "or")
+_INSIDE = (*RUNS, "or")
 """Filters that decide of their own node alone, or end a request that has no result."""
 
 MOST_INFLIGHT = 2**31  # in an engine process: its slots are the bound
@@ -142,7 +138,7 @@ def _renamed(plan: NodePlan, names: Mapping[str, str]) -> NodePlan:
 def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
     """As many shared nodes from ``head`` on as leave nothing to decide in between."""
     graph, nodes = pipeline.graph, [head]
-    if (pipeline.spec.nodes[head].filter or _USUAL).lower() not in _RUNS:
+    if not pipeline.spec.nodes[head].always_runs:
         return (head,)  # the worker asks that filter: a ``Skip`` is to skip the head alone, not what is behind it
     while True:
         after = graph.successors[nodes[-1]]
@@ -155,7 +151,7 @@ def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
     # NOTE: a request that ends inside the chain has to end here too: behind the chain nothing may run without a result,
     # and no other branch of the request may go on.
     after, last = graph.successors[nodes[-1]], nodes[-1]
-    is_usual = all(_has_filter(pipeline.spec.nodes[name], _USUAL) for name in after)
+    is_usual = all(_has_filter(pipeline.spec.nodes[name], DEFAULT_FILTER) for name in after)
     ends_there = is_usual if after else _is_only_end(graph, last)
     return tuple(nodes) if ends_there and not _is_data_read(pipeline, last) else (head,)
 
@@ -175,4 +171,4 @@ def _is_only_end(graph: Graph, end: str) -> bool:
 
 def _has_filter(node: NodeSpec, *names: str) -> bool:
     """Whether the node takes the dict of the one before it, past one of these filters."""
-    return not node.map and (node.filter or _USUAL).lower() in names
+    return not node.map and node.has_filter(*names)
