@@ -10,7 +10,7 @@ import numpy as np
 
 from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.models.inputs import to_numpy
-from torchpipe_py.backends.models.outputs import Rows, Whole
+from torchpipe_py.backends.models.outputs import Rows, layout_of
 from torchpipe_py.backends.params import Param, Postprocessors
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, counted, nearest
@@ -93,7 +93,7 @@ class Cpu(Postprocessor):
     uses: ClassVar[Collection[str]] = ()
 
     def init(self, config: Mapping[str, Any]) -> None:
-        self._of_items = Whole.of_items if config.get("max") == 1 else Rows.of_items
+        self._of_items = layout_of(config["max"], needs_rows=False).of_items
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         return self._of_items([output.cpu() for output in outputs])
