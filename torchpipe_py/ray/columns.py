@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchpipe_py.backends.models.inputs import to_numpy
 from torchpipe_py.errors import counted
 from torchpipe_py.http import answers
 from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, plain
@@ -66,7 +67,7 @@ def columns_of(key: str, written: Values, prefix: str = "") -> list[Column]:
 
 def _form(values: Values) -> Form:
     if all(map(is_array, values)):
-        arrays = [to_array(value) for value in values]
+        arrays = [_array_of(value) for value in values]
         shapes = {array.shape for array in arrays}
         return Arrays(arrays[0].dtype, arrays[0].shape) if len(shapes) == 1 else Ragged(arrays[0].dtype, arrays[0].ndim)
     if all(isinstance(value, str) for value in values):
@@ -86,7 +87,7 @@ class Arrays:
     shape: tuple[int, ...]
 
     def value(self, given: Any) -> np.ndarray:
-        array = to_array(given) if is_array(given) else None
+        array = _array_of(given) if is_array(given) else None
         if array is None or (array.dtype, array.shape) != (self.dtype, self.shape):
             raise ValueError(f"expected {_array_text(self.dtype, self.shape)}, got {_kind(given)}")
         return array
@@ -106,7 +107,7 @@ class Ragged:
     ndim: int
 
     def value(self, given: Any) -> np.ndarray:
-        array = to_array(given) if is_array(given) else None
+        array = _array_of(given) if is_array(given) else None
         if array is None or (array.dtype, array.ndim) != (self.dtype, self.ndim):
             raise ValueError(f"expected {self.dtype} of {counted(self.ndim, 'dimension')}, got {_kind(given)}")
         return array
@@ -168,18 +169,12 @@ class Numbers:
         return np.array([0 if value is None else value for value in values], self.dtype)
 
 
-def to_array(value: Any) -> np.ndarray:
+def _array_of(value: Any) -> np.ndarray:
     """A Tensor on the host without the 1 in front; an array as it is."""
     if isinstance(value, np.ndarray):
         return value
-    tensor = value.detach().cpu()
-    if tensor.ndim > 1 and tensor.shape[0] == 1:
-        tensor = tensor[0]
-    try:
-        array: np.ndarray = tensor.numpy()
-    except TypeError:  # NumPy has no bfloat16
-        array = tensor.float().numpy()
-    return array
+    array = to_numpy(value)
+    return array[0] if array.ndim > 1 and array.shape[0] == 1 else array
 
 
 def _objects(values: Values) -> np.ndarray:
@@ -192,7 +187,7 @@ def _objects(values: Values) -> np.ndarray:
 
 def _kind(value: Any) -> str:
     if is_array(value):
-        array = to_array(value)
+        array = _array_of(value)
         return _array_text(array.dtype, array.shape)
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
