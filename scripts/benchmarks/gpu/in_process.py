@@ -123,17 +123,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# -- G1, G2 -------------------------------------------------------------------------------------------------------
+# -- g1g2 ---------------------------------------------------------------------------------------------------------
 
 
 def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
-    """G1 and G2: 500×375 JPEGs from client threads in this process, against a locked engine of batch 1."""
+    """500×375 JPEGs from client threads in this process, against a locked engine of batch 1."""
     encoded, classic = test_jpeg(), baseline(engines)
     classic(encoded)
     wide_name, wide = best_cpu_pipe(engines, encoded, 32)
     name, narrow = best_cpu_pipe(engines, encoded, 8)
-    single = Report("G1: one client, in process")
-    many = Report("G2: many clients, in process")
+    single = Report("g1g2: one client, in process")
+    many = Report("g1g2: many clients, in process")
     with (
         running(narrow, encoded) as cpu,
         running(gpu_pipe(engines, most=8, instances=2), encoded) as gpu,
@@ -150,8 +150,8 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
         )
         single.add(loads)
         slow, by_cpu, by_gpu = loads.values()
-        single.require("G1 p50 against the baseline's, CPU decode", by_cpu.p50 / slow.p50, high=1.0)
-        single.require("G1 p50 against the baseline's, GPU decode", by_gpu.p50 / slow.p50, high=1.0)
+        single.require("p50 against the baseline's, CPU decode", by_cpu.p50 / slow.p50, high=1.0)
+        single.require("p50 against the baseline's, GPU decode", by_gpu.p50 / slow.p50, high=1.0)
         subjects = {
             f"baseline, {count} clients": partial(run_threads, lambda: classic(encoded), count, seconds)
             for count in (1, 5, 20, 40)
@@ -173,9 +173,9 @@ def in_process(engines: Engines, seconds: float, rounds: int) -> list[Report]:
     def best(start: str, end: str = "") -> float:
         return max(load.qps for name, load in loads.items() if name.startswith(start) and name.endswith(end))
 
-    many.require("G2 QPS at 40 clients", best("CPU", " 40 clients"), low=10000)
-    many.require("G2 QPS at 100 clients", best("CPU", "100 clients"), low=12000)
-    many.require("G2 best against the baseline's best", best("CPU") / best("baseline"), low=8.0)
+    many.require("QPS at 40 clients", best("CPU", " 40 clients"), low=10000)
+    many.require("QPS at 100 clients", best("CPU", "100 clients"), low=12000)
+    many.require("best against the baseline's best", best("CPU") / best("baseline"), low=8.0)
     return [single, many]
 
 
@@ -192,15 +192,15 @@ def best_cpu_pipe(engines: Engines, encoded: bytes, most: int) -> tuple[str, dic
     return name, config
 
 
-# -- G5 -----------------------------------------------------------------------------------------------------------
+# -- g5 -----------------------------------------------------------------------------------------------------------
 
 
 def large_images(engines: Engines, seconds: float, rounds: int) -> Report:
-    """G5: 1080×1080 JPEGs on three cores, GPU decode against CPU decode; in a process of its own."""
+    """1080×1080 JPEGs on three cores, GPU decode against CPU decode; in a process of its own."""
     if cores() > CORES_OF_G5:
         return _on_fewer_cores(engines, seconds, rounds)
     encoded = big_jpeg()
-    report = Report(f"G5: 1080x1080 on {cores()} cores, in process")
+    report = Report(f"g5: 1080x1080 on {cores()} cores, in process")
     clients = (1, 5, 10)
     with (
         running(cpu_pipe(engines, decoders=cores(), most=8, instances=1), encoded) as cpu,
@@ -217,7 +217,7 @@ def large_images(engines: Engines, seconds: float, rounds: int) -> Report:
     report.add(loads)
     for count in clients:
         gain = loads[f"GPU decode, {count} clients"].qps / loads[f"CPU decode, {count} clients"].qps - 1
-        report.require(f"G5 gain in QPS at {count} clients", gain, low=0.5)
+        report.require(f"gain in QPS at {count} clients", gain, low=0.5)
     return report
 
 
@@ -242,16 +242,16 @@ def _on_fewer_cores(engines: Engines, seconds: float, rounds: int) -> Report:
     return Report(content["title"], rows, targets, content["remarks"])  # type: ignore[arg-type]
 
 
-# -- G6 -----------------------------------------------------------------------------------------------------------
+# -- g6 -----------------------------------------------------------------------------------------------------------
 
 
 def engine_alone(engines: Engines, seconds: float, rounds: int) -> Report:
-    """G6: tensors on the GPU in, batch 8: through a pipe against a bare loop of CUDA graphs."""
+    """Tensors on the GPU in, batch 8: through a pipe against a bare loop of CUDA graphs."""
     import torch
 
     from torchpipe_py import pipe
 
-    report = Report("G6: the engine alone, batch 8, float32 tensors on the GPU")
+    report = Report("g6: the engine alone, batch 8, float32 tensors on the GPU")
     tensor = torch.rand(1, 3, SIDE, SIDE, device="cuda") * 255
     torch.cuda.synchronize()
     node = engines.node(8, instance_num=4, batching_timeout=2)
@@ -275,5 +275,5 @@ def engine_alone(engines: Engines, seconds: float, rounds: int) -> Report:
     report.add(loads)
     limit = max(load.qps for name, load in loads.items() if name.startswith("bare"))
     best = max(load.qps for name, load in loads.items() if not name.startswith("bare"))
-    report.require("G6 QPS against the bare loop", best / limit, low=0.95)
+    report.require("QPS against the bare loop", best / limit, low=0.95)
     return report

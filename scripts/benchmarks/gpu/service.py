@@ -1,4 +1,4 @@
-"""G3 and G4: the service over Thrift on a GPU, against the classic recipe behind the same contract."""
+"""The service over Thrift on a GPU, against the classic recipe behind the same contract."""
 
 from __future__ import annotations
 
@@ -39,17 +39,21 @@ def served(engines: Engines, seconds: float, rounds: int) -> list[Report]:
     many = [row for row in best if row.what.endswith(f"{MANY} clients")]
     last = reports[-1]
     alone = max(row.qps for row in few if ", 1 worker" in row.what)
-    last.require(f"G3 one worker, {FEW} clients, QPS against the baseline's", alone / base, low=5)
-    last.require(f"G3 best worker count, {FEW} clients", max(row.qps for row in few) / base, low=8)
+    last.require(f"one worker, {FEW} clients, QPS against the baseline's", alone / base, low=5)
+    last.require(
+        f"the best number of workers, {FEW} clients, QPS against the baseline's",
+        max(row.qps for row in few) / base,
+        low=8,
+    )
     quickest = max(many, key=lambda row: row.qps)
-    last.require(f"G4 QPS at {MANY} clients ({quickest.what})", quickest.qps, low=10_000)
-    last.require("G4 its p99, ms", quickest.p99 or 0.0, high=15)
+    last.require(f"QPS at {MANY} clients ({quickest.what})", quickest.qps, low=10_000)
+    last.require("its p99, ms", quickest.p99 or 0.0, high=15)
     return reports
 
 
 def _sweep(engines: Engines, seconds: float, rounds: int, how: str, environment: Mapping[str, str]) -> Report:
     """One service after the other, and the baseline in between: idle ones would still hold memory and contexts."""
-    report = Report(f"G3, G4: over Thrift, client processes on the same {cores()} cores, {how}")
+    report = Report(f"g3g4: over Thrift, client processes on the same {cores()} cores, {how}")
     classic = [str(REPOSITORY / "scripts" / "baseline_server.py"), "--port", "0", "--engine", engines.engine(1)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -14,7 +14,7 @@ CLIENTS = 16
 
 
 def detector(seconds: float, rounds: int) -> Report:
-    """P5: scenes per second of ``configs/detector.toml``, against plain code at its best number of threads."""
+    """Scenes per second of ``configs/detector.toml``, against plain code at its best number of threads."""
     import cv2
 
     from torchpipe_py import import_code, pipe

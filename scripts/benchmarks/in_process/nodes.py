@@ -18,7 +18,7 @@ CPP_PACKAGE = "torchpipe"
 
 
 def schedule(seconds: float, rounds: int) -> Report:
-    """P1: three ``Identity`` nodes, QPS against the C++ library."""
+    """Three ``Identity`` nodes, QPS against the C++ library."""
     from torchpipe_py import pipe
 
     config = identity_nodes(3)
@@ -43,7 +43,7 @@ def schedule(seconds: float, rounds: int) -> Report:
         return report
     for count, low in zip(clients, (1.2, 2.0, 2.0), strict=True):
         ratio = loads[f"torchpipe_py, {count} clients"].qps / loads[f"C++ library, {count} clients"].qps
-        report.require(f"P1 {count} clients, QPS against the C++ library", ratio, low=low)
+        report.require(f"{count} clients, QPS against the C++ library", ratio, low=low)
     return report
 
 
@@ -91,7 +91,7 @@ def diamonds(count: int) -> dict[str, dict[str, str]]:
 
 
 def batching(seconds: float, rounds: int) -> Report:
-    """P4: a batching timeout of 10 ms must cost a lone client nothing."""
+    """A batching timeout of 10 ms must cost a lone client nothing."""
     from torchpipe_py import Backend, pipe, register_backend
 
     class BatchedNoOp(Backend):
@@ -113,14 +113,14 @@ def batching(seconds: float, rounds: int) -> Report:
         sizes = run.stats()["nodes"]["node"]["batch_sizes"]
     report.add(loads)
     for name, load in loads.items():
-        report.require(f"P4 {name}, p50 ms", load.p50, high=1.0)
+        report.require(f"{name}, p50 ms", load.p50, high=1.0)
     report.remarks.append(f"batches by size: {sizes}")
     report.remarks.append("a fixed timeout would make one client wait the whole 10 ms")
     return report
 
 
 def decode(seconds: float, rounds: int) -> Report:
-    """P2: decode, resize and colour against the same OpenCV calls in bare threads."""
+    """Decode, resize and colour against the same OpenCV calls in bare threads."""
     import cv2
     import numpy as np
 
@@ -142,8 +142,8 @@ def decode(seconds: float, rounds: int) -> Report:
         loads = interleave(subjects, rounds)
     report.add(loads)
     limit, ours = loads.values()
-    report.require("P2 QPS against bare OpenCV threads", ours.qps / limit.qps, low=0.95)
-    report.require("P2 p99 / p50", ours.p99 / ours.p50, high=2.0)
+    report.require("QPS against bare OpenCV threads", ours.qps / limit.qps, low=0.95)
+    report.require("p99 / p50", ours.p99 / ours.p50, high=2.0)
     return report
 
 

@@ -32,7 +32,7 @@ class PythonLoop(ItemBackend):
 
 
 def processes(seconds: float, rounds: int) -> Report:
-    """P6: a loop of Python in processes of its own, QPS against the same in threads."""
+    """A loop of Python in processes of its own, QPS against the same in threads."""
     register_backend(PythonLoop, "PythonLoop")
     threads = f"torchpipe_py, threads, {CLIENTS} clients"
     ours = f"torchpipe_py, Process[...], {CLIENTS} clients"

@@ -1,4 +1,4 @@
-"""P3: the service over Thrift against the same work in bare threads, and against mosec over HTTP."""
+"""The service over Thrift against the same work in bare threads, and against mosec over HTTP."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _measure(work: Work, jpeg: Path, seconds: float, rounds: int) -> Report:
     limit = next(iter(loads.values()))
     report.rows = [Row(name, load.qps, load.p50 or None, load.p99 or None) for name, load in loads.items()]
     report.require(
-        f"P3 {work.name}, {SATURATING} clients, QPS against bare threads",
+        f"{work.name}, {SATURATING} clients, QPS against bare threads",
         loads[ours[SATURATING]].qps / limit.qps,
         low=work.bar,
     )
