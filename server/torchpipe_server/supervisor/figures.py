@@ -9,10 +9,12 @@ from torchpipe_py.runtime.statistics import COUNTS
 
 Figures = dict[str, Any]
 
-_TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
-_HISTOGRAMS = ("queue", "batch_wait", "compute")
-_NOW = ("instances", "alive", "queued", "busy")
-_HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
+# Of a node.
+TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
+HISTOGRAMS = ("queue", "batch_wait", "compute")
+NOW = ("instances", "alive", "queued", "busy")
+# Of a worker's requests to engine processes.
+HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
 
 def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
@@ -70,7 +72,7 @@ def _requests(parts: Iterable[Figures]) -> Figures:
 def _hand_over(parts: Iterable[Figures]) -> Figures:
     """Of requests to engine processes, by those who have any."""
     told = [part["hand_over"] for part in parts if "hand_over" in part]
-    return {key: sum(part[key] for part in told) for key in _HAND_OVER}
+    return {key: sum(part[key] for part in told) for key in HAND_OVER}
 
 
 def _dropped(parts: Iterable[Figures]) -> int:
@@ -84,7 +86,7 @@ def _nodes(workers: list[Figures], past: Figures) -> Figures:
         alive = [worker["nodes"][name] for worker in workers if name in worker["nodes"]]
         before = past.get("nodes", {}).get(name)
         nodes[name] = {
-            **{key: sum(node[key] for node in alive) for key in _NOW},
+            **{key: sum(node[key] for node in alive) for key in NOW},
             "oldest_batch_s": max(node["oldest_batch_s"] for node in alive),
             "min": alive[0]["min"],
             "max": alive[0]["max"],
@@ -100,7 +102,7 @@ def _node_totals(parts: list[Figures]) -> Figures:
         for size, count in part["batch_sizes"].items():
             sizes[str(size)] = sizes.get(str(size), 0) + count
     return {
-        **{key: sum(part[key] for part in parts) for key in _TOTALS},
+        **{key: sum(part[key] for part in parts) for key in TOTALS},
         "batch_sizes": dict(sorted(sizes.items(), key=lambda item: int(item[0]))),
-        "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in _HISTOGRAMS},
+        "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in HISTOGRAMS},
     }

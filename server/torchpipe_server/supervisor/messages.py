@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchpipe_py.runtime.statistics import COUNTS
+from torchpipe_server.supervisor.figures import HAND_OVER, HISTOGRAMS, NOW, TOTALS
 
 _MOST = 2**63
 _MOST_KEYS = 4096
@@ -74,16 +75,15 @@ def _sizes(value: Any) -> bool:
 
 
 _NODE = {
-    **dict.fromkeys(("instances", "alive", "queued", "busy", "requests", "batches", "failed", "expired"), _number),
-    **dict.fromkeys(("queue_ms", "batch_wait_ms", "compute_ms", "oldest_batch_s"), _number),
+    **dict.fromkeys((*NOW, *TOTALS, "oldest_batch_s"), _number),
     **{"min": _size, "max": _size, "batch_sizes": _sizes, "instance_compute_ms": [_number]},
-    "histograms": {"queue": _histogram, "batch_wait": _histogram, "compute": _histogram},
+    "histograms": dict.fromkeys(HISTOGRAMS, _histogram),
 }
 _STATS = {
     "inflight": _number,
     "nodes": {str: _NODE},
     "requests": {"by_method": {str: {str: _number}}, "latency": {"counts": _histogram, "sum_ms": _number}},
-    "hand_over": dict.fromkeys(("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms"), _number),
+    "hand_over": dict.fromkeys(HAND_OVER, _number),
     "log_lines_dropped": _number,
     "gpus": [{"index": _number, "name": str, "used_bytes": _number, "total_bytes": _number}],
 }
