@@ -166,7 +166,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert {name: node["requests"] for name, node in report["nodes"].items()} == {"decode": 200, "model": 200}
     assert "ms each; 2 instances" in lines["node decode"]
     assert "ms each; 1 instance," in lines["node model"]
-    assert lines["load"].endswith("20 clients, closed loop, 1 image(s) per call")
+    assert lines["load"].endswith("20 clients, closed loop, 1 image per call")
 
 
 def test_labels(bench: Bench, images: Callable[..., Path], register: Register) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_py.html import document, table
 from torchpipe_py.loadtest.measure.service import service_rows
 from torchpipe_py.loadtest.measure.verdict import verdict
@@ -77,10 +78,10 @@ def page(report: dict[str, Any]) -> str:
 
 def _about(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    load = f"{settings['request_client']} clients, {describe_arrivals(settings)}"
+    load = f"{counted(settings['request_client'], 'client')}, {describe_arrivals(settings)}"
     if "point" in report:  # what differs from run to run is in the table
         load = "closed loop" if settings["arrivals"] == "closed" else f"{settings['arrivals']} arrivals"
-    load += f", {settings['request_batch']} image(s) per call"
+    load += f", {counted(settings['request_batch'], 'image')} per call"
     return f'<p class="about">{escape(load)} · {escape(report["started_at"][:19].replace("T", " "))} UTC</p>'
 
 

@@ -73,12 +73,12 @@ def format_table(report: dict[str, Any], subject: Rows, cpu: Rows, loop: str = "
     ``loop`` says when the clients call.
     """
     settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
-    load = f"{settings['request_client']} clients, {loop}, {settings['request_batch']} image(s) per call"
+    clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
     sent = f"{report['images_sent']} sent, {report['images_answered']} answered, {report['images_ok']} with a result"
     rows = [
         *subject,
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
-        ("load", load),
+        ("load", f"{clients}, {loop}, {images_each} per call"),
         ("images", sent),
         ("window", f"{report['window_s']:.3f} s"),
         ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
