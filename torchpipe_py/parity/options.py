@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=_positive, metavar="N", help="only the first N images, in the order of their names")
     add("--html", type=_output, metavar="FILE", help="write a report with pictures, one self-contained file")
     add("--json", type=_output, metavar="FILE", help="write every figure of every image")
-    add("--worst", type=_count, default=10, metavar="N", help="images to show (default: %(default)s)")
+    add("--worst", type=count, default=10, metavar="N", help="images to show (default: %(default)s)")
     add("--max-mean", type=_not_negative, metavar="X", help="bar: mean absolute difference, averaged over all images")
     add("--min-agreement", type=_share, metavar="X", help="bar: share of images with the same class, 0 to 1")
     add("--max-drop", type=points, metavar="X", help="bar: points of accuracy (0 to 100) that B may lose")
@@ -57,14 +57,15 @@ def _share(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number, at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, got {text!r}")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    value = _count(text)
+    value = count(text)
     if value == 0:
         raise argparse.ArgumentTypeError("expected at least 1, got 0")
     return value

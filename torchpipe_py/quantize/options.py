@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchpipe_py.parity.options import points
+from torchpipe_py.parity.options import count, points
 
 MOST = 128
 """Images to calibrate with, unless told: what a layer gives hardly goes beyond what that many have shown."""
@@ -40,14 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--calibrate",
-        type=_count,
+        type=count,
         default=MOST,
         metavar="N",
         help="images to calibrate with (default: %(default)s), half of them all at most; it is checked on the others",
     )
     add(
         "--keep",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help="look for layers that int8 harms most, and keep up to N of them in fp32 (default: none)",
@@ -61,9 +61,3 @@ def _onnx(text: str) -> Path:
             f"expected a name that ends in .onnx, got {text!r}; {path.stem or 'model.int8'}.onnx, say"
         )
     return path
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, got {text!r}")
-    return int(text)
