@@ -186,7 +186,7 @@ class WorkerProcess(Slots[Call]):
                 if header.kind == FAILED:
                     outcomes, error = None, outcomes.error()
             except BaseException as failure:
-                if is_interrupt(failure):
+                if is_for_main_thread(failure):
                     raise
                 error = TypeError(f"{self._label}: the answer of its worker process: {first_line(failure)}")
                 error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
@@ -320,8 +320,8 @@ class WorkerProcess(Slots[Call]):
         self._close_fds()
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Whether it is for the main thread, as Ctrl-C is. NOTE: nothing else may end the thread that takes the answers."""
+def is_for_main_thread(error: BaseException) -> bool:
+    """Whether it is, as Ctrl-C is. NOTE: nothing else may end the thread that takes the answers."""
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 

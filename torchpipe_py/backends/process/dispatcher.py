@@ -11,7 +11,7 @@ from itertools import count
 from operator import attrgetter
 from time import perf_counter
 
-from torchpipe_py.backends.process.child import AHEAD, Answer, Call, WorkerProcess, is_interrupt
+from torchpipe_py.backends.process.child import AHEAD, Answer, Call, WorkerProcess, is_for_main_thread
 from torchpipe_py.backends.shared.memory import NOT_RUN, SLEEP_SECONDS, barrier, sleep_by
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed, WorkerDied, log_failure
 
@@ -265,7 +265,7 @@ class Dispatcher:
             assert call.done is not None
             call.done(answer)
         except BaseException as error:
-            if is_interrupt(error):
+            if is_for_main_thread(error):
                 raise
             log_failure("the answer of a worker process cannot be told", error)
 
