@@ -58,9 +58,9 @@ GLYPHS = {  # strokes between the points of a 3×3 grid, numbered in reading ord
 # --- shapes: a label's outline as polygons in the unit disc --------------------------------------------------------
 
 
-def _around(radii: Sequence[float], phase: float = 0.0) -> np.ndarray:
+def _around(radii: Sequence[float]) -> np.ndarray:
     """float32 K×2: points at equal angles, at these radii."""
-    angles = phase + np.arange(len(radii)) * (2 * math.pi / len(radii))
+    angles = np.arange(len(radii)) * (2 * math.pi / len(radii))
     return np.asarray(
         (np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.asarray(radii)[:, None]).astype(np.float32)
     )

@@ -107,11 +107,11 @@ def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
     return {figure: spread([getattr(each, figure) for _, each in pairs], names) for figure in FIGURES}
 
 
-def wilson(hits: int, total: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's score interval of a share, which stays within 0..1 and has a width even at ``hits == total``."""
-    share, ratio = hits / total, z * z / total
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share, which stays within 0..1 and has a width even at ``hits == total``."""
+    share, ratio = hits / total, Z_95 * Z_95 / total
     middle = (share + ratio / 2) / (1 + ratio)
-    half = z / (1 + ratio) * math.sqrt(share * (1 - share) / total + ratio / (4 * total))
+    half = Z_95 / (1 + ratio) * math.sqrt(share * (1 - share) / total + ratio / (4 * total))
     low = 0.0 if hits == 0 else max(0.0, middle - half)
     high = 1.0 if hits == total else min(1.0, middle + half)
     return low, high
