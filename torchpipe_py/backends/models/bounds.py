@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchpipe_py.backends.models.inputs import fits
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.values import Value, to_int, to_str
@@ -36,10 +37,7 @@ class Bounds:
                 raise ConfigError(f"model {model}: {key} gives {len(profile)} inputs, the model has {len(inputs)}")
             for index, spec in enumerate(inputs):
                 shape, dims = _of(profile, index), spec.dims
-                fits = len(shape) == len(dims) and all(
-                    dim in (None, size) for dim, size in zip(dims[1:], shape[1:], strict=True)
-                )
-                if len(shape) > 1 and dims and not fits:
+                if len(shape) > 1 and dims and not fits(shape[1:], dims[1:]):
                     got = shown_dims(shape)
                     raise ConfigError(f"model {model}: input {spec.name!r} is {shown_dims(dims)}, {key} says {got}")
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, looks_like_mat, request_values
+from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, fits, looks_like_mat, request_values
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.outputs import Layout
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, counted
 from torchpipe_py.keys import TASK_ERROR_KEY
 
@@ -50,15 +51,8 @@ class InputSpec:
         """Shape without the batch of one request's value; ``InvalidRequest`` where it does not fit."""
         shape = self._row_shape(value)
         dims = self.dims
-        if (
-            dims is not None
-            and shape != dims
-            and (
-                len(shape) != len(dims) or any(want not in (None, have) for want, have in zip(dims, shape, strict=True))
-            )
-        ):
-            wanted = "x".join("?" if dim is None else str(dim) for dim in dims)
-            raise InvalidRequest(f"input {self.name!r} takes 1x{wanted}, got {'x'.join(map(str, value.shape))}")
+        if dims is not None and not fits(shape, dims):
+            raise InvalidRequest(f"input {self.name!r} takes {shown_dims((1, *dims))}, got {shown_dims(value.shape)}")
         if not self.dtype.is_floating_point and value.dtype != self.dtype:
             self._check_integers(value)
         return shape

@@ -122,7 +122,7 @@ def as_tensor_array(
     if array.ndim == len(dims) - 1:
         array = array[None]
     shape = array.shape
-    if len(shape) != len(dims) or shape[0] != 1 or not _fits(shape[1:], dims[1:]):
+    if shape[:1] != (1,) or not fits(shape[1:], dims[1:]):
         raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(given)}")
     check_numbers(array, dtype, name)
     return array
@@ -133,8 +133,8 @@ def _laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.nd
     is_gray = value.ndim == 2
     array = value[:, :, None] if is_gray else value
     planes = array.transpose(2, 0, 1)
-    fits, planes_fit = _fits(array.shape, dims[1:]), _fits(planes.shape, dims[1:])
-    if not (fits and planes_fit):
+    array_fits, planes_fit = fits(array.shape, dims[1:]), fits(planes.shape, dims[1:])
+    if not (array_fits and planes_fit):
         return planes if planes_fit else array
     if dims[1] is None and dims[3] is None and (is_gray or looks_like_mat(array)):
         raise InvalidRequest(
@@ -149,8 +149,11 @@ def looks_like_mat(array: np.ndarray) -> bool:
     return array.dtype == np.uint8 or (array.shape[2] in (1, 3, 4) and array.shape[0] not in (1, 3, 4))
 
 
-def _fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
-    return shape == dims or all(want is None or want == have for want, have in zip(dims, shape, strict=True))
+def fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
+    """Whether a shape has as many dimensions as ``dims``, each of its size (``None``: any size)."""
+    return shape == dims or (
+        len(shape) == len(dims) and all(want is None or want == have for want, have in zip(dims, shape, strict=True))
+    )
 
 
 def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
