@@ -35,12 +35,12 @@ def overload(
     share: float = 0.9,
     limit: int = 4,
     within: float = 2.0,
-    patience: float = 0.0,
+    more_seconds: float = 0.0,
     fault: str = "",
 ) -> Report:
     """Three times of what it can do; ``limit`` is ``max_inflight``, ``share`` what has to be left of its peak.
 
-    ``patience``: for how many seconds more the overload may last until that is reached, where the machine is busy.
+    ``more_seconds``: for how many more the overload may last until that is reached, where the machine is busy.
     """
     with Service("--max-inflight", str(limit), backend="ChaosEcho", most=1, service_ms=service_ms, fault=fault) as it:
         it.ready()
@@ -52,7 +52,7 @@ def overload(
         samples = [before]
         clients, offered = 30, 3000 / service_ms
         with Load(it.port, clients, manners=Manners(rate=offered / clients, answer_within=WAIT)) as load:
-            until = time.monotonic() + patience
+            until = time.monotonic() + more_seconds
             while True:
                 began, done = time.monotonic(), load.ok
                 while time.monotonic() - began < seconds:

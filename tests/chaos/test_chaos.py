@@ -20,7 +20,7 @@ from chaos.tally import Report
 AT_ONCE = 4
 
 ROWS: dict[str, Callable[[], Report]] = {
-    "overload": lambda: scenarios.overload(p99=20.0, share=0.2, within=60.0, patience=60.0),
+    "overload": lambda: scenarios.overload(p99=20.0, share=0.2, within=60.0, more_seconds=60.0),
     "worker killed, one of one": lambda: scenarios.worker_killed(1, kills=1, within=60.0, answer_within=60.0),
     "worker killed, one of two": lambda: scenarios.worker_killed(
         2, kills=2, every=1.2, within=60.0, answer_within=60.0

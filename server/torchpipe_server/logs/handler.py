@@ -97,7 +97,7 @@ class QueuedHandler(logging.Handler):
         size = 0
         while True:
             try:
-                item = self._queue.get(not lines, self._patience())
+                item = self._queue.get(not lines, self._seconds_to_wait())
             except queue.Empty:
                 item = b""
             if isinstance(item, bytes) and item:
@@ -117,7 +117,7 @@ class QueuedHandler(logging.Handler):
                 os.close(self._fd)
                 return
 
-    def _patience(self) -> float | None:
+    def _seconds_to_wait(self) -> float | None:
         """Seconds until there may be something to tell without another line; ``None``: there is nothing."""
         return _TELL_SECONDS if self._repeats.is_holding or self.dropped > self._told else None
 
