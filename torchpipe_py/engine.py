@@ -42,9 +42,9 @@ def pipe_of_worker(pipeline: Pipeline, engine: EngineClient) -> pipe:
 class EngineServer:
     """Runs the shared nodes of a plan for the workers that are attached to it.
 
-    Their requests come out of shared memory to a pipe by the thread that forms the next batch of them, or, while none
-    does, by a thread that is rung; the thread that finishes a request writes its answer there. So no thread wakes for
-    a request while all instances compute. Batches form of all workers' requests.
+    The thread that forms the next batch takes their requests from shared memory; while no thread does, they ring one
+    that takes them. The thread that finishes a request writes its answer there. So no thread wakes for a request while
+    all instances compute. A batch holds requests of all workers.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:

@@ -15,11 +15,14 @@ MAX_JUMPS = 64
 
 @dataclass(frozen=True)
 class Exit:
-    """Where a way leads on: ``edges`` of the way's ``ways`` into ``node``, which has a map or takes the dict itself."""
+    """A node behind a ``Hidden``: ``edges`` of its ``predecessors`` edges come from there.
+
+    It makes its dict by a map, or takes that of the node before it.
+    """
 
     node: str
     edges: int
-    ways: int
+    predecessors: int
     has_map: bool
 
 

@@ -153,9 +153,9 @@ class Branches:
             self._ends[name] = data
         for way_out in hidden.exits:
             node = way_out.node
-            if way_out.ways > way_out.edges:
+            if way_out.predecessors > way_out.edges:
                 reached = self._reached.setdefault(node, itertools.count(1))
-                if [next(reached) for _ in range(way_out.edges)][-1] < way_out.ways:
+                if [next(reached) for _ in range(way_out.edges)][-1] < way_out.predecessors:
                     continue
             steps.append((node, self._input(node, data, hidden.copies)))
         if steps:

@@ -148,10 +148,9 @@ class DecodeMat(StatelessBackend):
     Whatever an image holds becomes these channels of 8 bits, EXIF orientation is applied, alpha is dropped.
     No ``result``, but a ``DecodeError`` as ``error``: bytes that are no image, of a format that is not in ``formats``,
     of more pixels than ``max_pixels``, JPEGs of more than 32 scans or 16 × ``max_pixels`` in all of them, animated PNG
-    and WebP. All that is read from the
-    header, before OpenCV sees the image. At a time a process decodes what takes up to twelve bytes for each of
-    ``max_pixels``; the next image waits. One of more than a quarter of ``max_pixels`` keeps no smaller one waiting,
-    where its node takes one request at a time and has two instances or more.
+    and WebP. All that is read from the header, before OpenCV sees the image. At a time a process decodes what takes up
+    to twelve bytes for each of ``max_pixels``; the next image waits. One of more than a quarter of ``max_pixels`` keeps
+    no smaller one waiting, where its node takes one request at a time and has two instances or more.
     """
 
     takes, gives = ENCODED, MAT
