@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -233,6 +234,25 @@ def test_a_top_level_key_that_no_node_takes_and_no_key_is_like() -> None:
         pipe({"precision": "fp16", "a": {"backend": "Identity"}})
 
 
+def test_a_scoped_key_at_the_top_level_that_no_node_takes(write: Write) -> None:
+    with pytest.raises(ConfigError, match=r"global: key 'ResizMat::resize_h': .* did you mean 'ResizeMat::resize_h'\?"):
+        pipe(write(f"'ResizMat::resize_h' = 1\n[a]\n{RESIZE}"))
+
+
+def test_a_configuration_of_mappings_and_lists_is_the_callers(register: Register) -> None:
+    class Takes:
+        def init(self, config: dict[str, Any]) -> None:
+            self.names = config["names"]
+
+        def forward(self, items: list[dict[str, Any]]) -> list[Any]:
+            return [self.names for _ in items]
+
+    names = [["a"], "b"]
+    with pipe({"node": MappingProxyType({"backend": register(Takes), "names": names})}) as p:
+        names[0] = "changed"
+        assert p({"data": 1})["result"] == [["a"], "b"]
+
+
 def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.LogCaptureFixture) -> None:
     class Mine(Backend):
         pass
@@ -321,7 +341,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"a": {3: "x"}}, "config: node 'a': key 3: a key is a string"),
         (
             {0: {"backend": "Identity"}},
-            "config: node 0: a node's name is letters, digits, '_' and '-', with one '.' before an alias",
+            "config: node 0: a node's name is letters from a to z, digits, '_' and '-', with one '.' before an alias",
+        ),
+        (
+            {"a": {"backend": threading.Lock()}},
+            "config: node 'a': key 'backend': expected a string, number, bool or list, got lock",
         ),
         (
             {"a": {"backend": None}},
@@ -520,7 +544,7 @@ REFUSED = [
     # tables, names, schedulers
     ("[a]\n[a.b.c]\nx = 1", "node 'a.b': key 'c'", "expected a string, number, bool or list, got dict"),
     ("[a]\nx = 2020-01-01", "node 'a': key 'x'", "expected a string, number, bool or list, got date"),
-    ('["a b"]', "node 'a b'", "a node's name is letters, digits, '_' and '-'"),
+    ('["a b"]', "node 'a b'", "a node's name is letters from a to z, digits, '_' and '-'"),
     ('[a]\nnext = "c"\n[b]\nnext = "c"\n[c]', "node 'c'", "need a map"),
     ('"Interpreter::backend" = "Pipeline"\n[a]', "global: key 'Interpreter::backend'", "did you mean 'PipelineV3'?"),
     ('[a]\n"PipelineV3::backend" = "MySchedule"', "node 'a': key 'PipelineV3::backend'", "the scheduler is not"),

@@ -237,10 +237,11 @@ def _check_defaults(
     spec: PipelineSpec, used: set[str], known: set[str], ignored: Mapping[str, str], problems: Problems
 ) -> None:
     """Refuse a key of the top level that no node takes."""
-    names = {name for name in {*used, *known, "max_inflight"} - TABLE_KEYS if "::" not in name}
+    bare = {name for name in {*used, *known, "max_inflight"} - TABLE_KEYS if "::" not in name}
     for key in spec.defaults:
         place = replace(spec.place, node=GLOBAL, key=key)
         if key in ignored and key not in used:
             problems.doubt(f"{place}: {ignored[key]}")
         elif key not in used:
+            names = bare | known if "::" in key else bare
             problems.add(place.error(f"no node takes it; {instead_of(key, names)}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
@@ -184,7 +183,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Pr
     """The same, with what is wrong in ``problems``; what is no configuration at all is raised."""
     if isinstance(config, Mapping):
         place = Place(config.source if isinstance(config, Tables) else Tables.source)
-        return _pipeline(_with_global(copy.deepcopy(dict(config)), place), place, problems)
+        return _pipeline(_with_global(dict(config), place), place, problems)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
     name = os.fspath(config)
@@ -265,7 +264,7 @@ def _node(
 ) -> NodeSpec:
     place = Place(pipeline.source, name)
     if not (isinstance(name, str) and _NODE_NAME.fullmatch(name)):
-        raise place.error("a node's name is letters, digits, '_' and '-', with one '.' before an alias")
+        raise place.error("a node's name is letters from a to z, digits, '_' and '-', with one '.' before an alias")
     own = _cleaned(table, place, problems)
     for key in PIPELINE_KEYS:
         if own.pop(key, None) is not None:
@@ -342,13 +341,18 @@ def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict
             if isinstance(value, Mapping) or not isinstance(value, (str, int, float, list, tuple)):
                 raise here.error(f"expected a string, number, bool or list, got {type(value).__name__}")
             if key.split("::")[0] not in _SCHEDULER_SCOPES:
-                cleaned[key] = value
+                cleaned[key] = _copied(value)
             elif value in _SCHEDULER_DEFAULTS:
                 logger.info("%s: ignored, this is how every pipe is scheduled", here)
             else:
                 hint = nearest(str(value), _SCHEDULER_DEFAULTS)
                 raise here.error(f"the scheduler is not exchangeable (a node's backend stands under 'backend'); {hint}")
     return cleaned
+
+
+def _copied(value: Value) -> Value:
+    """The value; a list is copied, so that whoever edits it later changes no pipe."""
+    return [_copied(part) for part in value] if isinstance(value, list) else value
 
 
 def _read(keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], default: Any, place: Place) -> Any:
