@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, in_threads, outcome
+from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, eventually, in_threads, outcome
 
 from torchpipe_py import (
     Backend,
@@ -117,6 +117,21 @@ def test_close_while_busy(register: Register, most: int) -> None:
         assert not closer.is_alive()
         assert outcome(running)["result"] == "running"
     assert gate.batches == [["running"]]
+
+
+def test_close_while_a_jump_waits(register: Register) -> None:
+    """What it waits for is closed first: the request is told of the close, not of a defect."""
+    gate = Gate()
+    config = {"a": {"backend": "S[Identity,Jump]", "jump": "b"}, "b": {"backend": register(gate.backend)}}
+    with pipe(config) as p, gate:
+        running = gate.hold(p, {"node_name": "b", "data": "running"})
+        jumps = p.submit({"node_name": "a", "data": "queued"})
+        eventually(lambda: p.stats()["nodes"]["b"]["queued"])
+        node = p._runtime.nodes["a"]
+        close, node.close = node.close, lambda: (error_of(jumps), gate.open(), close())
+        p.close()
+    assert isinstance(error_of(jumps), PipeClosed)
+    outcome(running)
 
 
 def test_close_while_a_leader_waits_for_company(register: Register) -> None:

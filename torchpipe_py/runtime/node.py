@@ -76,6 +76,11 @@ class Node:
         for instance in self.instances:
             instance.open(self.lane.serve)
 
+    def refuse(self) -> None:
+        """Run nothing more: what comes from now on fails with ``PipeClosed``."""
+        if self._is_open:
+            self.lane.is_closing = True
+
     def close(self) -> None:
         """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
         if self._is_open:

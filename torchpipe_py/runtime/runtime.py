@@ -176,6 +176,9 @@ class Runtime:
         if self._is_forked:
             return
         self.inflight.refuse()
+        # NOTE: all of them before any is closed: a node whose backend jumps has to know why what it runs there ends.
+        for node in self.nodes.values():
+            node.refuse()
         for node in self.nodes.values():
             node.close()
 
