@@ -244,6 +244,19 @@ def test_a_defect_names_node_and_backend(register: Register) -> None:
             assert isinstance(caught.value, RuntimeError)
 
 
+class Refuses(Backend):
+    """Raises what an item backend says of its item."""
+
+    def forward(self, items: list[Data]) -> None:
+        raise InvalidRequest("a defect: it belongs into the dict")
+
+
+@pytest.mark.parametrize("backend", ["{}", "S[{}]", "S[Identity,{}]"])
+def test_what_forward_raises_is_a_defect_in_a_sequence_too(register: Register, backend: str) -> None:
+    with pipe({"backend": backend.format(register(Refuses))}) as p, pytest.raises(BackendError, match="a defect"):
+        p({"data": 1})
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("most", [1, 4])
 def test_whatever_a_backend_raises_the_node_lives(register: Register, kind: type[BaseException], most: int) -> None:

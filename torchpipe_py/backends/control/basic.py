@@ -191,7 +191,9 @@ def _walk(steps: Sequence[_Step], item: Data) -> bool:
             del item[TASK_ERROR_KEY]
         try:
             forward(item)
-        except InvalidRequest as error:  # from forward_one
+        except InvalidRequest as error:
+            if child.forward_one() is None:
+                raise  # a `forward` says it in the dict: an exception of it is a defect, as outside a sequence
             item[TASK_ERROR_KEY] = error
     return True
 
