@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -89,6 +90,25 @@ def test_a_list_misses_its_deadline_together(register: Register) -> None:
         gate.open()
     assert [type(error) for error in errors] == [DeadlineExceeded, DeadlineExceeded]
     assert items == [{"data": "slow"}, {"data": "queued"}]  # nobody touches them any more
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_task_waits_no_longer_than_its_timeout(register: Register, several: bool) -> None:
+    gate = Gate()
+    items: list[Data] = [{"data": "slow"}, {"data": "queued"}] if several else [{"data": "slow"}]
+
+    async def work() -> None:
+        with pytest.raises(DeadlineExceeded, match=f"not finished within {SOON} s"):
+            await p.acall(items if several else items[0], timeout=SOON)
+
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        asyncio.run(work())
+        assert not gate.opened.is_set()
+        assert p.stats()["inflight"] == 0
+        errors = [item.pop("error", None) for item in items]
+        gate.open()
+    assert [type(error) for error in errors] == [DeadlineExceeded if several else type(None)] * len(items)
+    assert [item.keys() for item in items] == [{"data"}] * len(items)  # nobody touches them any more
 
 
 def test_no_time_at_all() -> None:

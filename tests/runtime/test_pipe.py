@@ -6,7 +6,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
@@ -345,6 +345,40 @@ def test_a_cancelled_task_drops_what_is_queued(register: Register) -> None:
         outcome(running)
         p({"data": "last"})
     assert gate.batches == [["running"], ["last"]]
+
+
+@pytest.mark.parametrize("root", ["a", "c"])
+def test_a_backend_does_not_wait_for_itself(register: Register, root: str) -> None:
+    class Waits(ItemBackend):
+        """Waits for another request of its own pipe."""
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = p({"node_name": item["root"], "data": item["data"]})["result"]
+
+    config = {"a": {"next": "b"}, "b": {"backend": register(Waits)}, "c": {"backend": "Jump", "jump": "a"}, "d": {}}
+    with pipe(config) as p:
+        assert p({"node_name": "a", "data": 1, "root": "d"})["result"] == 1
+        with pytest.raises(BackendError, match=r"backend of node 'b'.* would wait for itself"):
+            p({"node_name": "a", "data": 1, "root": root})
+
+
+def test_a_callback_does_not_wait_for_its_own_thread(register: Register) -> None:
+    gate = Gate()
+    told: list[BaseException] = []
+    again: Future[Data] = Future()
+
+    def call_back(future: object) -> None:
+        try:
+            p({"data": 2})
+        except RuntimeError as error:
+            told.append(error)
+        p.submit({"data": 3}).add_done_callback(lambda future: again.set_result(future.result()))
+
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        gate.hold(p, {"data": 1}).add_done_callback(call_back)
+        gate.open()
+        assert outcome(again)["result"] == 3
+    assert ["would wait for itself: submit() does not wait" in str(error) for error in told] == [True]
 
 
 # -- dispatch -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
+from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
@@ -75,13 +76,18 @@ class pipe:
         self._spans: Spans | None = None
 
     def __call__(self, data: Given, timeout: float | None = None) -> Given:
-        """Run one request, or several, and wait until all are finished; returns ``data``."""
+        """Run one request, or several, and wait until all are finished; returns ``data``.
+
+        ``RuntimeError`` on the thread of an instance to whose node a request may come, where it would wait for itself.
+        """
         lock = allocate_lock()
         lock.acquire()
         # NOTE: a function of C: no handler of a signal can raise before the lock is released.
         requests = self._requests(data, cast(OnDone, lock.__exit__), timeout)
         if not requests:
             return data
+        if CURRENT.waiter is not None:
+            self._runtime.refuse_wait(CURRENT.waiter, requests)
         stands_in = timeout is None and len(requests) == 1 and not is_main_thread()
         caller = requests[0].caller = CallerThread() if stands_in else None
         try:
@@ -90,9 +96,8 @@ class pipe:
                 caller.run()
             if timeout is None:
                 lock.acquire()
-            elif not lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
-                for request in requests:
-                    self._runtime.inflight.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
+            elif not lock.acquire(timeout=_seconds(timeout)):
+                self._expire(requests, timeout)
                 lock.acquire()
         except BaseException as interrupt:
             for request in requests:
@@ -104,43 +109,23 @@ class pipe:
         return data
 
     def submit(self, data: Given, timeout: float | None = None) -> Future[Given]:
-        """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued."""
-        future: Future[Given] = Future()
-        runtime = self._runtime  # not self: a future that is kept must not keep the pipe
+        """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued.
 
-        def settle(*last: object) -> None:
-            # NOTE: an interrupted main thread may hold the future's lock: as long as the handler of a signal runs,
-            # which may call the pipe, or for good, where that raised. No thread of the pipe waits for it.
-            if future._condition.acquire(timeout=_LOCK_SECONDS):
-                future._condition.release()
-                tell()
-            else:
-                threading.Thread(target=tell, name="torchpipe_py future", daemon=True).start()
-
-        def tell() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            error = next((request.error for request in requests if request.error is not None), None)
-            if error is None:
-                future.set_result(data)
-            else:
-                future.set_exception(error)
-
-        def drop_if_cancelled(done: Future[Any]) -> None:
-            if done.cancelled():
-                for request in requests:
-                    runtime.inflight.complete(request, CancelledError())
-
-        requests = self._requests(data, settle, timeout)
-        runtime.inflight.submit(requests)
-        if not requests:
-            settle()
-        future.add_done_callback(drop_if_cancelled)
-        return future
+        The deadline is looked at before each node: no thread watches it while a backend runs.
+        """
+        return self._start(data, timeout)[0]
 
     async def acall(self, data: Given, timeout: float | None = None) -> Given:
-        """``submit``, awaited; returns ``data``. Cancelling the task drops what is still queued."""
-        return await asyncio.wrap_future(self.submit(data, timeout))
+        """``submit``, awaited no longer than ``timeout``; returns ``data``. Cancelling drops what is queued."""
+        future, requests = self._start(data, timeout)
+        outcome = asyncio.wrap_future(future)
+        if timeout is None:
+            return await outcome
+        timer = asyncio.get_running_loop().call_later(_seconds(timeout), self._expire, requests, timeout)
+        try:
+            return await outcome
+        finally:
+            timer.cancel()
 
     def dispatch(
         self, data: Data, on_done: Callable[[Data, BaseException | None], None], timeout: float | None = None
@@ -273,6 +258,45 @@ class pipe:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
+    def _start(self, data: Given, timeout: float | None) -> tuple[Future[Given], Sequence[Request]]:
+        """What ``submit`` starts, and the future of it."""
+        future: Future[Given] = Future()
+        runtime = self._runtime  # not self: a future that is kept must not keep the pipe
+
+        def settle(*last: object) -> None:
+            # NOTE: an interrupted main thread may hold the future's lock: as long as the handler of a signal runs,
+            # which may call the pipe, or for good, where that raised. No thread of the pipe waits for it.
+            if future._condition.acquire(timeout=_LOCK_SECONDS):
+                future._condition.release()
+                tell()
+            else:
+                threading.Thread(target=tell, name="torchpipe_py future", daemon=True).start()
+
+        def tell() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            error = next((request.error for request in requests if request.error is not None), None)
+            if error is None:
+                future.set_result(data)
+            else:
+                future.set_exception(error)
+
+        def drop_if_cancelled(done: Future[Any]) -> None:
+            if done.cancelled():
+                for request in requests:
+                    runtime.inflight.complete(request, CancelledError())
+
+        requests = self._requests(data, settle, timeout)
+        runtime.inflight.submit(requests)
+        if not requests:
+            settle()
+        future.add_done_callback(drop_if_cancelled)
+        return future, requests
+
+    def _expire(self, requests: Sequence[Request], timeout: float) -> None:
+        for request in requests:
+            self._runtime.inflight.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
+
     def _requests(self, data: Data | Sequence[Data], on_done: OnDone, timeout: float | None) -> Sequence[Request]:
         """Requests and the roots they enter, all checked before any starts; ``on_done`` is called after the last."""
         deadline = deadline_after(timeout)
@@ -333,6 +357,11 @@ class Ticket:
 def _beside_traces(record: Record) -> tuple[Recorder, ...]:
     """What else is told of batches. NOTE: a trace whose end was interrupted is still among them."""
     return tuple([recorder for recorder in record.traces if not isinstance(recorder, Trace)])
+
+
+def _seconds(timeout: float) -> float:
+    """How long to wait for it."""
+    return min(max(0.0, timeout), threading.TIMEOUT_MAX)
 
 
 def _checked_list(data: Any) -> list[Data]:

@@ -223,6 +223,17 @@ class Runtime:
         """Whether an instance has the request in its batch."""
         return any(request in instance.taken for node in self.nodes.values() for instance in node.instances)
 
+    def refuse_wait(self, waiter: object, requests: Sequence[Request]) -> None:
+        """``RuntimeError`` where an instance's thread is about to wait for what may come to its own node."""
+        for name, node in self.nodes.items():
+            if waiter in node.instances:
+                reaching = frozenset().union(*({each, *self.graph.upstream[each]} for each in self._logical[name]))
+                if any(request.node in reaching for request in requests):
+                    raise RuntimeError(
+                        f"a backend of node {name!r}, or a callback on its thread, waits for a request that may come "
+                        "to that node, and would wait for itself: submit() does not wait"
+                    )
+
     # -- graphs that are run by a node of another -----------------------------------------------------------------
 
     def run_graphs(
