@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -310,6 +310,18 @@ def wait_ticks(server: LocalServer, count: int) -> None:
         assert server.error is None, f"the I/O thread died of {server.error!r}"
 
 
+@contextmanager
+def holding(server: LocalServer) -> Iterator[None]:
+    """The server's loop stands still: all that is sent meanwhile is there when its next round begins."""
+    entered, go_on = threading.Event(), threading.Event()
+    server.loop.call(lambda: (entered.set(), go_on.wait(WAIT)))
+    assert entered.wait(WAIT)  # else the round that holds it may have a part of what is sent
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
     """Thousands of pings fit in one read."""
     began: list[str] = []
@@ -323,7 +335,6 @@ def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
 
         return {name: note(name) for name in methods}
 
-    held = threading.Event()
     with (
         pipe({"node": {"backend": length}}) as run,
         LocalServer(run, make_methods=noting) as server,
@@ -331,10 +342,9 @@ def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
         Client(server.port) as other,
     ):
         other.ping()
-        server.loop.call(lambda: held.wait(WAIT))
-        sock.sendall(pack_call("ping") * 6000)
-        seqid = other.send_batch(b"abc")
-        held.set()
+        with holding(server):
+            sock.sendall(pack_call("ping") * 6000)
+            seqid = other.send_batch(b"abc")
         assert other.receive(seqid).label == "3"
         replies = len(pack_call("ping")) * 6000
         while replies > 0:
@@ -363,25 +373,25 @@ def test_a_message_that_takes_long_to_read_begins_after_those_of_other_connectio
         }
 
     empty_texts = struct.pack(">bhbi", 15, 9, 11, 4000) + bytes(4 * 4000) + b"\0"
-    held = threading.Event()
     with ExitStack() as stack:
         run = stack.enter_context(pipe({"node": {"backend": "Identity"}}))
         server = stack.enter_context(LocalServer(run, make_methods=noting))
         socks = [stack.enter_context(connect(server.port)) for _ in range(9)]
         eventually(lambda: server.server.connections == 9)
-        server.loop.call(lambda: held.wait(WAIT))
-        for sock in socks[:8]:
-            sock.sendall(pack_call("infer", empty_texts))
-        socks[8].sendall(pack_call("ping"))
-        held.set()
+        with holding(server):
+            for sock in socks[:8]:
+                sock.sendall(pack_call("infer", empty_texts))
+            socks[8].sendall(pack_call("ping"))
         eventually(lambda: len(began) == 9)
         for sock in socks:
             assert sock.recv(1)
     assert began[0] == "ping"
 
 
-def test_connections_with_costly_messages_take_turns_whatever_they_pipeline():
-    """All of it is there when the first round begins."""
+def test_connections_with_costly_messages_take_turns_whatever_they_pipeline(monkeypatch):
+    """All of it is there when the first round begins, and a turn has room for one message, however fast it is read."""
+    for module in (torchpipe_server.serving.connection, torchpipe_server.serving.server):
+        monkeypatch.setattr(module, "TURN_SECONDS", 0.0)
     began: list[str] = []
 
     def noting(loop: Any) -> Any:
@@ -398,16 +408,14 @@ def test_connections_with_costly_messages_take_turns_whatever_they_pipeline():
         request = pack_string(1, uuid.encode()) + inputs + outputs + b"\0"
         return pack_call("infer", struct.pack(">bh", 12, 1) + request + b"\0")
 
-    held = threading.Event()
     with ExitStack() as stack:
         run = stack.enter_context(pipe({"node": {"backend": "Identity"}}))
         server = stack.enter_context(LocalServer(run, make_methods=noting))
         socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
         eventually(lambda: server.server.connections == 4)
-        server.loop.call(lambda: held.wait(WAIT))
-        for index, sock in enumerate(socks):
-            sock.sendall(b"".join(costly(f"{number} of {index}") for number in range(5)))
-        held.set()
+        with holding(server):
+            for index, sock in enumerate(socks):
+                sock.sendall(b"".join(costly(f"{number} of {index}") for number in range(5)))
         eventually(lambda: len(began) == 20)
     assert [uuid.split()[0] for uuid in began] == [str(number) for number in range(5) for _ in socks]
 
