@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -450,6 +452,12 @@ def narrow(port: int) -> socket.socket:
     sock.settimeout(WAIT)
     sock.connect(("127.0.0.1", port))
     return sock
+
+
+def on_its_way(sock: socket.socket) -> int:
+    """How many bytes of what was sent do not lie in the socket at the other end yet: a busy machine takes a while."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(count)
 
 
 def read_all(sock: socket.socket) -> bytes:

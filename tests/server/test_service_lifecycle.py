@@ -29,6 +29,7 @@ from service import (
     Process,
     connect,
     eventually,
+    on_its_way,
     pack_batch,
     pack_call,
     pack_infer,
@@ -287,6 +288,7 @@ def test_connections_the_system_has_accepted_are_served_at_the_stop():
     socks = [connect(listener.getsockname()[1]) for _ in range(300)]
     for sock in socks:
         sock.sendall(pack_call("ping"))
+    eventually(lambda: not any(map(on_its_way, socks)))
     server = LocalServer(None, listener)
     server.stop()
     with server:
@@ -300,6 +302,7 @@ def test_a_bad_message_unread_at_the_stop_is_answered():
     listener = socket.create_server(("127.0.0.1", 0))
     with connect(listener.getsockname()[1]) as sock:
         sock.sendall(pack_batch(b"x" * 600_000))
+        eventually(lambda: on_its_way(sock) < 600_000)  # the first of it has arrived, all of it has no room
         server = LocalServer(None, listener, max_message_bytes=1000)
         server.stop()
         with server:

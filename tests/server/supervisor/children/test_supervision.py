@@ -20,7 +20,7 @@ from unittest import mock
 import psutil
 import pytest
 from fakes import WAIT, in_threads
-from service import IDL, LIGHT, Client, Process, connect, eventually, told_at
+from service import IDL, LIGHT, Client, Process, connect, eventually, on_its_way, told_at
 from thrift.Thrift import TApplicationException
 from torchpipe_server.options import Options
 from torchpipe_server.serving.journal import Journal
@@ -187,6 +187,7 @@ def test_what_a_worker_had_not_read_when_it_was_killed_at_the_stop_is_lost(folde
         (worker,) = process.workers
         os.kill(worker, signal.SIGSTOP)
         client.send_batch(b"unread")
+        eventually(lambda: not on_its_way(client.sock))
         process.signal()
         eventually(lambda: "stopping" in process.stderr)
         os.kill(worker, signal.SIGKILL)
