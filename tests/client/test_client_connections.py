@@ -33,7 +33,7 @@ from flaky import (
     sends_twice,
     stall,
 )
-from service import reserved_port
+from service import eventually, on_its_way, reserved_port
 from torchpipe_client import (
     AsyncClient,
     BadReply,
@@ -97,6 +97,7 @@ def test_an_answer_that_comes_twice_ends_the_connection(make):
         sock.sendall(reply(call))
         assert is_answered.wait(WAIT)
         sock.sendall(reply(call))
+        eventually(lambda: not on_its_way(sock))
         is_sent.set()
 
     with FlakyServer(answer_twice) as server, make(server.address, retries=0) as client:

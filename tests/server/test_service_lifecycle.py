@@ -316,7 +316,7 @@ class Large(Backend):
 
 
 def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
-    with serving(register(Large)) as server, socket.socket() as sock:
+    with serving(register(Large), drain_seconds=2 * WAIT) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(WAIT)
         sock.connect(("127.0.0.1", server.port))

@@ -626,15 +626,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @every_client
 def test_silent_connections_are_closed_after_idle_seconds(length, clock, client_type):
     with (
-        serving(length, idle_seconds=100) as server,
+        serving(length, idle_seconds=10_000) as server,
         client_type(server.port) as silent,
         client_type(server.port) as busy,
     ):
         silent.ping()
-        clock.ahead = 99
+        clock.ahead = 9_900
         busy.ping()
         wait_ticks(server, 1)
-        clock.ahead = 101
+        clock.ahead = 10_100
         busy.ping()
         assert read_all(silent.sock) == b""
         busy.ping()
