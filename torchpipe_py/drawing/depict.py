@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torchpipe_py.drawing.picture import Arrow, Box, Picture
 from torchpipe_py.drawing.svg import svg
+from torchpipe_py.filters import ALIASES, BUILT_IN, serial_skip, subgraph_skip
 from torchpipe_py.plan.build import NodePlan, Pipeline
 from torchpipe_py.plan.config import MapSource
 from torchpipe_py.plan.graph import Graph, Hidden
@@ -65,9 +66,10 @@ def _pairs(source: MapSource) -> str:
 
 def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
     """What the node's filter may skip; of a filter of the user's own both kinds, as far as they hide a node."""
-    word = filter_name.lower().replace("_", "")
-    if not word or word in ("swap", "or", "run", "continue", "skip", "break", "error"):
+    word = ALIASES.get(filter_name.lower(), filter_name.lower())
+    built_in = BUILT_IN.get(word)
+    if not word or built_in not in (None, serial_skip, subgraph_skip):
         return []
-    kinds = [] if word == "subgraphskip" else [graph.serial_chain(name)]
-    kinds += [] if word == "serialskip" else [graph.subgraph(name)]
+    kinds = [] if built_in is subgraph_skip else [graph.serial_chain(name)]
+    kinds += [] if built_in is serial_skip else [graph.subgraph(name)]
     return list({hidden.members: hidden for hidden in kinds if len(hidden.members) > 1}.values())

@@ -6,6 +6,7 @@ import argparse
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare every option."""
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help="an ONNX file, TorchScript, a .pt2 or a TensorRT engine")
     keys = parser.add_mutually_exclusive_group(required=True)

@@ -11,6 +11,7 @@ from torchpipe_py.values import to_floats
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare every option."""
     option = parser.add_argument
     option("source", metavar="MODEL", help="a torchvision classifier, or module:function or file.py:function of yours")
     option(

@@ -175,8 +175,8 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
     if flat and wanted.kind in "iu":
         least, most, limits = min(flat), max(flat), np.iinfo(wanted)
         if not limits.min <= least <= most <= limits.max:
-            shown = f"{str(least)[:24]}..{str(most)[:24]}"
-            raise InvalidRequest(f"{where}the data has {shown}, {dtype} has {limits.min}..{limits.max}")
+            given = f"{str(least)[:24]}..{str(most)[:24]}"
+            raise InvalidRequest(f"{where}the data has {given}, {dtype} has {limits.min}..{limits.max}")
     try:
         with np.errstate(over="raise"):
             return np.array(data, wanted)

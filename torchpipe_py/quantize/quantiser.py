@@ -71,7 +71,7 @@ class Quantiser:
         save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8), str(out))
 
     def calibrate(self, inputs: Sequence[Arrays]) -> None:
-        """Take the ranges of all tensors from what the model makes of ``inputs``."""
+        """Keep ``inputs``; ``write`` takes the ranges of all tensors from what the model makes of them."""
         self.inputs = inputs
 
     def check_names(self, names: Sequence[str]) -> None:
