@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -209,6 +210,13 @@ def test_the_training_side_needs_no_optional_library() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_each_module_of_tests_has_a_name_of_its_own() -> None:
+    """pytest imports those outside packages by their bare names: two of one name, and it can collect neither."""
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    counts = Counter(path.name for path in tests)
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_public_names_exist() -> None:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from http_messages import HttpMaker, plain_reading, what_is_wrong
-from thrift_messages import ThriftMaker
+from http_maker import HttpMaker, plain_reading, what_is_wrong
+from thrift_maker import ThriftMaker
 from torchpipe_server.options import Options
 from torchpipe_server.serving.http import HttpService
 from torchpipe_server.serving.protocols import Protocols, Reader, Request, Stream
