@@ -47,9 +47,6 @@ class Module:
             for node in nodes
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         }
-        named = [(node.lineno, node.id) for node in nodes if isinstance(node, ast.Name)]
-        named += [(node.lineno, node.arg) for node in nodes if isinstance(node, ast.arg)]
-        self.vague = len({line for line, name in named if name in ("one", "found")})
 
     @property
     def area(self) -> str:
@@ -149,7 +146,6 @@ def measure(checkout: Path) -> Table:
     """Every figure of a checkout, by what it is."""
     modules = read(checkout)
     product = {name: module for name, module in modules.items() if module.area != "tests"}
-    tests = [module for module in modules.values() if module.area == "tests"]
     lines, files = Counter[str](), Counter[str]()
     for module in modules.values():
         lines[module.area] += module.lines
@@ -170,8 +166,6 @@ def measure(checkout: Path) -> Table:
     table |= spread("function", {name: size for module in product.values() for name, size in module.functions.items()})
     table |= spread("file", {str(module.path): module.lines for module in product.values()})
     table |= spread("inheritance", depths(product))
-    table["lines with one/found"] = sum(module.vague for module in product.values())
-    table["lines with one/found, tests"] = sum(module.vague for module in tests)
     pages = [checkout / "README.md", *sorted(checkout.glob("docs/*.md"))]
     return table | {f"bytes: {page.relative_to(checkout)}": page.stat().st_size for page in pages if page.exists()}
 

@@ -43,7 +43,6 @@ def test_what_it_counts(tmp_path: Path) -> None:
         "package: units, cycles": 0,
         "function: largest 1": "2 torchpipe_py/pipe.py:4 pipe",
         "inheritance: largest 1": "3 torchpipe_py.plan.other.Other",
-        "lines with one/found": 3,
         "bytes: README.md": 5,
     }
     assert {name: table[name] for name in expected} == expected
