@@ -406,3 +406,31 @@ def test_a_result_that_is_no_class(write: Write, refused: Refused, register: Reg
 
     line = refused(write(f'{DEMO}next = "boxes"\n[boxes]\nbackend = "{register(Boxes)}"\n'), "--img_dir", str(IMAGES))
     assert "its result cannot be read as a class: expected (label, score) or logits 1xC" in line
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "reason"),
+    [
+        ({"error": ValueError("it is no cat")}, "; circle_01.jpg: ValueError: it is no cat"),
+        ({"result": np.zeros((2, 2, 3), np.uint8)}, ""),
+    ],
+)
+def test_too_few_classes_to_check_with(
+    write: Write, refused: Refused, register: Register, otherwise: dict[str, Any], reason: str
+) -> None:
+    class FewOfInt8(ItemBackend):
+        """Three classes. Beside images without a result the first pipe, whose model is in float32, has all."""
+
+        pipes = 0
+
+        def setup(self) -> None:
+            FewOfInt8.pipes += 1
+            self.left = 1000 if FewOfInt8.pipes == 1 and "error" in otherwise else 3
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            self.left -= 1
+            item |= {"result": ("cat", 0.5)} if self.left >= 0 else otherwise
+
+    line = refused(write(f'{DEMO}next = "few"\n[few]\nbackend = "{register(FewOfInt8)}"\n'), "--img_dir", str(IMAGES))
+    assert "3 of 24 images have a class, at least 8 are needed to check with" in line
+    assert line.endswith(f"to check with{reason}")

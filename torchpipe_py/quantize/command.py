@@ -87,14 +87,15 @@ def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], cand
     settings = Settings(target.config, name, args.img_dir, worst=0, paths=paths, tables=tables)
     parity = compare_configs(settings)
     agreed, right = agreement(parity.compared), accuracy(parity.compared)
+    refused = "".join(f"; {image.name}: {image.a or image.b}" for image in parity.refused[:1])
     if agreed is None:
         why = "gives pixels, or a map" if parity.compared else "has no result for any image"
-        for image in parity.refused[:1]:
-            why += f"; {image.name}: {image.a or image.b}"
-        raise QuantizeError(f"{target.config}: {why}; without classes, as (label, score), nothing can be checked")
+        raise QuantizeError(
+            f"{target.config}: {why}{refused}; without classes, as (label, score), nothing can be checked"
+        )
     if agreed.total < FEWEST:
         why = f"{agreed.total} of {len(paths)} images have a class, at least {FEWEST} are needed to check with"
-        raise QuantizeError(f"--img_dir {args.img_dir}: {why}; {parity.refused[0].name}: {parity.refused[0].a}")
+        raise QuantizeError(f"--img_dir {args.img_dir}: {why}{refused}")
     if right is not None:
         parity.bars = judge(parity, max_drop=args.max_drop)
         lost, what = right.drop, f"it loses {right.drop:.2f} points of accuracy"
