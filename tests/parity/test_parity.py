@@ -277,7 +277,7 @@ def test_where_pixels_came_from_is_said() -> None:
     assert "assumed" in origin(result=RED)
     assert origin(result=torch.zeros(1, 3, 2, 2), color="rgb") == "Tensor, RGB"
     assert "assumed" in origin(result=torch.zeros(1, 3, 2, 2))
-    assert origin(result=np.zeros((2, 2), np.uint8)) == "Mat, 1 channel(s)"
+    assert origin(result=np.zeros((2, 2), np.uint8)) == "Mat, 1 channel"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.images.opencv import COLORS, OF_MATS, OF_TENSORS
-from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.errors import TorchpipeError, counted
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.parity.record import ParityError, Prediction
 
@@ -112,7 +112,7 @@ def _not_pixels(value: Any, config: str) -> ParityError:
 def _in_rgb(values: np.ndarray, origin: str, color: Any) -> Pixels:
     """Three channels in RGB order: by the dict's ``color``; without one a Mat holds BGR and a Tensor RGB."""
     if values.shape[2] != 3:
-        return Pixels(values, f"{origin}, {values.shape[2]} channel(s)")
+        return Pixels(values, f"{origin}, {counted(values.shape[2], 'channel')}")
     named = color if color in COLORS else None
     order = named or (OF_MATS if origin == "Mat" else OF_TENSORS)
     source = f"{origin}, {order.upper()}" + ("" if named else " assumed: its dict names no color")

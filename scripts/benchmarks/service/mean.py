@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.common import Load, Report, interleave, run_threads, test_jpeg
 from benchmarks.service.peer import CLIENTS, mosec_subjects
 from benchmarks.service.servers import run_clients, serving
+from torchpipe_py.errors import counted
 
 _BACKEND = '''
 import cv2
@@ -53,7 +54,7 @@ def mean(seconds: float, rounds: int) -> Report:
             options = ["--workers", str(workers), "--import", str(folder / "mean_backend.py")]
             port = stack.enter_context(serving(str(config), options))
             for clients in ours:
-                name = f"torchpipe-serve, {workers} worker(s), {clients} clients"
+                name = f"torchpipe-serve, {counted(workers, 'worker')}, {clients} clients"
                 subjects[name] = partial(run_clients, port, folder, clients, seconds)
                 ours[clients].append(name)
         peers = mosec_subjects(stack, {}, folder, seconds, report)
@@ -64,8 +65,8 @@ def mean(seconds: float, rounds: int) -> Report:
     for clients in ours:
         best = max(loads[name].qps for name in ours[clients])
         one_by_one, batching = (best / loads[name].qps for name in peers if name.endswith(f" {clients} clients"))
-        report.require(f"against mosec with batches, {clients} client(s)", batching, low=2.0)
-        report.remarks.append(f"against mosec without batches, {clients} client(s): {one_by_one:.2f}")
+        report.require(f"against mosec with batches, {counted(clients, 'client')}", batching, low=2.0)
+        report.remarks.append(f"against mosec without batches, {counted(clients, 'client')}: {one_by_one:.2f}")
     limit = next(iter(loads.values())).qps / loads[next(iter(peers))].qps
     report.remarks.append(f"the limit against mosec without batches, {CLIENTS} clients: {limit:.2f}")
     return report
