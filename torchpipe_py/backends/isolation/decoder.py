@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from torchpipe_py.backends.isolation import wire
-from torchpipe_py.backends.isolation.template import Template, failure_of, first_message
+from torchpipe_py.backends.isolation.template import Template, failure_of, first_message, receive
 from torchpipe_py.backends.process.interpreter import describe_ending
 from torchpipe_py.errors import WorkerDied, first_line
 
@@ -79,7 +79,7 @@ class Decoder:
         np.frombuffer(self._memory, np.uint8, encoded.size, wire.DATA_AT)[:] = encoded
         try:
             self._connection.send(wire.REQUEST.pack(self._number, encoded.size))
-            packed = self._receive(wire.MAX_ANSWER + 1)
+            packed = receive(self._connection, wire.MAX_ANSWER + 1)
             answer = wire.unpack_answer(packed, self._number, self._capacity)
         except TimeoutError:
             raise self._died(f"it took longer than {self._seconds:g} s and was ended", is_over=True) from None
@@ -118,12 +118,6 @@ class Decoder:
         if not reason:
             reason = "died" if status is None else describe_ending(status)
         return WorkerDied(f"{self._label}: the process that decodes: {reason}")
-
-    def _receive(self, size: int) -> bytes:
-        packed = self._connection.recv(size)
-        if not packed:
-            raise ConnectionResetError("it has died")
-        return packed
 
     def _release(self, start: int, size: int) -> None:
         if size > _KEPT:

@@ -16,10 +16,9 @@ from torchpipe_py.backends.isolation import wire
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.process.setup import Setup, pickle_plan
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, first_line
+from torchpipe_py.errors import BackendError, BackendUnavailable, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.values import to_float, to_int
 
 if TYPE_CHECKING:  # they import what only Linux has
@@ -148,12 +147,5 @@ class Isolated(ItemBackend):
             logger.warning("%s: %s", self.config.label, first_line(error))
 
     def _describe(self) -> bytes:
-        child = self.config.children[0]
-        try:
-            pickled = pickle_plan(BackendPlan.of(child))
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{self.config.label}: cannot go to another process: {first_line(error)}") from error
         config = replace(self.config, params={}, children=(), filters=(), graphs=None, instance=0)
-        return pickle.dumps(Setup(pickled, config, self._colors, None, (), logging.WARNING))
+        return pickle.dumps(Setup(pickle_plan(self.config), config, self._colors, None, (), logging.WARNING))

@@ -106,7 +106,7 @@ class Template:
         control = self._control or self._start()
         try:
             socket.send_fds(control, [message], fds)
-            (answer,) = ANSWER.unpack(_receive(control, ANSWER.size))
+            (answer,) = ANSWER.unpack(receive(control, ANSWER.size))
         except BaseException as error:
             self._stop()
             if isinstance(error, OSError):
@@ -187,7 +187,7 @@ def first_message(sock: socket.socket, seconds: float, pid: int) -> bytes:
     end = monotonic() + seconds
     while True:
         try:
-            return _receive(sock, _MAX_MESSAGE)
+            return receive(sock, _MAX_MESSAGE)
         except TimeoutError:
             if is_stopped(pid):
                 raise ConnectionResetError("it was stopped") from None
@@ -201,7 +201,8 @@ def failure_of(told: dict[str, Any]) -> BaseException:
     return Failure(kind, name, message, trace, b"").error()
 
 
-def _receive(sock: socket.socket, size: int) -> bytes:
+def receive(sock: socket.socket, size: int) -> bytes:
+    """The next message, of at most ``size`` bytes; ``OSError`` where nobody is at the other end."""
     packed = sock.recv(size)
     if not packed:
         raise ConnectionResetError("it has died")

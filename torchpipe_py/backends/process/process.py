@@ -24,7 +24,6 @@ from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, WorkerDied, first_line
 from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_DATA_KEY
-from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.values import to_float, to_int
 
 START_SECONDS = 60.0
@@ -153,14 +152,8 @@ class Process(HandOverBackend):
         return self.config.children[0].is_large(item)
 
     def _describe(self) -> Setup:
-        try:
-            pickled = pickle_plan(BackendPlan.of(self.config.children[0]))
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{self.config.label}: cannot go to a worker process: {first_line(error)}") from error
         return Setup(
-            pickled,
+            pickle_plan(self.config),
             config=replace(self.config, params={}, children=(), filters=(), graphs=None),
             colors=self._colors,
             main=main_source(),

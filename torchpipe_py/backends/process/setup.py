@@ -37,11 +37,12 @@ class Setup:
     max_memory: int = 0
 
 
-def pickle_plan(plan: BackendPlan) -> bytes:
-    """The plan, and the registered postprocessors that its parameters name: a worker has a registry of its own.
+def pickle_plan(config: BackendConfig) -> bytes:
+    """The plan of the only child, and the registered postprocessors that it names: a worker has a registry of its own.
 
     ``ConfigError`` that names what another process could not make.
     """
+    plan = BackendPlan.of(config.children[0])
     postprocessors = {}
     for part in plan.parts():
         _check_importable(getattr(part.cls, "wrapped", part.cls), part.label)
@@ -54,7 +55,10 @@ def pickle_plan(plan: BackendPlan) -> bytes:
             if isinstance(value, str) and value not in registry.BUILT_IN_POSTPROCESSORS:
                 postprocessors[value] = registry.default.find_postprocessor(value)
     file = io.BytesIO()
-    _PlanPickler(file).dump((plan, {name: cls for name, cls in postprocessors.items() if cls is not None}))
+    try:
+        _PlanPickler(file).dump((plan, {name: cls for name, cls in postprocessors.items() if cls is not None}))
+    except Exception as error:
+        raise ConfigError(f"{config.label}: cannot go to a worker process: {first_line(error)}") from error
     return file.getvalue()
 
 
