@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
 import random
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -230,6 +232,20 @@ def test_a_state_of_another_training_is_refused(dataset: ImageFiles, toml: str) 
             loader.load_state_dict({**state, "batches": 9})
         with pytest.raises(TrainingError, match="version None"):
             loader.load_state_dict({})
+
+
+@pytest.mark.parametrize("options", [{}, {"workers_decode": True}])
+def test_workers_stay_when_ctrl_c_comes(dataset: ImageFiles, toml: str, options: dict[str, Any]) -> None:
+    before = set(multiprocessing.active_children())
+    with wrapped(dataset, toml, batch_size=1, workers=2, **options) as loader:
+        for _ in range(2):  # of each worker, so that both have begun
+            next(loader)
+        for worker in set(multiprocessing.active_children()) - before:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGINT)
+        assert [batch.number for batch in loader] == list(range(2, 11))
+        loader.reset()
+        assert len(taken(loader)) == 11
 
 
 @pytest.mark.parametrize("workers", [0, 2])

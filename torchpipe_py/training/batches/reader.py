@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class BatchReader:
             batch_sampler=self._plan,
             num_workers=workers,
             collate_fn=collated,
-            worker_init_fn=worker_init_fn or dataloader.worker_init_fn,
+            worker_init_fn=partial(_begin_worker, worker_init_fn or dataloader.worker_init_fn),
             generator=generator,
             **(several if workers else {}),
         )
@@ -77,7 +79,7 @@ class BatchReader:
             for batch in self._loader:
                 given += 1
                 yield batch
-        except (RuntimeError, ConnectionError, EOFError) as error:
+        except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
             ended = _end_of_a_worker(error)
             if not ended:
                 raise
@@ -97,6 +99,17 @@ class BatchReader:
         self._loader = None
         if iterator is not None:
             iterator._shutdown_workers()
+
+
+def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """For ``worker_init_fn``.
+
+    NOTE: Ctrl-C comes to the workers too. They stay, for the loop may go on after it, in a notebook say; and with a
+    handler that does nothing, since a program that is started would inherit that the signal is ignored.
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 @contextmanager
