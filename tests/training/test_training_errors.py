@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from conftest import encode, picture
 from fakes import PROGRAM_WAIT
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from training_data import FORKS, OnTheCpu, taken, wrapped, write_images
+from training_data import FORKS, OnTheCpu, same, taken, wrapped, write_images
 
 from torchpipe_py import BackendUnavailable, ConfigError
 from torchpipe_py.training import (
@@ -262,6 +264,89 @@ def test_a_backend_that_raises_is_no_bad_sample(dataset: ImageFiles, toml: str, 
         pytest.raises(TrainingError, match=r"sample 3 .*the pipe raised \(backend_error\).*on this one"),
     ):
         next(loader)
+
+
+# -- from workers to the training process -----------------------------------------------------------------------------
+
+
+class Labelled:
+    """``count`` times the same image, with the label that ``label(index)`` gives."""
+
+    def __init__(self, label: Any, count: int = 1) -> None:
+        self._label, self._count, self._jpeg = label, count, encode(picture(20, 20))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        return self._jpeg, self._label(index)
+
+
+def by_a_worker(dataset: Any, toml: str, batch_size: int, **options: Any) -> Any:
+    plain = DataLoader(dataset, batch_size, num_workers=1, timeout=20)
+    return wrap_dataloader_torchpipe("single", plain, toml, **options)
+
+
+def test_labels_that_are_tensors_take_no_file_descriptors(toml: str) -> None:
+    dataset = Labelled(lambda index: {"row": torch.tensor([index, 2 * index])}, 600)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with by_a_worker(dataset, toml, 200) as loader:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, hard))
+            rows = torch.cat([batch.labels["row"] for batch in loader])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert rows.tolist() == [[index, 2 * index] for index in range(600)]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor([1, 2]).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)).requires_grad_(),
+        torch.arange(9)[::4],
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+    ],
+)
+def test_tensors_of_every_kind_are_labels(toml: str, label: Any) -> None:
+    with by_a_worker(Labelled(lambda _: (label, 3)), toml, 1, collate_labels=list) as loader:
+        ((taken, number),) = next(loader).labels
+    assert number == 3
+    assert torch.equal(taken.to_dense(), label.to_dense())
+    assert (taken.dtype, taken.layout) == (label.dtype, label.layout)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_label_that_cannot_be_sent_is_told(toml: str, policy: str) -> None:
+    with (
+        by_a_worker(Labelled(lambda _: threading.Lock()), toml, 1, bad_samples=policy) as loader,
+        pytest.raises(TrainingError, match="sample 0: its label cannot be sent to the training process: TypeError"),
+    ):
+        next(loader)
+
+
+def test_images_for_which_there_is_no_shared_memory(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)  # in the worker too, which is forked
+    options = {"transforms_cpu": OnTheCpu(), "cpu_percentage": 1.0, "bad_samples": "skip"}
+    with (
+        by_a_worker(Labelled(int, 3), toml, 3, **options) as loader,
+        pytest.raises(TrainingError, match=r"its batch cannot be sent to the training process: .*No space left"),
+    ):
+        next(loader)
+
+
+def test_bad_samples_among_images_of_workers(tmp_path: Path, toml: str) -> None:
+    dataset = write_images(tmp_path / "images", 5, corrupt=[1], missing=[3])
+    options = {"transforms_cpu": OnTheCpu(), "cpu_percentage": 1.0, "bad_samples": "mask"}
+    with wrapped(dataset, toml, batch_size=5, **options) as loader:
+        (expected,) = taken(loader)
+    with by_a_worker(dataset, toml, 5, **options) as loader:
+        assert same(taken(loader), [expected])
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------

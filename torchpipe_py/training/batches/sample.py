@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from torchpipe_py.training.errors import BadSample, TrainingError, UnreadableFil
 
 UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
 NO_BYTES = "the dataset gave no bytes"
+NOT_SENT = "cannot be sent to the training process"
+PLAIN = (int, float, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,10 @@ class Sample:
     def with_image(self, image: Any) -> Sample:
         """The same sample with another image; ``dataclasses.replace`` takes three times as long, for each image."""
         return Sample(self.index, image, self.label, self.kind, self.reason)
+
+    def with_label(self, label: Any) -> Sample:
+        """The same sample with another label."""
+        return Sample(self.index, self.image, label, self.kind, self.reason)
 
     def failed(self, kind: str, reason: str) -> Sample:
         """The same sample without an image."""
@@ -100,19 +108,69 @@ class SampleReader:
         return sample.with_image(image)
 
 
+@dataclass(frozen=True)
+class PackedLabel:
+    """A label on its way from a worker, pickled."""
+
+    content: bytes
+
+
 def collate(samples: list[Sample]) -> tuple[list[Sample], Any]:
-    """The samples, and in one piece what tensors they hold: each would take a file descriptor to another process."""
+    """The samples, and in one piece what Tensors they hold: each would take a file descriptor to another process.
+
+    In a worker labels are pickled, and one that cannot be is a failed sample.
+
+    NOTE: a queue pickles on a thread of its own, and drops what it cannot, for which the training would wait for ever.
+    """
+    is_sent = get_worker_info() is not None
+    if is_sent:
+        samples = [sample if type(sample.label) in PLAIN else _with_packed_label(sample) for sample in samples]
     images = [sample.image for sample in samples if isinstance(sample.image, torch.Tensor)]
-    if len(images) != len(samples) or len({(image.shape, image.dtype) for image in images}) != 1:
+    if len({(image.shape, image.dtype) for image in images}) != 1:
         return samples, None
-    return [sample.with_image(None) for sample in samples], torch.stack(images)
+    stacked = torch.stack(images)
+    if is_sent:
+        try:
+            stacked.share_memory_()
+        except RuntimeError as error:  # /dev/shm is full
+            return [sample.failed(WRONG, f"its batch {NOT_SENT}: {first_line(error)}") for sample in samples], None
+    return [sample.with_image(None) if torch.is_tensor(sample.image) else sample for sample in samples], stacked
 
 
 def uncollated(samples: list[Sample], images: Any) -> list[Sample]:
     """What ``collate`` was given."""
-    if images is None:
-        return samples
-    return [sample.with_image(image) for sample, image in zip(samples, images, strict=True)]
+    if images is not None:
+        rows = iter(images)
+        samples = [sample if sample.image or sample.kind else sample.with_image(next(rows)) for sample in samples]
+    return [
+        sample.with_label(pickle.loads(sample.label.content)) if isinstance(sample.label, PackedLabel) else sample
+        for sample in samples
+    ]
+
+
+def _with_packed_label(sample: Sample) -> Sample:
+    packed = BytesIO()
+    try:
+        _LabelPickler(packed).dump(sample.label)
+    except Exception as error:
+        problem = f"its label {NOT_SENT}: {type(error).__name__}: {first_line(error)}"
+        return sample.with_label(None).failed(WRONG, problem)
+    return sample.with_label(PackedLabel(packed.getvalue()))
+
+
+class _LabelPickler(pickle.Pickler):
+    """Pickles Tensors by value.
+
+    NOTE: multiprocessing's takes a file descriptor for each, and pickle alone all the memory that one is a part of.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        try:
+            return torch.from_numpy, (value.detach().numpy(),)
+        except (TypeError, RuntimeError):  # a type that NumPy has not
+            return value.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def namer(dataset: Any) -> Callable[[int], str]:
