@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import encode, picture
 from fakes import PROGRAM_WAIT
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 from training_data import FORKS, OnTheCpu, same, taken, wrapped, write_images
 
 from torchpipe_py import BackendUnavailable, ConfigError
@@ -130,6 +130,17 @@ def test_a_subset_is_named_by_its_own_path(tmp_path: Path, toml: str) -> None:
         next(loader)
 
 
+def test_a_part_of_a_concatenation_is_named_by_its_own_path(tmp_path: Path, toml: str) -> None:
+    first = write_images(tmp_path / "first", 3)
+    second = write_images(tmp_path / "second", 8, corrupt=[6])
+    dataset = ConcatDataset([first, Subset(second, [2, 6])])  # type: ignore[arg-type, list-item]
+    with (
+        wrapped(dataset, toml, batch_size=5) as loader,
+        pytest.raises(BadSample, match=r"4 \(.*second.image_006\.jpg\)"),
+    ):
+        next(loader)
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +160,8 @@ class Items:
     [
         ((picture(4, 4), 0), r"sample 0: the dataset yields decoded images \(ndarray\), not encoded bytes"),
         ((torch.zeros(3, 4, 4), 0), r"decoded images \(Tensor\).*loader=cv2_loader"),
+        ((picture(4, 4).ravel(), 0), r"yields ndarray of one dimension, not bytes; .*\.tobytes\(\)"),
+        ((torch.zeros(9, dtype=torch.uint8), 0), r"Tensor of one dimension, not bytes; .*\.numpy\(\)\.tobytes\(\)"),
         ((b"x", 0, 1), r"yields \(encoded bytes, label\), got a tuple of 3"),
         (b"x", "got bytes"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -133,6 +135,24 @@ def test_a_sample_is_augmented_alike_in_any_batch(dataset: ImageFiles, toml: str
     assert len({round(float(offset), 4) for offset in drawn}) == 11
 
 
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2}, {"workers": 2, "cpu_percentage": 1.0}])
+def test_a_sample_that_comes_again_in_an_epoch_is_augmented_anew(
+    dataset: ImageFiles, toml: str, options: dict[str, Any]
+) -> None:
+    workers = options.pop("workers")
+
+    def images(*indices: int) -> Any:
+        plain = DataLoader(dataset, 3, sampler=indices, num_workers=workers)  # type: ignore[arg-type]
+        options["transforms_cpu"] = OnTheCpu()
+        with wrap_dataloader_torchpipe("single", plain, toml, RandomOffset(), **options) as loader:
+            return torch.cat([batch.images for batch in loader])
+
+    drawn = images(3, 3, 5, 3)
+    assert torch.equal(drawn, images(3, 3, 5, 3))
+    assert torch.equal(drawn[[0, 2]], images(3, 5))  # as where nothing comes again
+    assert len({float(image[0, 0, 0]) for image in drawn[[0, 1, 3]]}) == 3
+
+
 def test_seeds_differ(dataset: ImageFiles, toml: str) -> None:
     epochs = []
     for seed in (0, 1):
@@ -232,6 +252,77 @@ def test_a_state_of_another_training_is_refused(dataset: ImageFiles, toml: str) 
             loader.load_state_dict({**state, "batches": 9})
         with pytest.raises(TrainingError, match="version None"):
             loader.load_state_dict({})
+
+
+class Shuffled:
+    """A sampler with a generator of its own, which the loader cannot start anew."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.permutation(11).tolist())
+
+    def __len__(self) -> int:
+        return 11
+
+
+def test_a_sampler_that_gives_another_order_is_told(dataset: ImageFiles, toml: str) -> None:
+    def shuffled() -> Any:
+        plain = DataLoader(dataset, 4, sampler=Shuffled())  # type: ignore[arg-type]
+        return wrap_dataloader_torchpipe("single", plain, toml)
+
+    with shuffled() as loader:
+        assert sorted(index for batch in loader for index in batch.indices.tolist()) == list(range(11))
+        loader.reset()
+        next(loader)
+        state = loader.state_dict()
+    with shuffled() as resumed:
+        resumed.load_state_dict(state)
+        with pytest.raises(TrainingError, match="does not give epoch 1 in the order in which its first batches"):
+            iter(resumed)
+        resumed.reset(1)
+        assert sum(len(batch.indices) for batch in resumed) == 11
+        resumed.load_state_dict({key: value for key, value in state.items() if key != "order"})  # an older version's
+        assert [batch.number for batch in resumed] == [1, 2]
+
+
+class Endless:
+    """A sampler."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(11))
+
+
+def test_a_sampler_without_an_end_is_told(dataset: ImageFiles, toml: str) -> None:
+    plain = DataLoader(dataset, 4, sampler=Endless())  # type: ignore[arg-type]
+    with (
+        wrap_dataloader_torchpipe("single", plain, toml) as loader,
+        pytest.raises(TrainingError, match="more than 1000110 samples for one epoch, and does not end"),
+    ):
+        next(loader)
+
+
+class Unsized:
+    """A dataset."""
+
+    def __init__(self, dataset: ImageFiles) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+def test_a_dataset_without_a_length(dataset: ImageFiles, toml: str) -> None:
+    plain = DataLoader(Unsized(dataset), 4, sampler=range(5))  # type: ignore[arg-type]
+    with wrap_dataloader_torchpipe("single", plain, toml) as loader:
+        assert [batch.indices.tolist() for batch in loader] == [[0, 1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_cannot_be_copied(dataset: ImageFiles, toml: str, copied: Any) -> None:
+    with wrapped(dataset, toml) as loader, pytest.raises(TypeError, match="a loader has threads and workers"):
+        copied(loader)
 
 
 @pytest.mark.parametrize("options", [{}, {"workers_decode": True}])

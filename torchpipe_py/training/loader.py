@@ -9,7 +9,7 @@ from typing import Any
 from torchpipe_py.training.batches.batch import Batch
 from torchpipe_py.training.batches.batcher import Batcher
 from torchpipe_py.training.batches.statistics import LoaderStatistics
-from torchpipe_py.training.data.planner import Planner
+from torchpipe_py.training.data.planner import Planner, digest_of
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.prefetch.background import BackgroundIterator
@@ -18,6 +18,10 @@ from torchpipe_py.training.ranks import RankGroup, Step
 from torchpipe_py.training.sources import Source
 
 STATE_VERSION = 1
+WHY_ORDERS_DIFFER = (
+    "a sampler draws from the global generators, or from a torch.Generator that is its attribute generator; "
+    "reset(epoch) begins the epoch anew"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class TorchpipeLoader:
         self._parts, self._ranks, self._batches = parts, ranks, batches
         self._batcher, self._statistics = parts.batcher, parts.statistics
         self._epoch = self._position = self._planned = 0
+        self._order: str | None = None  # of the epoch, as it was when its first batches were given
         self._ahead: BackgroundIterator[Any] | Generator[Any, None, None] | None = None
         self._held: _Outcome | None = None
         self._error: Exception | None = None
@@ -116,16 +121,22 @@ class TorchpipeLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: after the last batch it gave, whatever has been read ahead."""
-        return {"version": STATE_VERSION, **self._parts.identity, "epoch": self._epoch, "position": self._position}
+        order = self._order if self._position else None
+        place = {"epoch": self._epoch, "position": self._position, "order": order}
+        return {"version": STATE_VERSION, **self._parts.identity, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with exactly the batches that were left. ``TrainingError`` if the state is of other data or options."""
+        """Go on with exactly the batches that were left. ``TrainingError`` if the state is of other data or options.
+
+        A sampler that gives another order now, as one does that draws from a generator which the loader does not know,
+        is a ``TrainingError`` when iteration begins.
+        """
         if state.get("version") != STATE_VERSION:
             raise TrainingError(f"a loader's state of version {state.get('version')}, expected {STATE_VERSION}")
         for key, here in self._parts.identity.items():
             if state.get(key) != here:
                 raise TrainingError(f"the state was saved with {key} = {state.get(key)}, here it is {here}")
-        self._go_to(int(state["epoch"]), int(state["position"]))
+        self._go_to(int(state["epoch"]), int(state["position"]), state.get("order"))
 
     def stats(self) -> dict[str, Any]:
         """Counts and seconds since the loader was made.
@@ -148,6 +159,9 @@ class TorchpipeLoader:
         if self._ranks is not None:
             self._ranks.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a loader has threads and workers, which cannot be pickled or copied: wrap another DataLoader")
+
     def __enter__(self) -> TorchpipeLoader:
         return self
 
@@ -165,7 +179,11 @@ class TorchpipeLoader:
         if self._ahead is not None:
             return
         plan = self._parts.planner.plan(self._epoch)
-        self._planned = len(plan)
+        order = digest_of(plan)
+        if self._position and self._order not in (None, order):
+            problem = f"the sampler does not give epoch {self._epoch} in the order in which its first batches were read"
+            raise TrainingError(f"{problem}; {WHY_ORDERS_DIFFER}")
+        self._planned, self._order = len(plan), order
         depth = self._parts.options.prefetch
         source = self._parts.source.ahead(self._epoch, plan[self._position :], min(1, depth))
         self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
@@ -175,11 +193,11 @@ class TorchpipeLoader:
         if ahead is not None:
             ahead.close()
 
-    def _go_to(self, epoch: int, position: int) -> None:
+    def _go_to(self, epoch: int, position: int, order: str | None = None) -> None:
         if self._is_closed:
             raise TrainingError("the loader is closed")
         self._stop()
-        self._epoch, self._position = epoch, position
+        self._epoch, self._position, self._order = epoch, position, order
         self._error, self._is_over = None, False
         self._statistics.pause()
 

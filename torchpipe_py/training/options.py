@@ -23,7 +23,8 @@ class LoaderOptions:
     decoded, in the DataLoader's workers, and gives a Tensor C×H×W.
 
     ``seed``: random transforms draw from the global generators of Python, NumPy and PyTorch (and of the CUDA device).
-    Those are seeded before each sample from ``seed``, the epoch and the sample's index, and put back after the batch.
+    Those are seeded before each sample from ``seed``, the epoch, the sample's index and how often it came before in the
+    epoch, and put back after the batch.
     So batches are the same for any number of workers, ``prefetch`` and instances, and the program's own random numbers
     are left alone. A dataset that draws random numbers itself is not covered.
 

@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from multiprocessing import forkserver
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torchpipe_py.training.batches.batch import Batch
 from torchpipe_py.training.batches.batcher import Batcher, DecodedBatch
 from torchpipe_py.training.batches.decoder import Config, Decoder, Decoding
 from torchpipe_py.training.batches.reader import BatchReader
-from torchpipe_py.training.batches.sample import Sample, SampleKey, SampleReader, uncollated
+from torchpipe_py.training.batches.sample import Sample, SampleReader, keys_of, uncollated
 from torchpipe_py.training.batches.statistics import LoaderStatistics
 from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.errors import BadSample, TrainingError
@@ -73,10 +74,7 @@ class DecodedHere:
     def _started(
         self, epoch: int, plan: list[PlannedBatch], under_way: threading.Semaphore
     ) -> Generator[tuple[PlannedBatch, list[Sample] | Decoding], None, None]:
-        def keys(planned: PlannedBatch) -> list[SampleKey]:
-            return [SampleKey(epoch, index, planned.on_cpu) for index in planned.indices]
-
-        batches = self._reader.read(plan, keys)
+        batches = self._reader.read(plan, partial(keys_of, epoch))
         for planned in plan:
             with self._statistics.stage("read"):
                 samples = uncollated(*next(batches))

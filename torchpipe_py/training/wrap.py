@@ -15,7 +15,7 @@ from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.batches.reader import BatchReader
 from torchpipe_py.training.batches.sample import SampleReader, collate, namer
 from torchpipe_py.training.batches.statistics import LoaderStatistics
-from torchpipe_py.training.data.planner import Planner, samplers_of
+from torchpipe_py.training.data.planner import Planner, length_of, samplers_of
 from torchpipe_py.training.devices import checked_parallel_type, choose_devices
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.loader import LoaderParts, TorchpipeLoader
@@ -125,7 +125,7 @@ def _started(
         identity = {
             "seed": options.seed,
             "cpu_percentage": options.cpu_percentage,
-            "samples": len(dataloader.dataset),
+            "samples": length_of(dataloader.dataset),
             "batches": length_of(dataloader.batch_sampler),
         }
         return LoaderParts(options, devices, planner, source, batcher, statistics, identity, stack.pop_all().close)
@@ -143,17 +143,10 @@ def _agreed_batches(ranks: RankGroup, parts: LoaderParts | None, failure: Except
     return None if None in counts else max(counts)
 
 
-def length_of(sized: Any) -> int | None:
-    """``len(sized)``, or ``None`` where it has none."""
-    try:
-        return len(sized)
-    except TypeError:
-        return None
-
-
 def _check_ranks(dataloader: Any, ranks: RankGroup) -> None:
-    if len(dataloader.dataset) < ranks.count:
-        raise TrainingError(f"the dataset has {counted(len(dataloader.dataset), 'sample')} for {ranks.count} ranks")
+    samples = length_of(dataloader.dataset)
+    if samples is not None and samples < ranks.count:
+        raise TrainingError(f"the dataset has {counted(samples, 'sample')} for {ranks.count} ranks")
     sampler = next((sampler for sampler in samplers_of(dataloader) if hasattr(sampler, "num_replicas")), None)
     if sampler is None:
         problem = "the DataLoader's sampler gives every rank all samples"

@@ -142,7 +142,7 @@ class Batcher:
         if planned.on_cpu:
             return sample.with_image(_as_image(sample.image, self._name_of(sample.index)))
         self.streams.adopt(sample.image)
-        seed(key_of(SAMPLE, self._options.seed, epoch, sample.index))
+        seed(sample.key(self._options.seed, epoch))
         return sample.with_image(self._transformed(sample.image, self._name_of(sample.index)))
 
     def _kept(self, shares: Sequence[Sequence[Sample]]) -> Sequence[Sequence[Sample]]:

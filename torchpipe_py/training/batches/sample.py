@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -13,6 +14,7 @@ from torch.utils.data import get_worker_info
 
 from torchpipe_py.errors import DecodeError, first_line
 from torchpipe_py.training.data.datasets import decode_rgb
+from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.data.randomness import SAMPLE, forked, key_of
 from torchpipe_py.training.errors import BadSample, TrainingError, UnreadableFile
 
@@ -27,6 +29,7 @@ class Sample:
     """One sample on its way: ``image`` is encoded bytes, or a Tensor where ``transforms_cpu`` have run.
 
     Without an image ``kind`` and ``reason`` say why; ``WRONG`` is the program's mistake, and no policy covers it.
+    ``repeat``: how often the epoch has had it before.
     """
 
     index: int
@@ -34,18 +37,24 @@ class Sample:
     label: Any = None
     kind: str = ""
     reason: str = ""
+    repeat: int = 0
 
     def with_image(self, image: Any) -> Sample:
         """The same sample with another image; ``dataclasses.replace`` takes three times as long, for each image."""
-        return Sample(self.index, image, self.label, self.kind, self.reason)
+        return Sample(self.index, image, self.label, self.kind, self.reason, self.repeat)
 
     def with_label(self, label: Any) -> Sample:
         """The same sample with another label."""
-        return Sample(self.index, self.image, label, self.kind, self.reason)
+        return Sample(self.index, self.image, label, self.kind, self.reason, self.repeat)
 
     def failed(self, kind: str, reason: str) -> Sample:
         """The same sample without an image."""
-        return Sample(self.index, None, self.label, kind, reason)
+        return Sample(self.index, None, self.label, kind, reason, self.repeat)
+
+    def key(self, seed: int, epoch: int) -> int:
+        """What its randomness is started from."""
+        parts = (SAMPLE, seed, epoch, self.index)
+        return key_of(*parts, self.repeat) if self.repeat else key_of(*parts)
 
     def error(self, name: str) -> TrainingError:
         """What is raised of a sample without an image; messages call it ``name``."""
@@ -60,6 +69,13 @@ class SampleKey(NamedTuple):
     epoch: int
     sample: int
     on_cpu: bool
+    repeat: int
+
+
+def keys_of(epoch: int, planned: PlannedBatch) -> list[SampleKey]:
+    """What a ``SampleReader`` is asked for, for a batch."""
+    pairs = zip(planned.indices, planned.repeats, strict=True)
+    return [SampleKey(epoch, index, planned.on_cpu, repeat) for index, repeat in pairs]
 
 
 class SampleReader:
@@ -72,7 +88,7 @@ class SampleReader:
         return len(self.dataset)
 
     def __getitem__(self, key: SampleKey) -> Sample:
-        sample = Sample(key.sample)
+        sample = Sample(key.sample, repeat=key.repeat)
         try:
             item = self.dataset[key.sample]
         except Exception as error:
@@ -83,7 +99,7 @@ class SampleReader:
         encoded, label = item
         if not isinstance(encoded, (bytes, bytearray, memoryview)):
             return sample.failed(WRONG, _not_bytes(encoded))
-        sample = Sample(key.sample, bytes(encoded), label)
+        sample = sample.with_label(label).with_image(bytes(encoded))
         if not sample.image:
             return sample.failed(EMPTY, NO_BYTES)
         # NOTE: random transforms need the global generators, which in this process belong to the training loop.
@@ -98,7 +114,7 @@ class SampleReader:
             return sample.failed(CORRUPT, str(error))
         try:
             with forked() as fork:
-                fork.seed(key_of(SAMPLE, self._seed, epoch, sample.index))
+                fork.seed(sample.key(self._seed, epoch))
                 image = self._transforms_cpu(picture)
         except Exception as error:
             return sample.failed(WRONG, f"transforms_cpu raised {type(error).__name__}: {error}")
@@ -184,9 +200,14 @@ def namer(dataset: Any) -> Callable[[int], str]:
 
 
 def _path(dataset: Any, index: int) -> str | None:
-    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
-        dataset, index = dataset.dataset, dataset.indices[index]
     try:
+        while not hasattr(dataset, "samples"):
+            if hasattr(dataset, "indices"):  # a Subset
+                dataset, index = dataset.dataset, dataset.indices[index]
+            else:  # a ConcatDataset
+                number = bisect_right(dataset.cumulative_sizes, index)
+                index -= dataset.cumulative_sizes[number - 1] if number else 0
+                dataset = dataset.datasets[number]
         path = dataset.samples[index]
     except Exception:
         return None
@@ -195,6 +216,9 @@ def _path(dataset: Any, index: int) -> str | None:
 
 
 def _not_bytes(value: Any) -> str:
+    if getattr(value, "ndim", None) == 1:
+        hint = "end it with .numpy().tobytes()" if isinstance(value, torch.Tensor) else "end it with .tobytes()"
+        return f"the dataset yields {_type_name(value)} of one dimension, not bytes; if it is an encoded image, {hint}"
     hint = "leave its transform out and pass loader=cv2_loader"
     return f"the dataset yields decoded images ({_type_name(value)}), not encoded bytes; {hint}"
 

@@ -21,7 +21,7 @@ from torchpipe_py.training.batches.batch import Batch
 from torchpipe_py.training.batches.batcher import Batcher, DecodedBatch
 from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.batches.reader import SAFE_PATH
-from torchpipe_py.training.batches.sample import Sample, SampleKey, SampleReader, namer
+from torchpipe_py.training.batches.sample import Sample, SampleKey, SampleReader, keys_of, namer
 from torchpipe_py.training.batches.statistics import Counted, LoaderStatistics
 from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.errors import TrainingError
@@ -158,7 +158,7 @@ class _BatchMaker:
 
     def _batch(self, key: BatchKey) -> Batch | None:
         planned, streams = key.planned, self._batcher.streams
-        keys = [SampleKey(key.epoch, index, planned.on_cpu) for index in planned.indices]
+        keys = keys_of(key.epoch, planned)
         with self._statistics.stage("decode"):
             if planned.on_cpu:
                 decoded = DecodedBatch(planned, [self._samples[sample] for sample in keys])
