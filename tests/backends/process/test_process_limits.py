@@ -9,6 +9,7 @@ from typing import Any
 
 import process_backends
 import pytest
+import torch
 from conftest import Register
 from fakes import WAIT
 
@@ -41,6 +42,14 @@ def test_memory_beyond_the_limit_is_refused(register: Register) -> None:
             p({"data": "allocate", "mebibytes": 128})
         p(item := {"data": "plain"})
         assert item["result"][2] == "plain"
+
+
+def test_the_first_tensor_is_no_use_of_memory(register: Register) -> None:
+    """PyTorch is imported before the limit holds: it maps more than any limit that suits a backend."""
+    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_memory": 64}) as p:
+        p(item := {"data": "plain", "tensor": torch.ones(2)})
+    assert item["tensor"].tolist() == [1, 1]
+    assert item["result"][2] == "plain"
 
 
 def test_the_start_of_another_process_is_no_batch_that_hangs(register: Register, tmp_path: Path) -> None:

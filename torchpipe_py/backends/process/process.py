@@ -18,6 +18,7 @@ from torchpipe_py.backends.process.child import Answer, Call, WorkerProcess
 from torchpipe_py.backends.process.dispatcher import Dispatcher
 from torchpipe_py.backends.process.outcome import ItemOutcome, take_outcome
 from torchpipe_py.backends.process.setup import Setup, is_loading_main, main_source, pickle_plan
+from torchpipe_py.backends.process.transport import loaded_torch
 from torchpipe_py.backends.shared.codec import pack_sent
 from torchpipe_py.backends.shared.memory import NOT_RUN
 from torchpipe_py.backends.signature import Signature
@@ -164,8 +165,10 @@ class Process(HandOverBackend):
 
     def _start(self, timeout: float | None = None) -> WorkerProcess:
         worker = WorkerProcess(self.config.label, self.config.instance)
+        # NOTE: looked at each time, since PyTorch may have been imported only after the first process was started.
+        takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
         try:
-            self._range, self._signature = worker.set_up(self._setup, timeout)
+            self._range, self._signature = worker.set_up(replace(self._setup, takes_tensors=takes_tensors), timeout)
         except BaseException:
             worker.kill()
             raise

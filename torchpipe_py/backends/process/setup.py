@@ -26,6 +26,7 @@ class Setup:
 
     ``config`` says which instance it is, ``colors`` what ``prefer_color`` was asked, or nothing, ``log_level`` that of
     this package's logger, and ``max_memory`` how many MiB it may take beyond what it has after setup; 0 is any.
+    ``takes_tensors``: import PyTorch now, which counts for no limit of a batch then.
     """
 
     pickled: bytes
@@ -35,6 +36,7 @@ class Setup:
     argv: tuple[str, ...]
     log_level: int
     max_memory: int = 0
+    takes_tensors: bool = False
 
 
 def pickle_plan(config: BackendConfig) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import pickle
@@ -152,6 +153,8 @@ class _BackendServer:
             ) from error
         for name, cls in postprocessors.items():
             registry.register_postprocessor(cls, name)
+        if setup.takes_tensors:
+            importlib.import_module("torch")
         backend: Backend = plan.create(setup.config)
         for color in setup.colors:
             backend.prefer_color(color)
