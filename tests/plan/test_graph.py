@@ -8,7 +8,7 @@ import pytest
 
 from torchpipe_py import ConfigError
 from torchpipe_py.plan.config import load_config
-from torchpipe_py.plan.graph import Graph, build_graph
+from torchpipe_py.plan.graph import Graph, both_ways, build_graph
 
 
 def graph(**successors: str) -> Graph:
@@ -41,6 +41,18 @@ def test_upstream_is_everything_before() -> None:
         "other": frozenset(),
     }
     assert made.successors == {"a": ("b",), "b": ("c",), "c": (), "other": ()}
+
+
+def test_both_ways_is_what_comes_before_and_behind() -> None:
+    before = {"a": {"c"}, "b": {"a"}, "c": {"b"}, "behind": {"c"}, "self": {"self"}, "first": set()}
+    assert both_ways(before) == {
+        "a": ["b", "c"],
+        "b": ["a", "c"],
+        "c": ["a", "b"],
+        "behind": [],
+        "self": [],
+        "first": [],
+    }
 
 
 def test_a_long_chain_needs_no_recursion() -> None:

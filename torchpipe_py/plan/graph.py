@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
@@ -290,3 +290,17 @@ def _by_jumps(roots: Iterable[str], runs: Mapping[str, set[str]]) -> list[str]:
     """Roots, each before those it jumps to; there are no cycles any more."""
     sorter = TopologicalSorter({root: runs[root] for root in roots})
     return list(sorter.static_order())[::-1]
+
+
+def both_ways(before: Mapping[str, Collection[str]]) -> dict[str, Collection[str]]:
+    """For each name the others that come both before it and behind it, by however many steps."""
+    bits = {name: 1 << index for index, name in enumerate(before)}
+    reached = {name: sum(bits[other] for other in others) for name, others in before.items()}
+    for middle, bit in bits.items():
+        for name in bits:
+            if reached[name] & bit:
+                reached[name] |= reached[middle]
+    return {
+        name: [each for each in bits if each != name and reached[name] & bits[each] and reached[each] & bits[name]]
+        for name in bits
+    }

@@ -20,6 +20,7 @@ from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, SetupError, TorchpipeError, describe, message_of
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.plan.graph import both_ways
 from torchpipe_py.runtime.inflight import InFlight
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.deferred import DeferredLane
@@ -101,9 +102,16 @@ class Runtime:
         lanes = {name: node.lane for name, node in self.nodes.items()}
         routes = Routes(self.graph, self.plans, filters, self._logical, lanes, self.inflight.complete)
         self.inflight.entries = routes.entries
+        above = {
+            owner: {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
+            for owner in lanes
+        }
+        # Only logical nodes, and graphs that several nodes jump to, lead back to where a request has been.
+        leads_back = bool(self.graph.jumps) or len(lanes) < len(self.plans)
+        around = both_ways(above) if leads_back else dict.fromkeys(lanes, ())
         for owner, lane in lanes.items():
-            above = {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
-            lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above)
+            lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above[owner])
+            lane.both_ways = {lanes[name] for name in around[owner]}
 
     def instrument(self, recorder: Recorder, around: Around) -> None:
         """Tell ``recorder`` of each batch from now on.

@@ -120,6 +120,40 @@ def test_the_leader_is_released_when_what_is_queued_before_it_was_given_up(regis
     assert [data for batch in company.batches for data in batch] == ["quick"]
 
 
+def test_two_nodes_do_not_wait_for_each_other(register: Register) -> None:
+    """A request at each could still come to the other one: nobody else is under way."""
+    gate = Gate(most=4, blocks=lambda data: data == "first")
+    config = {
+        "batching_timeout": HANGS,
+        "a": {"backend": register(gate.backend), "next": "b"},
+        "b": {"backend": register(Four), "next": "a.again"},
+        "a.again": {},
+    }
+    with pipe(config) as p, gate:
+        first = gate.hold(p, {"data": "first"})
+        second = p.submit({"data": "second"})
+        gate.open()
+        assert [outcome(each)["data"] for each in (first, second)] == ["first", "second"]
+
+
+def test_two_nodes_of_a_graph_that_is_run_twice_do_not_wait_for_each_other(register: Register) -> None:
+    name = register(Four)
+    config = {
+        "batching_timeout": HANGS,
+        "once": {"backend": "MapReduce", "jump": "a", "next": "again"},
+        "again": {"backend": "MapReduce", "jump": "a"},
+        "a": {"backend": "Identity", "next": "short,long"},
+        "short": {"backend": name, "next": "end"},
+        "long": {"backend": "Identity", "next": "longer"},
+        "longer": {"backend": name, "next": "longest"},
+        "longest": {"backend": name, "next": "end"},
+        "end": {"backend": name, "map": "short[result:data],longest[result:other]"},
+    }
+    with pipe(config) as p:
+        for number in range(50):
+            assert outcome(p.submit({"data": [number] * 3}))["result"] == [number] * 3
+
+
 def test_a_full_batch_waits_for_nobody(register: Register) -> None:
     company = Company(register)
     with pipe(company.config) as p, company.gate:

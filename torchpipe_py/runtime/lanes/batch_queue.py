@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -27,6 +29,12 @@ class BatchQueue:
 
     def __len__(self) -> int:
         return sum(map(len, list(self._buckets.values())))
+
+    def oldest(self) -> float:
+        """When the oldest request arrived; infinity without any. A moment's estimate, for other threads."""
+        with suppress(IndexError):  # the leader may empty a bucket meanwhile
+            return min((bucket[0].arrived for bucket in list(self._buckets.values())), default=math.inf)
+        return math.inf
 
     def add(self, request: Request) -> None:
         key = self._key(request.data)

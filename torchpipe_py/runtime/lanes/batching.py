@@ -41,11 +41,23 @@ class BatchingLane(Lane):
         """Whether some request in flight could still reach this node."""
         for lane in self.upstream:
             if lane is not self:
-                if lane.load():
+                if lane.load() and not (lane in self.both_ways and self._closes_before(lane)):
                     return True
             elif any(instance.busy for instance in self.instances):
                 return True  # through a logical node, a request comes by a second time
         return False
+
+    def _closes_before(self, other: Lane) -> bool:
+        """Whether all that the other lane holds waits too, and has waited less long.
+
+        Where each is reached from the other they would wait for each other: the one with the oldest request closes.
+        """
+        return (
+            isinstance(other, BatchingLane)
+            and other in self._waiting
+            and other.load() == len(other._batches)
+            and self._batches.oldest() <= other._batches.oldest()
+        )
 
     def _serve(self, instance: Instance) -> None:
         while self.idle.lead(instance):
@@ -101,6 +113,8 @@ class BatchingLane(Lane):
         try:
             # NOTE: looked at again after the entry in `waiting`, or the last wake-up could be missed.
             if self.is_awaiting():
+                if self.both_ways:
+                    self._wake_leaders()  # one of them may wait for nothing else any more
                 close = self._batches.next_close(leader.max, self._lead_time(leader))
                 if close is not None:
                     self.idle.wait(leader, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))

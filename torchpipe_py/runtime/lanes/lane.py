@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter, sleep
 from typing import Protocol, TypeVar
@@ -66,7 +66,8 @@ class Lane:
 
     ``put`` may be called from any thread. ``deliver(request)`` takes on what is finished, on the thread that finished
     it; ``fail(request, error)`` completes what cannot go on. ``upstream`` holds the lanes from which a request can
-    still reach this one, perhaps itself; it and ``deliver`` are set before the first request. ``waiting``, shared by
+    still reach this one, perhaps itself, and ``both_ways`` other lanes that come before this one and behind it, in
+    however many steps; they and ``deliver`` are set before the first request. ``waiting``, shared by
     the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
     leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
     A batch is delivered inside ``together()``.
@@ -74,6 +75,7 @@ class Lane:
 
     idle: IdleStack[Instance] | IdleStack[Sleeper] | Leadership
     upstream: Sequence[Lane]
+    both_ways: Collection[Lane]
     deliver: Callable[[Request], object]
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led]) -> None:
