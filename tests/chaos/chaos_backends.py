@@ -10,7 +10,7 @@ import faults
 
 from torchpipe_py import Backend, register_backend
 from torchpipe_py.backends.params import Param
-from torchpipe_py.values import to_bool, to_float, to_int
+from torchpipe_py.values import to_bool, to_float, to_int, to_str
 
 Data = dict[str, Any]
 
@@ -19,11 +19,13 @@ faults.plant_in_worker(os.environ.get("CHAOS_FAULT", ""))
 
 @register_backend
 class ChaosEcho(Backend):
-    """``(data, its length)``, ``service_ms`` after each batch began; keeps ``leak_bytes`` of each request."""
+    """``(data, its length)``, ``service_ms`` after each batch began, and once there is a file called ``gate``, if that
+    is given; keeps ``leak_bytes`` of each request."""
 
     most = Param(to_int, 8, doc="largest batch")
     service_ms = Param(to_float, 0.0, doc="time of a batch")
     leak_bytes = Param(to_int, 0, doc="a planted leak")
+    gate = Param(to_str, "", doc="path of a file")
 
     def setup(self) -> None:
         self._kept: list[bytes] = []
@@ -31,6 +33,8 @@ class ChaosEcho(Backend):
     def forward(self, items: list[Data]) -> None:
         if self.service_ms:
             time.sleep(self.service_ms / 1000)
+        while self.gate and not os.path.exists(self.gate):
+            time.sleep(0.005)
         for item in items:
             if self.leak_bytes:
                 self._kept.append(os.urandom(self.leak_bytes))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from chaos import judges
@@ -213,16 +214,22 @@ def oversize(limit: int = MEBIBYTE, served_limit: int = 0, fault: str = "") -> R
 
 
 def stopped(requests: int = 100, idle: int = 50, fault: str = "", within: float = 30.0) -> Report:
-    """SIGTERM with so many in flight and idle clients beside them."""
-    with Service(most=1, service_ms=20, instance_num=4, fault=fault) as it:
+    """SIGTERM with so many in flight and idle clients beside them. None is answered before an idle client is gone: then
+    all were in flight when the worker heard of the stop, however long that took."""
+    with (
+        TemporaryDirectory() as folder,
+        Service(most=1, service_ms=20, instance_num=4, gate=str(gate := Path(folder) / "gate"), fault=fault) as it,
+    ):
         it.ready()
         quiet = [connect(it.port, WAIT) for _ in range(idle)]
         wires = [connect(it.port, WAIT, wire=HttpWire if number % 2 else Wire) for number in range(requests)]
         for number, wire in enumerate(wires):
             wire.send(wire.pack(b"%d" % number, number))
-        eventually(lambda: it.inflight > requests / 2)
+        are_in_flight = eventually(lambda: it.inflight == requests)
         it.signal()
         began = time.monotonic()
+        quiet[0].read_all()
+        gate.touch()
         tally = Tally()
         for number, wire in enumerate(wires):
             tally.sent += 1
@@ -240,6 +247,7 @@ def stopped(requests: int = 100, idle: int = 50, fault: str = "", within: float 
         for wire in (*quiet, *wires):
             wire.close()
         problems = [
+            *judges.differs("whether all were in flight", are_in_flight, True),
             *judges.answered(tally, within),
             *judges.differs("the exit code", code, 0),
             *judges.above("seconds to the end", spent, within),
