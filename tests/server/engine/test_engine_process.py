@@ -331,7 +331,7 @@ def test_reloads_lose_nothing(service: Service) -> None:
             assert bool(service.pids("engines")) == bool(shared)
             assert not {*service.pids("engines")} & {*engines}
             told += bool(shared)
-            assert service.process.stderr.count(TOLD) == told
+            eventually(lambda count=told: service.process.stderr.count(TOLD) == count)
             eventually(lambda old=engines: not any(map(psutil.pid_exists, old)), "an engine process stays")
     assert load.problems == []
     assert set(load.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
@@ -396,7 +396,7 @@ def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_superviso
             assert service.code_of(client, b"block") == "worker_died"
             eventually(lambda: service.pids("engines") not in ([], [before]))
             eventually(lambda: service.is_ready)
-            assert "has a batch that does not end: replacing it" in service.process.stderr
+            eventually(lambda: "has a batch that does not end: replacing it" in service.process.stderr)
             assert client.infer_batch(b"x") == ("x", 1.0)
             supervisor = psutil.Process(service.process.pid)
             processes = supervisor.children(recursive=True)

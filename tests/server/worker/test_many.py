@@ -42,6 +42,8 @@ def test_calls_take_turns(register: Register):
         second = other.send("infer_many", params=images(b"second", 20))
         other.send_batch(b"behind it")
         eventually(lambda: [one.work for one in server.server._connections] == [Work.RUNNING] * 2)
+        with Client(server.port) as third:
+            third.ping()  # the loop was at the second call, and has put it in line by now
         gate.open()
         assert len(other.receive(second)) == 20
         assert len(client.receive(first)) == 256
