@@ -111,6 +111,12 @@ def test_a_mistake_of_one_rank_is_told_on_the_other(told: list[dict[str, Any]]) 
     assert "rank 1 stopped with ConfigError: missing.toml: no such file" in rank_0[1]
 
 
+def test_what_a_sampler_raises_on_one_rank_is_told_on_the_other(told: list[dict[str, Any]]) -> None:
+    rank_0, rank_1 = (rank["a_sampler_raises_on_one_rank"] for rank in told)
+    assert rank_1 == [("ArithmeticError", "no order")] * 2
+    assert rank_0 == [("PeerFailed", "rank 1 stopped with TrainingError: ArithmeticError: no order")] * 2
+
+
 def test_training_deals_out_and_resumes(told: list[dict[str, Any]]) -> None:
     (orders_0, left_0, resumed_0), (orders_1, left_1, resumed_1) = (rank["train_and_resume"] for rank in told)
     for rank_0, rank_1 in zip(orders_0, orders_1, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,31 @@ def no_distributed_sampler(rank: int, home: Path) -> Any:
 @scenario
 def seeds_differ(rank: int, home: Path) -> Any:
     return steps(wrapped(rank, home, write_images(home / "images", 4), seed=rank))
+
+
+class BrokenOnRank1:
+    """A sampler."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.num_replicas = rank, RANKS
+
+    def __iter__(self) -> Iterator[int]:
+        if self.rank == 1:
+            raise ArithmeticError("no order")
+        return iter(range(2))
+
+
+@scenario
+def a_sampler_raises_on_one_rank(rank: int, home: Path) -> Any:
+    dataset = write_images(home / "images", 4)
+    with wrapped(rank, home, dataset, BrokenOnRank1(rank)) as loader:
+        told = []
+        for _ in range(2):  # the same again, until reset
+            try:
+                next(iter(loader))
+            except Exception as error:
+                told.append((type(error).__name__, str(error)))
+        return told
 
 
 @scenario

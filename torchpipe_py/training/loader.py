@@ -87,7 +87,9 @@ class TorchpipeLoader:
     def __iter__(self) -> TorchpipeLoader:
         if self._is_over:
             raise TrainingError(f"epoch {self._epoch} is over: call reset() before the next one")
-        self._begin()
+        self._check_usable()
+        if self._ranks is None:  # what a sampler raises is told on all ranks, at the first step
+            self._begin()
         return self
 
     def __next__(self) -> Batch:
@@ -95,7 +97,7 @@ class TorchpipeLoader:
             raise StopIteration
         try:
             with self._statistics.consumer_waits():
-                self._begin()
+                self._check_usable()
                 outcome = self._agreed(self._next_outcome())
                 batch = outcome.batch
                 if batch is not None:
@@ -170,12 +172,14 @@ class TorchpipeLoader:
 
     # -- one epoch ------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Start reading, unless that is under way."""
+    def _check_usable(self) -> None:
         if self._is_closed:
             raise TrainingError("the loader is closed")
         if self._error is not None:
             raise self._error
+
+    def _begin(self) -> None:
+        """Start reading, unless that is under way."""
         if self._ahead is not None:
             return
         plan = self._parts.planner.plan(self._epoch)
@@ -202,6 +206,10 @@ class TorchpipeLoader:
         self._statistics.pause()
 
     def _next_outcome(self) -> _Outcome:
+        try:
+            self._begin()
+        except Exception as error:
+            return _Outcome(Step.FAILED, self._position, error=error)
         outcome, self._held = self._held or self._produced(self._position), None
         streams = self._batcher.streams
         if outcome.step is Step.BATCH and streams.are_any and getattr(self._ahead, "is_ready", False):
