@@ -223,6 +223,35 @@ def test_one_channel_and_several_labels(folder: Path, refused: Refused) -> None:
     assert data["result"]
 
 
+def test_a_model_that_ends_in_a_softmax(folder: Path, refused: Refused) -> None:
+    text = "def build():\n return nn.Sequential(nn.AvgPool2d(14), nn.Flatten(), nn.Softmax(1))"
+    options = (
+        f"{code(folder, 'ends', text)}:build",
+        "--resize",
+        "28x28",
+        "--color",
+        "gray",
+        "--mean",
+        "0",
+        "--std",
+        "1",
+    )
+    said = "build ends in a softmax, and {} would take that of its probabilities: leave it out of the model"
+    assert said.format("SoftmaxMax") in refused(*options)
+    assert said.format("TopK") in refused(*options, "--postprocessor", "TopK")
+    assert main(["export", *options, "--postprocessor", "ArgMax"]) == 0
+    with pipe("model.toml") as run:
+        run(data := {"data": encode(np.full((28, 28, 3), 128, np.uint8))})
+    assert data["score"] == pytest.approx(0.25)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
+@pytest.mark.parametrize("wrapper", ["torch.compile", "nn.DataParallel"])
+def test_what_is_around_a_model_is_taken_away(folder: Path, wrapper: str) -> None:
+    text = f"import torch\ndef build():\n return {wrapper}(nn.Sequential(nn.AvgPool2d(14), nn.Flatten()))"
+    assert main(["export", f"{code(folder, 'wrapped', text)}:build", "--resize", "28x28"]) == 0
+
+
 def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None:
     text = '[resize]\nbackend = "S[DecodeMat,ResizeMat,Mat2Tensor]"\nresize_h = 20\nresize_w = 32\n'
     (folder / "train.toml").write_text(text, encoding="utf-8")

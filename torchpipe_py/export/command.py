@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py import registry
-from torchpipe_py.backends.models.postprocess import read_labels, uses
+from torchpipe_py.backends.models.postprocess import SoftmaxArgMax, SoftmaxCpu, SoftmaxMax, TopK, read_labels, uses
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.export.config import followed_by, model_node, read_preprocessing
 from torchpipe_py.export.errors import ExportError
@@ -28,6 +28,8 @@ from torchpipe_py.plan.config import parse_toml
 
 FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
 PIXELS = ("transforms", "resize", "crop", "interpolation")
+SOFTMAXES = (SoftmaxCpu, SoftmaxMax, SoftmaxArgMax, TopK)
+SUM_TOLERANCE = 1e-3
 USUAL = "torchvision's usual values; are they yours?"
 
 
@@ -54,6 +56,8 @@ def run_export(args: argparse.Namespace) -> int:
     outputs = check_batch(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     postprocessor = postprocessor if classes is not None else ""
+    if postprocessor in SOFTMAXES:
+        _check_logits(source.name, outputs[0], args.postprocessor)
     labels = _labels(args.labels, source, classes)
     if args.labels is None and not uses(postprocessor, "labels"):
         labels = ()
@@ -101,6 +105,13 @@ def _postprocessor(name: str) -> type | str:
     if cls is None:
         raise ExportError(f"--postprocessor {name}: {nearest(name, registry.default.postprocessor_names())}")
     return cls
+
+
+def _check_logits(name: str, output: Any, postprocessor: str) -> None:
+    """``ExportError`` for an output that is a softmax already; of probabilities, another one gives wrong scores."""
+    if output.shape[1] > 1 and float(output.min()) >= 0 and float((output.sum(1) - 1).abs().max()) < SUM_TOLERANCE:
+        problem = f"{name} ends in a softmax, and {postprocessor} would take that of its probabilities"
+        raise ExportError(f"{problem}: leave it out of the model, or give --postprocessor ArgMax")
 
 
 def _source(args: argparse.Namespace) -> Source:

@@ -35,7 +35,10 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
 
 
 def _called(name: str, function: Any) -> Any:
-    """The module that it returns, on the CPU and in float32; a module itself is taken as it is."""
+    """The module that it returns, on the CPU and in float32; a module itself is taken as it is.
+
+    What ``torch.compile`` and the parallel wrappers put around it is taken away: no exporter takes them.
+    """
     import torch
 
     try:
@@ -50,4 +53,7 @@ def _called(name: str, function: Any) -> Any:
         raise ExportError(f"{name}: {why}") from error
     if not isinstance(model, torch.nn.Module):
         raise ExportError(f"{name}: returns a {type(model).__name__}; expected a torch.nn.Module")
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
     return model.cpu().float().eval()
