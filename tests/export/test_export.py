@@ -308,7 +308,7 @@ RANDOM = ("--weights", "random")
 OUTPUTS = {
     "view": ("x.view(4, -1)[:, :5]", "build does not take|depends on|is 4x5 for a batch of 3"),
     "mixed": ("x.mean((2, 3)) - x.mean()", "output 0 of an image depends on the others of its batch"),
-    "one": ("x.mean()", "output 0 is a number for a batch of 3; it must begin with 3"),
+    "one": ("x.mean()", "output 0 is a scalar for a batch of 3; it must begin with 3"),
     "dict": ("{'out': x}", "forward returns a dict; expected a Tensor, or a tuple of Tensors"),
     "nan": ("x.mean((2, 3)) / 0 * 0", "output 0 holds NaN or infinity for random images"),
     "size": ("x @ torch.zeros(9, 9)", "; --resize HxW says what it takes"),

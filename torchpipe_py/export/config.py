@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.export.errors import ExportError
 from torchpipe_py.export.files import Files
 from torchpipe_py.export.transforms import Transform
@@ -71,11 +72,11 @@ def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]
             if isinstance(result, np.ndarray) and len(shape) == 3:
                 shape = (1, shape[2], *shape[:2])
             if len(shape) != 4 or shape[0] != 1:
-                kind = "x".join(map(str, shape)) or str(data.get("error", type(result).__name__))
+                kind = shown_dims(shape) if shape else str(data.get("error", type(result).__name__))
                 raise ExportError(f"{path}: makes {kind} of a JPEG; expected a Mat or a Tensor 1xCxHxW")
             sizes.add((int(shape[1]), int(shape[2]), int(shape[3])))
     if len(sizes) > 1:
-        found = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
+        found = " and ".join(map(shown_dims, sorted(sizes)))
         raise ExportError(f"{path}: makes images of several sizes, {found} for two; the model takes one")
     return tables, sizes.pop()
 

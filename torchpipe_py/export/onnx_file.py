@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.export.errors import ExportError, one_line
 
 PROTOBUF_LIMIT = 2**31  # bytes; a single ONNX file cannot be larger
@@ -98,7 +99,9 @@ def compare_outputs(model: Callable[[Any], Any], session: Any, inputs: Iterable[
         served = session.run(None, {"input": images.numpy()})
         for expected, actual in zip(outputs_of(model, images), served, strict=True):
             if tuple(expected.shape) != actual.shape:
-                raise ExportError(f"an output is {_shown(expected.shape)} in PyTorch, {_shown(actual.shape)} in ONNX")
+                raise ExportError(
+                    f"an output is {shown_dims(expected.shape)} in PyTorch, {shown_dims(actual.shape)} in ONNX"
+                )
             difference, largest = _apart(expected.double().numpy(), actual)
             worst, scale = float(np.maximum(worst, difference)), max(scale, largest)  # NOTE: NaN is kept
     return worst, scale
@@ -150,12 +153,12 @@ def check_batch(model: Any, size: Size) -> list[Any]:
         raise
     except Exception as error:
         raise ExportError(
-            f"the model does not take images of {_shown(images.shape[1:])}: {one_line(error)}; "
+            f"the model does not take images of {shown_dims(images.shape[1:])}: {one_line(error)}; "
             "--resize HxW says what it takes, and --color gray that it takes one channel"
         ) from error
     for index, output in enumerate(outputs):
         if not output.ndim or len(output) != 3:
-            raise ExportError(f"output {index} is {_shown(output.shape)} for a batch of 3; it must begin with 3")
+            raise ExportError(f"output {index} is {shown_dims(output.shape)} for a batch of 3; it must begin with 3")
         if not bool(output.isfinite().all()):
             raise ExportError(f"output {index} holds NaN or infinity for random images: are the weights whole?")
         for row, alone in zip(output, single, strict=True):
@@ -266,7 +269,3 @@ def _apart(expected: Any, actual: Any) -> tuple[float, float]:
     if not expected.size:
         return 0.0, 0.0
     return float(abs(expected - actual).max()), float(abs(expected).max())
-
-
-def _shown(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "a number"

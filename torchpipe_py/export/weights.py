@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.export.errors import ExportError, one_line
 from torchpipe_py.files import archive_kind, file_kind
 
@@ -89,7 +90,7 @@ def load_into(model: Any, weights: Weights, name: str, hint: str = "") -> None:
     if odd:
         problems.append(f"unexpected in it: {_some(odd)}")
     shapes = [
-        f"{key} is {_shape(tensors[key])} in the file and {_shape(wanted[key])} in the model"
+        f"{key} is {shown_dims(tensors[key].shape)} in the file and {shown_dims(wanted[key].shape)} in the model"
         for key in wanted
         if key in tensors and tensors[key].shape != wanted[key].shape
     ]
@@ -155,7 +156,3 @@ def _is_state(value: Any) -> bool:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
-
-
-def _shape(tensor: Any) -> str:
-    return "x".join(map(str, tensor.shape)) or "a number"

@@ -8,12 +8,12 @@ from html import escape
 
 import numpy as np
 
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import counted
 from torchpipe_py.html import document, table
 from torchpipe_py.parity.compare import AMPLIFICATION, disagreeing, histogram
 from torchpipe_py.parity.record import Compared, Parity, ParityError, Refused, View
 from torchpipe_py.parity.report import bar_text, facts, figure_rows, figure_text, model_rows, reason_text
-from torchpipe_py.parity.results import shape_text
 
 CHART_WIDTH, CHART_HEIGHT, CHART_LEFT, CHART_BASE = 640, 200, 44, 164
 
@@ -94,7 +94,7 @@ def _data_url(picture: np.ndarray) -> str:
 
 def _lists(parity: Parity) -> Iterator[str]:
     classes = [(name, str(a), str(b)) for name, a, b in disagreeing(parity.compared)]
-    shapes = [(image.name, shape_text(image.a), shape_text(image.b)) for image in parity.shapes_differ]
+    shapes = [(image.name, shown_dims(image.a), shown_dims(image.b)) for image in parity.shapes_differ]
     yield _listed("Different classes", classes)
     yield _listed("Refused", _reasons(parity.refused))
     yield _listed("Without a class", _reasons(parity.unclassified))

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import counted
 from torchpipe_py.parity.compare import Share, accuracy, agreement, disagreeing, spreads
 from torchpipe_py.parity.record import ACCEPTED, Bar, Compared, Difference, Parity, Prediction, Refused
-from torchpipe_py.parity.results import shape_text
 
 WIDTH = 120
 LISTED = 20
@@ -122,7 +122,7 @@ def _lines(parity: Parity) -> Iterator[str]:
     yield from _section("refused", list(map(_refused_line, parity.refused)))
     yield from _section("without a class", list(map(_refused_line, parity.unclassified)))
     shapes = [
-        f"{clip(image.name, 60):60}  A {shape_text(image.a)}, B {shape_text(image.b)}" for image in parity.shapes_differ
+        f"{clip(image.name, 60):60}  A {shown_dims(image.a)}, B {shown_dims(image.b)}" for image in parity.shapes_differ
     ]
     yield from _section("of different shapes, HxWxC", shapes)
     if parity.bars:

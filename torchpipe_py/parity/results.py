@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.images.opencv import COLORS, OF_MATS, OF_TENSORS
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import TorchpipeError, counted
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.parity.record import ParityError, Prediction
@@ -53,7 +54,7 @@ def read_pixels(item: dict[str, Any], config: str) -> Pixels:
     else:
         values, origin = _of_mat(value, config), "Mat"
     if values.size == 0:
-        raise Unusable(f"an empty {origin} of shape {shape_text(values.shape)}")
+        raise Unusable(f"an empty {origin} of shape {shown_dims(values.shape)}")
     if not np.isfinite(values).all():
         raise Unusable(f"a {origin} that holds NaN or infinity")
     return _in_rgb(values, origin, color)
@@ -65,15 +66,11 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
 def describe_type(value: Any) -> str:
     """Type, dtype and shape, as far as there are any."""
     if is_tensor(value) or isinstance(value, np.ndarray):
         name = "Tensor" if is_tensor(value) else "array"
-        return f"{name} of {value.dtype}, shape {shape_text(tuple(value.shape)) or '()'}"
+        return f"{name} of {value.dtype}, shape {shown_dims(value.shape) if value.ndim else '()'}"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchpipe_py import errors
 from torchpipe_py.backends.images.opencv import EIGHT_BITS, as_mat
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
@@ -75,7 +76,7 @@ def pack_answer(number: int, item: Mapping[str, Any], pixels: memoryview) -> byt
     except InvalidRequest as error:
         return pack_error(number, TypeError(str(error)), raised=True)  # it is the decoder's Mat, no request's
     if mat.nbytes > len(pixels):
-        size = "x".join(map(str, mat.shape))
+        size = shown_dims(mat.shape)
         return pack_error(number, DecodeError(f"{size} pixels are more than max_memory has room for"), raised=False)
     np.copyto(np.frombuffer(pixels, np.uint8, mat.size).reshape(mat.shape), mat)
     color = item.get(TASK_COLOR_KEY)

@@ -90,8 +90,7 @@ class InputSpec:
         if self.dims is None and len(shape) == 1 and shape[0] > 1:
             return shape  # a vector; of one number, it is an item without dimensions
         if not shape or shape[0] != 1:
-            got = "x".join(map(str, shape)) or "a scalar"
-            raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {got}")
+            raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {shown_dims(shape)}")
         return shape[1:]
 
 

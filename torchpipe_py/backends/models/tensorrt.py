@@ -208,7 +208,7 @@ class TensorrtTensor(CudaModel):
         try:
             shape = tuple(context.get_tensor_shape(name))
         except ValueError:  # dimensions that TensorRT could not work out have no length
-            given = ", ".join("x".join(map(str, shape)) for shape in shapes)
+            given = ", ".join(map(shown_dims, shapes))
             raise ValueError(f"the model has no output for inputs of {given}: {messages(self._trt).last()}") from None
         if any(dim < 0 for dim in shape):
             raise ValueError(

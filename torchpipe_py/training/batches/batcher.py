@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.batches.batch import Batch, ignored_label
 from torchpipe_py.training.batches.decoder import shares_of
 from torchpipe_py.training.batches.sample import WRONG, Sample, SampleReader
 from torchpipe_py.training.batches.statistics import LoaderStatistics
 from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.data.randomness import BATCH, SAMPLE, forked, key_of
-from torchpipe_py.training.data.transforms import shape_text
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.prefetch.cuda import SideStreams, moved_to
@@ -223,9 +223,9 @@ class Batcher:
             first = first or sample
             if (image.shape, image.dtype) != (first.image.shape, first.image.dtype):
                 raise TrainingError(
-                    f"the images of a batch differ: {self._name_of(first.index)} is {shape_text(first.image)} of "
-                    f"{first.image.dtype}, {self._name_of(sample.index)} is {shape_text(image)} of {image.dtype}; "
-                    "end the TOML with one size (resize_h, resize_w), or crop in the transforms"
+                    f"the images of a batch differ: {self._name_of(first.index)} is {shown_dims(first.image.shape)} "
+                    f"of {first.image.dtype}, {self._name_of(sample.index)} is {shown_dims(image.shape)} of "
+                    f"{image.dtype}; end the TOML with one size (resize_h, resize_w), or crop in the transforms"
                 )
         # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
         return torch.zeros_like(first.image, device="cpu") if first is not None and is_any_blank else self._blank
@@ -262,5 +262,5 @@ def _as_image(image: Any, name: str) -> Any:
     if image.ndim == 4 and image.shape[0] == 1:
         image = image[0]
     if image.ndim != 3:
-        raise TrainingError(f"{name}: the transforms must give a Tensor CxHxW, got shape {shape_text(image)}")
+        raise TrainingError(f"{name}: the transforms must give a Tensor CxHxW, got {shown_dims(image.shape)}")
     return image

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.config import GLOBAL, parse_toml
@@ -198,6 +199,6 @@ def _with_image(sample: Sample) -> Sample:
         problem = f"the result of the TOML is a {type(result).__name__}, not a Tensor"
         return sample.failed(WRONG, f"{problem}; end it with Mat2Tensor, and leave the model out")
     if result.ndim not in (3, 4) or (result.ndim == 4 and result.shape[0] != 1):
-        shape = "x".join(map(str, result.shape))
+        shape = shown_dims(result.shape)
         return sample.failed(WRONG, f"the result of the TOML has shape {shape}, not 1xCxHxW; leave the model out")
     return sample

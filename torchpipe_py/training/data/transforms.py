@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchpipe_py.backends.signature import shown_dims
+
 INTERPOLATION = "INTER_LINEAR"  # ResizeMat's default
 
 
@@ -22,7 +24,7 @@ class TensorToTensor:
         if tensor.ndim == 4 and tensor.shape[0] == 1:
             tensor = tensor[0]
         if tensor.ndim != 3:
-            raise TypeError(f"expected a Tensor 1xCxHxW or CxHxW, got shape {shape_text(tensor)}")
+            raise TypeError(f"expected a Tensor 1xCxHxW or CxHxW, got {shown_dims(tensor.shape)}")
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise TypeError(f"expected a Tensor of uint8 or floats in 0..255, got {tensor.dtype}")
         # NOTE: a division, as ToTensor's: times 1/255 differs in the last bit.
@@ -59,11 +61,6 @@ class cv2Resize:
 
     def __repr__(self) -> str:
         return f"cv2Resize(h={self.h}, w={self.w})"
-
-
-def shape_text(tensor: Any) -> str:
-    """``3x224x224``."""
-    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 def _planes(image: Any) -> Any:

@@ -28,6 +28,7 @@ from torchpipe_py.backends.models.engine.cache import EngineCache
 from torchpipe_py.backends.models.engine.half import check_half, half_model, is_quantised
 from torchpipe_py.backends.models.engine.precision import check_precision, is_ignored, multiplying_layers
 from torchpipe_py.backends.models.onnx_graph import node_name
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID
 from torchpipe_py.errors import BackendUnavailable, ConfigError
@@ -238,9 +239,9 @@ def _profile(builder: Any, network: Any, model: str, least: Sequence[Shape], mos
 def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
     """``given``, completed by the model's own dimensions where it is only a batch size."""
     shape = given if len(given) > 1 else (given[0], *dims[1:])
-    wanted = "x".join("?" if dim < 0 else str(dim) for dim in dims)
+    wanted = shown_dims([None if dim < 0 else dim for dim in dims])
     if len(shape) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, shape, strict=False)):
-        got = "x".join(map(str, shape))
+        got = shown_dims(shape)
         hint = "; export it with a dynamic batch" if dims and dims[0] > 0 else ""
         if dims and dims[0] == 1 and shape[1:] == dims[1:]:
             hint += ", or set max = 1"
