@@ -1,4 +1,6 @@
-"""``python scripts/soak.py NAME|all``: the events of the reliability table in their long form, judged.
+"""The events of the reliability table in their long form, judged.
+
+``python scripts/soak.py NAME|all``
 
 Exit status 0 when every bar is held, 1 when one is missed. The short form is ``tests/chaos/test_chaos.py``.
 """

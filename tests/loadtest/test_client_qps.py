@@ -279,7 +279,7 @@ def test_clients_do_not_outlive_a_killed_parent(serve: Callable[..., ToyServer],
     ("options", "why"),
     [
         (("--port", "SILENT", "--timeout", 0.2), "does not answer ping (buffered transport): timeout"),
-        (("--port", "DEAD"), "cannot connect to 127.0.0.1:DEAD: Connection refused"),
+        (("--port", "DEAD"), "cannot connect to 127.0.0.1:DEAD: Connection refused; start the service first, or say"),
         (("--img_dir", "ROOT/empty"), "no image in it"),
         (("--img_dir", "ROOT/missing"), "no such directory"),
         (("--json", "ROOT/none/x.json"), "cannot be written"),

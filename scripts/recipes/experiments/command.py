@@ -1,4 +1,6 @@
-"""``python scripts/experiments.py accuracy|throughput|epochs|report --work DIR``: the tables of training and serving.
+"""The tables of training and serving.
+
+``python scripts/experiments.py accuracy|throughput|epochs|report --work DIR``
 
 ``accuracy``: recall and precision where training and serving decode alike, and where they do not, on generated
 textures. ``throughput``: loaders side by side. ``epochs``: plain, mixed precision, DP, DDP. Each writes its figures

@@ -125,7 +125,8 @@ def probe(wire: Wire, endpoint: Endpoint) -> None:
     try:
         connection = Connection(wire, endpoint)
     except OSError as error:
-        raise CannotRunError(f"cannot connect to {endpoint}: {error.strerror or error}") from error
+        hint = "start the service first, or say with --host and --port where it is"
+        raise CannotRunError(f"cannot connect to {endpoint}: {error.strerror or error}; {hint}") from error
     try:
         connection.call(0, 0, wire.probe())
     except Exception as error:
