@@ -14,7 +14,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, fits, looks_like_mat, request_values
+from torchpipe_py.backends.models.inputs import by_shapes, check_numbers, fits, looks_like_mat, request_values, to_numpy
 from torchpipe_py.backends.models.model import ModelBackend, Shapes
 from torchpipe_py.backends.models.outputs import Layout
 from torchpipe_py.backends.models.staging import StagedInput, is_mat
@@ -254,8 +254,7 @@ class CudaModel(GuardedBackend, ModelBackend):
         tensors = [
             self._torch.from_numpy(array).to(self.device, spec.dtype) for array, spec in zip(inputs, specs, strict=True)
         ]
-        outputs = [output.detach().cpu() for output in self.enqueue(tensors)]
-        return [(output.float() if output.dtype is self._torch.bfloat16 else output).numpy() for output in outputs]
+        return [to_numpy(output) for output in self.enqueue(tensors)]
 
     def forward_guarded(self, items: list[Data]) -> None:
         for shapes, members, rows in by_shapes(items, self._read):
