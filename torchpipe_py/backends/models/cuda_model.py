@@ -28,7 +28,7 @@ Dims = tuple[int | None, ...]
 Infer = Callable[[list[Any]], list[Any]]
 """From input tensors N×… to output tensors, enqueued on the current stream."""
 
-Way = tuple[Any, ...]
+RunKey = tuple[Any, ...]
 """How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
 
 ALL_SIZES = 8  # up to here each batch size has a graph of its own
@@ -109,7 +109,7 @@ class GraphedNetwork:
         self._inputs = [StagedInput(buffer) for buffer in buffers]
         self._infer, self._layout, self._finish = infer, layout, finish
         self._pool: Any = torch.cuda.graph_pool_handle() if use_graphs else None
-        self._runs: dict[Way, Callable[[], list[Any]]] = {}
+        self._runs: dict[RunKey, Callable[[], list[Any]]] = {}
         self._stream = torch.cuda.current_stream()
         self._is_staged = False
 
@@ -130,27 +130,27 @@ class GraphedNetwork:
         if all(staged.takes_images() for staged in self._inputs):
             self._prepared((size, *[staged.mat_staging() for staged in self._inputs]))
 
-    def _prepared(self, way: Way) -> Callable[[], list[Any]]:
-        run = self._runs.get(way)
+    def _prepared(self, key: RunKey) -> Callable[[], list[Any]]:
+        run = self._runs.get(key)
         if run is None:
-            run = self._runs[way] = self._eager(way) if self._pool is None else self._captured(way)
+            run = self._runs[key] = self._eager(key) if self._pool is None else self._captured(key)
         return run
 
-    def _eager(self, way: Way) -> Callable[[], list[Any]]:
+    def _eager(self, key: RunKey) -> Callable[[], list[Any]]:
         host: list[Any] = []
-        return lambda: self._enqueue(way, host)
+        return lambda: self._enqueue(key, host)
 
-    def _captured(self, way: Way) -> Callable[[], list[Any]]:
+    def _captured(self, key: RunKey) -> Callable[[], list[Any]]:
         host: list[Any] = []
         for _ in range(2):  # kernels are loaded and algorithms chosen before the capture
-            self._enqueue(way, host)
+            self._enqueue(key, host)
         self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         with _capturing:
             # NOTE: "thread_local": other threads go on allocating and synchronizing meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                outputs = self._enqueue(way, host)
+                outputs = self._enqueue(key, host)
             except Exception:
                 with suppress(Exception):  # the capture must end, but it has nothing more to say
                     graph.capture_end()
@@ -163,9 +163,9 @@ class GraphedNetwork:
 
         return run
 
-    def _enqueue(self, way: Way, host: list[Any]) -> list[Any]:
+    def _enqueue(self, key: RunKey, host: list[Any]) -> list[Any]:
         """Copies, network, ``finish`` and the copies to ``host``, which holds buffers from the first call on."""
-        size, *stagings = way
+        size, *stagings = key
         for staging in stagings:
             if staging is not None:
                 staging.enqueue(size)
