@@ -59,7 +59,11 @@ def add_options(parser: argparse.ArgumentParser, clients: str) -> None:
         metavar="N",
         help="calls per client, not counted; default 5 %%, 1 to 50",
     )
-    option("--labels_from_names", action="store_true", help="circle/03.jpg and circle_03.jpg should be circle")
+    option(
+        "--labels_from_names",
+        action="store_true",
+        help="count right answers: the label of circle/03.jpg and of circle_03.jpg is circle",
+    )
     option("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     option("--no-progress", dest="progress", action="store_false", help="no progress bar")
 
