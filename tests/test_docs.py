@@ -283,6 +283,11 @@ def between(page: str, start: str) -> list[str]:
     return text.split(f"<!-- {start} -->\n")[1].split("<!-- end -->")[0].strip().splitlines()
 
 
+def test_the_readme_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if f"]({page.relative_to(ROOT)})" not in readme] == ["README.md"]
+
+
 def test_the_table_of_backends_is_the_generated_one() -> None:
     assert between("docs/backends.md", "torchpipe backends --markdown") == list(markdown_table())
 
