@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from fakes import WAIT
+from fakes import PROGRAM_WAIT, WAIT
 
 from torchpipe_py import ConfigError, import_code
 from torchpipe_py.cli import main
@@ -116,7 +116,7 @@ class Own(ItemBackend):
 def test_training_workers(folder: Path) -> None:
     image = ROOT / "configs/demo/images/ring_00.jpg"
     command = [sys.executable, script(folder, TRAIN), str(image)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert done.stdout == "[(4, 3, 8, 8)]\n", done.stderr
     assert ran(folder) == ""
 

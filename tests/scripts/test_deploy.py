@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from fakes import PROGRAM_WAIT, WAIT
-from service import IDL, Process, connect, eventually, serving
+from service import IDL, Process, connect, eventually, reserved_port, serving
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
 from torchpipe_server.options import MONITORING_PATHS, parse_options
@@ -156,9 +156,7 @@ def proxy(tmp_path: Path) -> Iterator[int]:
     if not MODULE.exists():
         pytest.skip("nginx has no stream module here (libnginx-mod-stream)")
     make_certificates(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with serving("Identity") as server:
+    with reserved_port() as port, serving("Identity") as server:
         text = NGINX.read_text()
         for there, here in {
             "modules/ngx_stream_module.so": str(MODULE),
