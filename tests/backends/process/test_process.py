@@ -337,6 +337,13 @@ def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: p
     started.close()
 
 
+def test_a_letterbox_in_a_process_gives_the_way_back() -> None:
+    with pipe({"backend": "Process[LetterBoxMat]", "max_h": 8, "max_w": 8}) as p:
+        p(item := {"data": picture(16, 32)})
+    assert item["result"].shape == (8, 8, 3)
+    assert item["inverse_trans"](4, 4) == (16, 8)
+
+
 def test_what_cannot_be_pickled_stays_where_it_is(obedient: Process) -> None:
     lock, trans = threading.Lock(), lambda x: x
     item = forward(obedient, "keys", lock=lock, inverse_trans=trans, plain=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,14 +62,12 @@ def fit_inside(height: int, width: int, max_h: int, max_w: int, centred: bool = 
     new_h = min(max_h, max(1, round(height * scale)))
     new_w = min(max_w, max(1, round(width * scale)))
     top, left = ((max_h - new_h) // 2, (max_w - new_w) // 2) if centred else (0, 0)
-    return Placed(new_h, new_w, top, left, _inverse(width / new_w, height / new_h, left, top))
+    # NOTE: not a function inside this one, which could not come back from another process.
+    return Placed(new_h, new_w, top, left, partial(_to_original, width / new_w, height / new_h, left, top))
 
 
-def _inverse(scale_x: float, scale_y: float, left: int, top: int) -> InverseTrans:
-    def inverse_trans(x: float, y: float) -> tuple[float, float]:
-        return (x - left) * scale_x, (y - top) * scale_y
-
-    return inverse_trans
+def _to_original(scale_x: float, scale_y: float, left: int, top: int, x: float, y: float) -> tuple[float, float]:
+    return (x - left) * scale_x, (y - top) * scale_y
 
 
 def shorter_size(height: int, width: int, size: int) -> tuple[int, int]:
