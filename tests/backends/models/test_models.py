@@ -562,3 +562,16 @@ def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert not [file for file in tmp_path.rglob("*") if "icrosoft" in str(file)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "said"),
+    [([], TensorProto.FLOAT, "is a scalar; expected a batch dimension"), (["N", 1], TensorProto.STRING, "supported:")],
+)
+def test_an_input_that_no_tensor_fits_is_told_with_its_model(
+    tmp_path: Path, dims: list[int | str], dtype: int, said: str
+) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    model = save_model(tmp_path / "odd.onnx", nodes, {"x": dims}, {"y": dims}, dtype=dtype)
+    with pytest.raises(ConfigError, match=rf"OnnxTensor: model {model}: input 'x' .*{said}"):
+        pipe({"backend": "OnnxTensor", "model": model})

@@ -77,9 +77,9 @@ class OnnxTensor(ModelBackend):
             (self.model, self.mean, self.std, self.providers, self.threads, self.config.device_id),
             lambda: self._load(onnxruntime),
         )
-        self._inputs = [_Input(value, self.max()) for value in self._session.get_inputs()]
+        self._inputs = [_Input(self.model, value, self.max()) for value in self._session.get_inputs()]
         self._only = self._inputs[0] if len(self._inputs) == 1 else None
-        outputs = [_output_spec(value) for value in self._session.get_outputs()]
+        outputs = [_output_spec(self.model, value) for value in self._session.get_outputs()]
         self.declare([given.spec for given in self._inputs], outputs)
         shapes = self.known_shapes()
         if shapes is not None:
@@ -192,9 +192,9 @@ class OnnxTensor(ModelBackend):
         return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
 
 
-def _output_spec(value: Any) -> TensorSpec:
+def _output_spec(model: str, value: Any) -> TensorSpec:
     if not value.type.startswith("tensor("):
-        raise ConfigError(f"output {value.name!r} is a {value.type}; outputs are tensors")
+        raise ConfigError(f"model {model}: output {value.name!r} is a {value.type}; outputs are tensors")
     dtype = _DTYPES.get(value.type)
     return TensorSpec(value.name, _dims(value), "" if dtype is None else np.dtype(dtype).name)
 
@@ -206,15 +206,15 @@ def _dims(value: Any) -> tuple[int | None, ...]:
 class _Input:
     """One input of the model and the buffer its batches are stacked in."""
 
-    def __init__(self, value: Any, most: int) -> None:
+    def __init__(self, model: str, value: Any, most: int) -> None:
         if value.type not in _DTYPES:
-            raise ConfigError(f"input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
+            raise ConfigError(f"model {model}: input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
         self.dtype = np.dtype(_DTYPES[value.type])
         dims = _dims(value)
         self.spec = TensorSpec(value.name, with_batch(dims, most), self.dtype.name)
         self._has_batch = self.spec.dims == dims
         if not self.spec.dims:
-            raise ConfigError(f"input {value.name!r} is a scalar; expected a batch dimension")
+            raise ConfigError(f"model {model}: input {value.name!r} is a scalar; expected a batch dimension")
         self._most = most
         self._buffer: Any = np.empty(0, self.dtype)
         self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that fitted as it was
