@@ -29,6 +29,7 @@ class LoaderParts:
     """What a loader works with. ``identity``: facts that a saved state must share. ``close`` ends workers and pipes."""
 
     options: LoaderOptions
+    dataset: Any
     devices: list[Any]
     planner: Planner
     source: Source
@@ -77,6 +78,11 @@ class TorchpipeLoader:
     def devices(self) -> list[Any]:
         """Where images are decoded; batches lie on the first."""
         return list(self._parts.devices)
+
+    @property
+    def dataset(self) -> Any:
+        """Of the DataLoader."""
+        return self._parts.dataset
 
     def __len__(self) -> int:
         """Batches of an epoch, of the rank that has most; those that are skipped as a whole count."""

@@ -128,7 +128,8 @@ def _started(
             "samples": length_of(dataloader.dataset),
             "batches": length_of(dataloader.batch_sampler),
         }
-        return LoaderParts(options, devices, planner, source, batcher, statistics, identity, stack.pop_all().close)
+        close = stack.pop_all().close
+        return LoaderParts(options, dataloader.dataset, devices, planner, source, batcher, statistics, identity, close)
 
 
 def _agreed_batches(ranks: RankGroup, parts: LoaderParts | None, failure: Exception | None) -> int | None:

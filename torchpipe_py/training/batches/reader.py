@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -42,12 +43,14 @@ class BatchReader:
         start_method: str | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        self._plan, self._hint = _Plan(), GUARD if start_method else ""
+        self._plan = _Plan()
+        context = start_method or dataloader.multiprocessing_context
+        self._hint = GUARD if _imports_the_script(context) else ""
         workers = dataloader.num_workers
         several: dict[str, Any] = {
             "persistent_workers": True,
             "prefetch_factor": dataloader.prefetch_factor,
-            "multiprocessing_context": start_method or dataloader.multiprocessing_context,
+            "multiprocessing_context": context,
             "timeout": dataloader.timeout,
         }
         generator = torch.Generator()
@@ -99,6 +102,12 @@ class BatchReader:
         self._loader = None
         if iterator is not None:
             iterator._shutdown_workers()
+
+
+def _imports_the_script(context: Any) -> bool:
+    """Whether processes of ``context``, a start method or what the DataLoader has, import it anew."""
+    method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
+    return bool(method != "fork")
 
 
 def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:

@@ -21,7 +21,7 @@ from torchpipe_py.training.errors import BadSample, TrainingError, UnreadableFil
 UNREADABLE, EMPTY, CORRUPT, WRONG = "unreadable", "empty", "corrupt", "wrong"
 NO_BYTES = "the dataset gave no bytes"
 NOT_SENT = "cannot be sent to the training process"
-PLAIN = (int, float, str, bytes, type(None))
+PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
