@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from conftest import Register
-from fakes import Gate
+from fakes import WAIT, Gate
 from kept_spans import KeptSpans
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -27,6 +27,7 @@ from torchpipe_server.worker.custom import CustomHandler, Handler
 from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import ConfigError, pipe
+from torchpipe_py.runtime import spans
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736
@@ -86,6 +87,12 @@ def test_a_tracestate_that_is_wrong_is_left_out(state: str, caplog: pytest.LogCa
     assert span is not None
     assert (span.trace_id, len(span.trace_state)) == (TRACE, 0)
     assert not caplog.records
+
+
+@pytest.fixture(autouse=True)
+def time_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that is closed has made all its spans, on a busy machine too."""
+    monkeypatch.setattr(spans, "CLOSE_SECONDS", WAIT)
 
 
 @pytest.fixture
