@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from time import perf_counter, sleep
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Data
+from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend
 from torchpipe_py.backends.signature import TENSOR
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
 LONG_SECONDS = 0.002  # shorter work is spun for: a sleep gives up the GIL once more, and the core's waking comes on top
 SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
@@ -188,7 +188,7 @@ def _holds_cuda(value: Any) -> bool:
     return bool(getattr(value, "is_cuda", False))
 
 
-class GuardedBackend(Backend):
+class GuardedBackend(ItemBackend):
     """A backend whose work goes to a GPU where there is one: override ``setup_guarded`` and ``forward_item``.
 
     Inside a ``SyncTensor`` they run on its stream; alone, on a stream of this instance's own, with a wait at the end
@@ -237,15 +237,7 @@ class GuardedBackend(Backend):
 
     def forward_guarded(self, items: list[Data]) -> None:
         """``forward``, with the stream current: one item after the other."""
-        for item in items:
-            try:
-                self.forward_item(item)
-            except InvalidRequest as error:
-                item[TASK_ERROR_KEY] = error
-
-    def forward_item(self, item: Data) -> None:
-        """``ItemBackend.forward_item``, with the stream current."""
-        raise NotImplementedError(type(self).__name__)
+        super().forward(items)
 
 
 class TensorBackend(GuardedBackend):
