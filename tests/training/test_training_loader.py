@@ -63,6 +63,7 @@ def test_a_batch_is_what_the_pipe_gives_for_each_image(dataset: ImageFiles, toml
 def test_the_usual_loop(dataset: ImageFiles, toml: str) -> None:
     with wrapped(dataset, toml, shuffle=True) as loader:
         assert len(loader) == 3
+        assert len(loader.dataset) == 11
         orders = []
         for _ in range(2):
             batches = list(loader)

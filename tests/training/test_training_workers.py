@@ -452,6 +452,10 @@ loader = DataLoader(ImageFiles([(path, 0) for path in sys.argv[2:]]), 2, num_wor
 next(wrap_dataloader_torchpipe("single", loader, sys.argv[1], workers_decode=True))
 """
 
+READ_BY_WORKERS_OF_SPAWN = WITHOUT_A_GUARD.replace(", workers_decode=True", "").replace(
+    "num_workers=1", 'num_workers=1, multiprocessing_context="spawn"'
+)
+
 INSIDE_THE_GUARD = """
 import sys
 from torch.utils.data import DataLoader
@@ -470,6 +474,7 @@ if __name__ == "__main__":
     ("script", "told"),
     [
         (WITHOUT_A_GUARD, "workers of its own; put what the script does under: if __name__ == "),
+        (READ_BY_WORKERS_OF_SPAWN, '; a script does what it does under: if __name__ == "__main__":'),
         (INSIDE_THE_GUARD, "cannot be made in a worker (AttributeError: Can't get attribute 'transform'"),
     ],
 )
