@@ -233,6 +233,14 @@ def test_a_mat_of_floats_is_a_mat(tmp_path: Path, kind: str) -> None:
         assert "got 5x6x3 of float32, which may be a Mat; Mat2Tensor makes a Tensor of it" in str(item["error"])
 
 
+def test_a_mat_without_a_pixel_is_an_empty_tensor(tmp_path: Path) -> None:
+    """It is the model that says what it does with one; the request is no defect."""
+    torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "model"))
+    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True}) as run:
+        run(item := {"data": np.zeros((0, 5, 3), np.uint8)})
+    assert item["result"].shape == (1, 3, 0, 5)
+
+
 class Nested(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return x, [x]

@@ -23,7 +23,7 @@ def row_tensor(value: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
     if len(shape) == 3 and (is_mat(value) or _is_turned(value, shape)):
-        value = value.reshape(*value.shape[:2], -1).transpose(2, 0, 1)
+        value = value.reshape(*shape[1:], shape[0]).transpose(2, 0, 1)  # not -1: there may be no pixel
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.copy())  # in one piece, and writable
     return value.detach().reshape(shape)
