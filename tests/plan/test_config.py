@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Register
 
-from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, parse_toml, pipe
+from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, Registry, Status, parse_toml, pipe
 from torchpipe_py.backends.models.bounds import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS, load_config
@@ -251,6 +251,19 @@ def test_a_configuration_of_mappings_and_lists_is_the_callers(register: Register
     with pipe({"node": MappingProxyType({"backend": register(Takes), "names": names})}) as p:
         names[0] = "changed"
         assert p({"data": 1})["result"] == [["a"], "b"]
+
+
+def test_a_misspelt_parameter_of_a_filter_where_no_backend_is_named() -> None:
+    class Above:
+        bound: int = 1
+
+        def forward(self, data: dict[str, Any]) -> Status:
+            return Status.Run
+
+    registry = Registry()
+    registry.register_filter(Above)
+    with pytest.raises(ConfigError, match=r"^config: node 'a': key 'bund': unknown key; did you mean 'bound'\?$"):
+        pipe({"a": {"filter": "Above", "bund": 3}}, registry=registry)
 
 
 def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.LogCaptureFixture) -> None:

@@ -317,7 +317,7 @@ class Binder:
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
         """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
-        others = [key for key in unused if elsewhere(key) or _is_nearly(key, NODE_KEYS)]
+        others = [key for key in unused if elsewhere(key) or _is_nearly(key, [*NODE_KEYS, *self.known])]
         params = ", ".join(quoted(key) for key in unused if key not in others)
         if params:
             place = Place(self.node.place.source, self.node.name, "backend")
