@@ -235,9 +235,8 @@ class GuardedBackend(ItemBackend):
     def setup_guarded(self) -> None:
         """``setup``, with the stream current."""
 
-    def forward_guarded(self, items: list[Data]) -> None:
-        """``forward``, with the stream current: one item after the other."""
-        super().forward(items)
+    forward_guarded = ItemBackend.forward
+    """``forward``, with the stream current: one item after the other."""
 
 
 class TensorBackend(GuardedBackend):
