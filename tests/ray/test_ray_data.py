@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, encode, picture
-from fakes import Gate, in_threads
+from fakes import WAIT, Gate, eventually, in_threads
 from torch.utils.data import DataLoader
 from training_data import write_images, write_toml
 
@@ -190,9 +191,14 @@ def test_a_result_of_another_type_names_the_row(mapper: Make) -> None:
 def test_the_whole_batch_is_in_the_pipe_at_once(mapper: Make, register: Register) -> None:
     gate = Gate(most=8)
     gate.open()
-    run = mapper({"backend": register(gate.backend), "batching_timeout": 60_000}, examples=jpegs(1))
-    run(rows(jpegs(16)))
-    assert list(map(len, gate.batches)) == [1, 8, 8]
+    run = mapper({"backend": register(gate.backend)}, examples=jpegs(1))
+    with ThreadPoolExecutor(1) as threads, gate:
+        gate.opened.clear()
+        done = threads.submit(run, rows(jpegs(16)))
+        eventually(lambda: run._pipe.stats()["inflight"] == 16)
+        gate.open()
+        done.result(WAIT)
+    assert sum(map(len, gate.batches)) == 1 + 16
 
 
 def test_more_rows_than_the_pipe_accepts_from_two_threads(mapper: Make, toml: str) -> None:
