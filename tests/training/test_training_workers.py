@@ -377,6 +377,26 @@ def test_a_dataset_of_many_tensors(tmp_path: Path, toml: str) -> None:
         assert [labels.tolist() for _, labels in loader] == [[0, 1, 2, 3], [4, 5]]
 
 
+class Boxed(ImageFiles):
+    """Each label is of several Tensors."""
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        return super().__getitem__(index)[0], {"boxes": torch.full((2, 4), index), "classes": torch.tensor(index)}
+
+
+def test_labels_that_stay_a_list_take_no_file_descriptors(tmp_path: Path, toml: str) -> None:
+    dataset = Boxed(write_images(tmp_path / "images", 4).samples * 15)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with by_workers(dataset, toml, batch_size=60, collate_labels=list) as loader:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+            (batch,) = loader
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [int(label["classes"]) for label in batch.labels] == list(range(60))
+    assert all(torch.equal(label["boxes"], label["classes"].expand(2, 4)) for label in batch.labels)
+
+
 class Batches:
     """A batch sampler with nothing in the middle."""
 

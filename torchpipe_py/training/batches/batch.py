@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import torch
+
+from torchpipe_py.training.batches.by_value import pickled
 
 
 class Batch(tuple[Any, Any]):
@@ -37,9 +40,10 @@ class Batch(tuple[Any, Any]):
         return _batch(images, labels, self.mask, self.indices, self.epoch, self.number, self.on_cpu)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As arrays, what is on the CPU anyway goes to another process without a file of its own.
-        mask, indices = self.mask.numpy(), self.indices.numpy()
-        return _unpickled, (self[0], self[1], mask, indices, self.epoch, self.number, self.on_cpu)
+        # NOTE: a Tensor goes to another process by its place in memory, which takes a file descriptor.
+        labels, others = (self[1], None) if isinstance(self[1], torch.Tensor) else (None, self[1])
+        by_value = pickled((others, self.mask, self.indices, self.epoch, self.number, self.on_cpu))
+        return _unpickled, (self[0], labels, by_value)
 
     @property
     def images(self) -> Any:
@@ -54,8 +58,9 @@ def _batch(images: Any, labels: Any, mask: Any, indices: Any, epoch: int, number
     return Batch(images, labels, mask=mask, indices=indices, epoch=epoch, number=number, on_cpu=on_cpu)
 
 
-def _unpickled(images: Any, labels: Any, mask: Any, indices: Any, *more: Any) -> Batch:
-    return _batch(images, labels, torch.from_numpy(mask), torch.from_numpy(indices), *more)
+def _unpickled(images: Any, labels: Any, by_value: bytes) -> Batch:
+    others, *more = pickle.loads(by_value)
+    return _batch(images, others if labels is None else labels, *more)
 
 
 def ignored_label(example: Any, ignore_index: int) -> Any:

@@ -6,13 +6,13 @@ import pickle
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
 from torchpipe_py.errors import DecodeError, first_line
+from torchpipe_py.training.batches.by_value import pickled
 from torchpipe_py.training.data.datasets import decode_rgb
 from torchpipe_py.training.data.planner import PlannedBatch
 from torchpipe_py.training.data.randomness import SAMPLE, forked, key_of
@@ -165,28 +165,11 @@ def uncollated(samples: list[Sample], images: Any) -> list[Sample]:
 
 
 def _with_packed_label(sample: Sample) -> Sample:
-    packed = BytesIO()
     try:
-        _LabelPickler(packed).dump(sample.label)
+        return sample.with_label(PackedLabel(pickled(sample.label)))
     except Exception as error:
         problem = f"its label {NOT_SENT}: {type(error).__name__}: {first_line(error)}"
         return sample.with_label(None).failed(WRONG, problem)
-    return sample.with_label(PackedLabel(packed.getvalue()))
-
-
-class _LabelPickler(pickle.Pickler):
-    """Pickles Tensors by value.
-
-    NOTE: multiprocessing's takes a file descriptor for each, and pickle alone all the memory that one is a part of.
-    """
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor:
-            return NotImplemented
-        try:
-            return torch.from_numpy, (value.detach().numpy(),)
-        except (TypeError, RuntimeError):  # a type that NumPy has not
-            return value.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def namer(dataset: Any) -> Callable[[int], str]:
