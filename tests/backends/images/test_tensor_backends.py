@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, picture
+from fakes import Gate, outcome
 from PIL import Image
 
-from torchpipe_py import Backend, BackendError, ConfigError, InvalidRequest, ItemBackend, pipe
+from torchpipe_py import Backend, BackendError, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.images import files, resampling
 from torchpipe_py.backends.images.resampling import FloatResize
@@ -228,15 +229,12 @@ def test_resize_takes_any_real_dtype(interpolation: str, dtype: torch.dtype) -> 
 def test_images_of_one_size_are_resized_by_one_call_inside_a_sequence_too(
     interpolation: str, monkeypatch: pytest.MonkeyPatch, register: Register
 ) -> None:
-    class Eight(ItemBackend):
-        def max(self) -> int:
-            return 8
+    held = to_tensor(noise(5, 5, 3))
+    gate = Gate(8, blocks=lambda data: data is held)
 
+    class Eight(gate.backend):  # type: ignore[misc,name-defined]
         def batch_key(self, item: Data) -> Hashable:
             return None
-
-        def forward_item(self, item: Data) -> None:
-            item["result"] = item["data"]
 
     calls: list[int] = []
     resized = FloatResize.__call__
@@ -253,9 +251,13 @@ def test_images_of_one_size_are_resized_by_one_call_inside_a_sequence_too(
     images = [to_tensor(noise(*((20, 30), (9, 14))[number % 2], 3)) for number in range(8)]
     config = {"resize_h": 7, "resize_w": 11, "interpolation": interpolation}
     items = [{"data": image} for image in images]
-    with pipe({"backend": f"S[{register(Eight)},ResizeTensor]", "batching_timeout": 1000, **config}) as p:
-        p(items)
-    assert sorted(calls) == [1, 3, 4]
+    with pipe({"backend": f"S[{register(Eight)},ResizeTensor]", **config}) as p, gate:
+        gate.hold(p, {"data": held})  # the others make one batch behind it
+        futures = [p.submit(item) for item in items]
+        gate.open()
+        for future in futures:
+            outcome(future)
+    assert sorted(calls) == [1, 1, 3, 4]
     monkeypatch.setattr("torchpipe_py.backends.images.tensor.TOGETHER", 3)  # none fits
     calls.clear()
     with made("ResizeTensor", **config) as backend:
