@@ -98,7 +98,8 @@ def test_a_task_waits_no_longer_than_its_timeout(register: Register, several: bo
     items: list[Data] = [{"data": "slow"}, {"data": "queued"}] if several else [{"data": "slow"}]
 
     async def work() -> None:
-        with pytest.raises(DeadlineExceeded, match=f"not finished within {SOON} s"):
+        # Where the machine is busy, the instance may see it first that the time is over.
+        with pytest.raises(DeadlineExceeded, match=f"not finished within {SOON} s|deadline passed while queued"):
             await p.acall(items if several else items[0], timeout=SOON)
 
     with pipe({"backend": register(gate.backend)}) as p, gate:
