@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
             return np.ascontiguousarray(value).__reduce_ex__(5)
         torch = loaded_torch()
         if torch is not None and isinstance(value, torch.Tensor):
-            return _reduce_tensor(torch, value)
+            return reduce_tensor(torch, value)
         return NotImplemented
 
 
@@ -130,8 +130,10 @@ def loaded_torch() -> Any:
     return torch if hasattr(torch, "Tensor") else None
 
 
-def _reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
+def reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
     """A tensor as the array of its bytes, any dtype, with its strides where it fills its memory; without gradient.
+
+    ``TypeError`` for one that is not in CPU memory, or not strided.
 
     PyTorch's own way hands a file descriptor over for each tensor.
     """

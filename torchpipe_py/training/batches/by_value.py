@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchpipe_py.backends.process.transport import reduce_tensor
+
 
 def pickled(value: Any) -> bytes:
     """``value`` for ``pickle.loads``; raises what cannot be pickled."""
@@ -26,6 +28,6 @@ class _Pickler(pickle.Pickler):
         if type(value) is not torch.Tensor:
             return NotImplemented
         try:
-            return torch.from_numpy, (value.detach().numpy(),)
-        except (TypeError, RuntimeError):  # a type that NumPy has not
+            return reduce_tensor(torch, value)
+        except (TypeError, RuntimeError):  # on a GPU, sparse, quantised
             return value.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
