@@ -54,6 +54,7 @@ BUILT_IN_BACKENDS = {
     "OnnxTensor": f"{_BACKENDS}.models.onnx:OnnxTensor",
     "TensorrtTensor": f"{_BACKENDS}.models.tensorrt:TensorrtTensor",
     "TorchTensor": f"{_BACKENDS}.models.torch_model:TorchTensor",
+    "CheckJpeg": f"{_BACKENDS}.images.jpeg:CheckJpeg",
     "DecodeTensor": f"{_BACKENDS}.images.nvjpeg:DecodeTensor",
     "cvtColorTensor": f"{_BACKENDS}.images.tensor:cvtColorTensor",
     "ResizeTensor": f"{_BACKENDS}.images.tensor:ResizeTensor",

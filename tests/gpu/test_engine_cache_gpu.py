@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,19 +25,38 @@ pytestmark = [needs_tensorrt, pytest.mark.timeout(400)]
 Start = Callable[..., bool]
 
 
+def config_in(folder: Path) -> dict[str, Any]:
+    return {
+        "backend": "SyncTensor[TensorrtTensor]",
+        "model": str(folder / "small.onnx"),
+        "max": 4,
+        "instance_num": 3,
+        "model::cache": str(folder / "cache" / "small.trt"),
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the small model and the cache of its engine, to be copied: a build takes seconds."""
+    folder = tmp_path_factory.mktemp("built")
+    small_model(folder / "small.onnx")
+    with pipe(config_in(folder)):
+        return folder / "cache"
+
+
+@pytest.fixture
+def cached(built: Path, start: Start, tmp_path: Path) -> Start:
+    """``start`` where the engine is in the cache already."""
+    shutil.copytree(built, tmp_path / "cache")
+    return start
+
+
 @pytest.fixture
 def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Start:
     """Starts a pipe, makes one call, and says whether an engine was built."""
 
     def start_pipe(**more: Any) -> bool:
-        config = {
-            "backend": "SyncTensor[TensorrtTensor]",
-            "model": str(tmp_path / "small.onnx"),
-            "max": 4,
-            "instance_num": 3,
-            "model::cache": str(tmp_path / "cache" / "small.trt"),
-            **more,
-        }
+        config = {**config_in(tmp_path), **more}
         caplog.clear()
         with caplog.at_level(logging.WARNING), pipe(config) as run:
             item = {"data": photo(8, 8, 0)}
@@ -60,25 +80,24 @@ def test_the_second_start_loads(start: Start) -> None:
     [{"precision": "fp32"}, {"max": 8}, {"mean": "1, 2, 3"}, {"std": "2"}, {"precision::fp32": "conv"}],
     ids=lambda change: next(iter(change)),
 )
-def test_a_change_rebuilds_and_says_why(start: Start, change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert start()
-    assert start(**change)
+def test_rebuilds_after_a_change_and_logs_it(
+    cached: Start, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cached(**change)
     (said,) = [record.getMessage() for record in caplog.records if "building it from" in record.getMessage()]
     assert "stale" in said
     assert next(iter(change)) in said
-    assert not start(**change)
+    assert not cached(**change)
 
 
-def test_a_changed_model_rebuilds(start: Start, tmp_path: Path) -> None:
-    assert start()
+def test_a_changed_model_rebuilds(cached: Start, tmp_path: Path) -> None:
     small_model(tmp_path / "small.onnx", seed=1)
-    assert start()
-    assert not start()
+    assert cached()
+    assert not cached()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "no key", "bad key", "other version", "other GPU", "empty"])
-def test_a_damaged_or_foreign_cache_is_rebuilt(start: Start, tmp_path: Path, damage: str) -> None:
-    assert start()
+def test_a_damaged_or_foreign_cache_is_rebuilt(cached: Start, tmp_path: Path, damage: str) -> None:
     engine, key = tmp_path / "cache" / "small.trt", tmp_path / "cache" / "small.trt.key"
     content = bytearray(engine.read_bytes())
     if damage == "cut":
@@ -96,17 +115,16 @@ def test_a_damaged_or_foreign_cache_is_rebuilt(start: Start, tmp_path: Path, dam
         kept = json.loads(key.read_text())
         kept["TensorRT" if damage == "other version" else "GPU"] = "another"
         key.write_text(json.dumps(kept))
-    assert start()
-    assert not start()
+    assert cached()
+    assert not cached()
 
 
-def test_the_cache_of_an_encrypted_model_is_encrypted(start: Start, tmp_path: Path) -> None:
-    assert start()
+def test_the_cache_of_an_encrypted_model_is_encrypted(cached: Start, tmp_path: Path) -> None:
     keys = encrypt(tmp_path / "small.onnx")
     cache = str(tmp_path / "secret" / "small.trt")
-    assert start(**{**keys, "model::cache": cache})
-    assert not start(**{**keys, "model::cache": cache})
-    assert not start(), "that of the plain model is another one"
+    assert cached(**{**keys, "model::cache": cache})
+    assert not cached(**{**keys, "model::cache": cache})
+    assert not cached(), "that of the plain model is another one"
     kept = {path.name: path.read_bytes() for path in Path(cache).parent.iterdir() if not path.name.endswith(".lock")}
     assert sorted(kept) == ["small.trt", "small.trt.key", "small.trt.timing"]
     for content in kept.values():
@@ -114,17 +132,16 @@ def test_the_cache_of_an_encrypted_model_is_encrypted(start: Start, tmp_path: Pa
         assert b"positive" not in content, "what flows between two layers"
     key = Path(keys["key_file"])
     encrypt(tmp_path / "small.onnx", bytes(range(32)))
-    assert start(**{**keys, "model::cache": cache}), "of another key"
-    assert not start(**{**keys, "model::cache": cache})
+    assert cached(**{**keys, "model::cache": cache}), "of another key"
+    assert not cached(**{**keys, "model::cache": cache})
     key.write_text("00" * 32)
     with pytest.raises(ConfigError, match="is not the key that it was encrypted with"):
-        start(**{**keys, "model::cache": cache})
+        cached(**{**keys, "model::cache": cache})
 
 
-def test_an_encrypted_engine_is_a_model(start: Start, tmp_path: Path) -> None:
-    assert start()
+def test_an_encrypted_engine_is_a_model(cached: Start, tmp_path: Path) -> None:
     keys = encrypt(tmp_path / "cache" / "small.trt", folder=tmp_path)
-    assert not start(**{**keys, "model::cache": ""})
+    assert not cached(**{**keys, "model::cache": ""})
 
 
 def test_two_processes_build_once(tmp_path: Path) -> None:

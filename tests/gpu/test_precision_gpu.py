@@ -11,7 +11,7 @@ import pytest
 import torch
 from device import MEAN, STD, backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
 from onnx import TensorProto, helper, numpy_helper, save
-from test_tensorrt import small_model
+from test_tensorrt import resnet_config, small_model
 
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.models.engine.api import is_lean, load_tensorrt, profile_range
@@ -65,12 +65,13 @@ def test_a_small_model_runs_in_what_was_asked_for(tmp_path: Path, precision: str
 
 @needs_tensorrt
 def test_a_resnet_tells_its_layers_and_they_are_fp16(caplog: pytest.LogCaptureFixture) -> None:
-    config = {"backend": "TensorrtTensor", "model": resnet("resnet18")[1], "max": 4, **NORMALISE}
+    config = resnet_config("resnet18", resnet("resnet18")[1])
     with caplog.at_level(logging.WARNING), backend_of(config) as backend:
         layers = layers_of(backend)
     assert len(layers) >= 20
     others = [layer for layer in layers if layer.precision != "fp16"]
-    assert bool(others) == ("layers run otherwise" in caplog.text)
+    if "building it from" in caplog.text:  # else it comes from the cache, and the log says nothing
+        assert bool(others) == ("layers run otherwise" in caplog.text)
     assert len(others) <= 2
 
 
@@ -84,9 +85,9 @@ def test_a_quantised_model_runs_in_int8(tmp_path: Path, precision: str) -> None:
 
 
 @needs_engines
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
-def test_an_engine_runs_on_the_version_that_built_it_and_on_newer_ones(arch: str) -> None:
+def test_an_engine_runs_on_the_version_that_built_it_and_on_newer_ones() -> None:
     """The first run builds it and keeps what it gives; later ones, of any version, are compared with that."""
+    arch = "resnet18"
     model, kept = work_dir() / f"{arch}.onnx", work_dir() / f"{arch}_compatible.pt"
     trt = load_tensorrt()
     if not kept.exists():

@@ -78,6 +78,7 @@ class NvImageCodec:
         self._as_tensor: Any = torch.as_tensor
         self._stack: Any = torch.stack
         self._device, self._stream = device, stream.cuda_stream
+        self.uses_engines = uses_engines
         self._targets = [_Target() for _ in trial]  # by the place in a batch
         self._reuses = True
         name = f"nvImageCodec {library.__version__}"
@@ -110,6 +111,7 @@ class NvImageCodec:
             raise BackendUnavailable(f"{name} does not work here: it cannot decode a small JPEG")
         if uses_engines and decoders[0] not in self._decoders:
             logger.warning("%s finds no JPEG engines on %s, and decodes on its cores", name, device)
+            self.uses_engines = False
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
         """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
