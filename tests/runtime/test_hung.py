@@ -87,7 +87,7 @@ def call(p, what="sleep"):
 
 """
 
-NOT_RETURNED = "node 'broken': instance 0 of Hangs has not returned"
+NOT_RETURNED = "node 'broken': instance 0 of Hangs is still running"
 
 ENDS = {
     "in C": "p = pipe(config); call(p, 'pause')",

@@ -196,11 +196,14 @@ class Runtime:
         left = self._wait_for_threads(until)
         self.inflight.end()
         for instance in left:
-            logger.warning(
-                "%s: node %r: instance %d of %s has not returned for %.1f s; it is left behind",
-                *(self.name, instance.node, instance.index, instance.backend.config.label),
-                instance.running_s(perf_counter()),
-            )
+            seconds = instance.running_s(perf_counter())
+            where = self.name, instance.node, instance.index, instance.backend.config.label
+            if seconds:
+                logger.error(
+                    "%s: node %r: instance %d of %s is still running after %.1f s; abandoning it", *where, seconds
+                )
+            else:
+                logger.debug("%s: node %r: instance %d of %s is still being closed", *where)
         self.is_left = bool(left) and (until is None or perf_counter() < until)
         return not left
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torchpipe_server.worker.worker import (
     Start,
     choose_device,
     die_with_parent,
+    end_process,
     make_plan,
     run_process,
     say_failed,
@@ -50,10 +50,7 @@ def _work(start: Start) -> None:
     die_with_parent(False)  # from here on it ends when its workers have
     gc.freeze()
     EngineProcess(start, server).serve()
-    if not server.close(CLOSE_SECONDS):
-        logger.error("a backend does not return; leaving it behind")
-        logging.shutdown()
-        os._exit(1)
+    end_process(server.pipe, server.close(CLOSE_SECONDS), 0)
 
 
 class EngineProcess:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
@@ -116,11 +116,19 @@ def _work(start: Start) -> None:
     is_closed = run.close(CLOSE_SECONDS)
     if provider is not None and not tracing.shut_down(provider, CLOSE_SECONDS):
         logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
-    if not is_closed:
-        logger.error("a backend does not return; leaving it behind")
-        logging.shutdown()
-        os._exit(1)
-    sys.exit(0 if answered else 1)
+    end_process(run, is_closed, 0 if answered else 1)
+
+
+def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
+    """End this process with ``status``, or with 1 where a backend still runs, which the log has said.
+
+    It does not wait for backends that are being closed: those on a GPU take seconds, and end with the process.
+    """
+    if is_closed:
+        sys.exit(status)
+    is_hung = any(node["oldest_batch_s"] for node in run.stats()["nodes"].values())
+    logging.shutdown()
+    os._exit(1 if is_hung else status)
 
 
 class Worker:

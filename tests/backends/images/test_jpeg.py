@@ -18,7 +18,6 @@ from torchpipe_py import BackendUnavailable, ConfigError, DecodeError, pipe
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.images.jpeg import read_header
 from torchpipe_py.backends.images.nvjpeg import DecodeTensor, oriented
-from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.images.jpeg import ORIENTATION
 
 
@@ -135,6 +134,8 @@ def test_without_a_gpu_it_is_unavailable(backend: str) -> None:
 class ByOpenCV:
     """In the place of nvJPEG."""
 
+    uses_engines = False
+
     def decode(self, encoded: list[bytes]) -> list[Any]:
         assert all(encoded)
         flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
@@ -151,11 +152,9 @@ def test_decode_tensor_gives_each_item_its_image_or_its_error(color: str) -> Non
     exif[ORIENTATION] = 6
     wide = encode(picture(40, 61), ".jpg")
     data = [b"no image", by_pillow(exif=exif), wide, np.frombuffer(by_pillow(), np.uint8), b""]
-    backend = DecodeTensor(
-        BackendConfig(params={"color": color, "decoder": "torchvision", "max_batch": 8, "max_pixels": 2**26})
-    )
-    backend._check = HeaderCheck(("jpeg",))
-    backend._jpegs = ByOpenCV()  # type: ignore[assignment]
+    params = {"color": color, "decoder": "torchvision", "max_batch": 8, "max_pixels": 2**26, "unchecked": False}
+    backend = DecodeTensor(BackendConfig(params=params))
+    backend.start(ByOpenCV())  # type: ignore[arg-type]
     items = [{"data": content} for content in data]
     backend.forward_guarded(items)
     assert [str(item.get("error", "")) for item in items] == [

@@ -316,6 +316,19 @@ def test_the_library_is_silent_and_the_environment_as_it_was(monkeypatch: pytest
     assert os.environ[VERBOSITY] == "3"
 
 
+def test_lines_about_formats_that_nobody_asks_for_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, library: Library, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str) -> Library:
+        os.write(2, b"Failed to load nvtiff library! Please install nvTIFF\n")
+        os.write(2, b"something else is wrong\nNote: it is enough to install the nvJPEG2000 wheel\nand so on")
+        return library
+
+    monkeypatch.setattr(nvimgcodec.importlib, "import_module", load)
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert capfd.readouterr().err == "something else is wrong\nand so on"
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 2**20), (2**20 - 1, 2**20), (2**40, 2**40)])
 def test_a_pool_keeps_at_least_so_much(monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> None:
     threshold = before

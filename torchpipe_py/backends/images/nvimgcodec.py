@@ -6,9 +6,11 @@ import ctypes
 import importlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from tempfile import TemporaryFile
 from typing import Any
 
 from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
@@ -19,6 +21,7 @@ OLDEST = "0.9"  # that is known to work
 CPU_THREADS = 1  # of a decoder, for what the GPU leaves to the CPU
 KEPT_BYTES = 2**28  # of images, between two calls
 
+_OTHER_FORMATS = re.compile(rb"(?i)nvjpeg2k|nvjpeg2000|nvtiff")
 _VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
@@ -70,7 +73,7 @@ class NvImageCodec:
         import torch
 
         try:
-            with _silent():
+            with _silent(), _without_other_formats():
                 library: Any = importlib.import_module("nvidia.nvimgcodec")
         except ImportError as error:
             problem = f'decoder = "nvimgcodec" needs nvImageCodec (pip install {package(torch)!r})'
@@ -202,6 +205,24 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_VERBOSITY, None)
+
+
+@contextmanager
+def _without_other_formats() -> Iterator[None]:
+    """While it is imported, the library writes on stderr what it cannot load for formats that nobody asks for here.
+
+    NOTE: whatever else is written meanwhile, by other threads too, comes out at the end.
+    """
+    with TemporaryFile() as written:
+        stderr = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            os.write(2, b"".join(line for line in written if not _OTHER_FORMATS.search(line)))
 
 
 def _keep_memory(device: Any, size: int) -> None:

@@ -164,10 +164,14 @@ class DecodeTensor(GuardedBackend):
 
     def setup_guarded(self) -> None:
         assert self._guard is not None
-        self._check = HeaderCheck(("jpeg",), self.max_pixels)
         # nvJPEG starts at its first call: no request waits for that.
-        self._jpegs = DECODERS[self.decoder](self.device, self._guard.stream, [_small_jpeg()] * self.max())
-        if self._jpegs.uses_engines and not self.unchecked:
+        self.start(DECODERS[self.decoder](self.device, self._guard.stream, [_small_jpeg()] * self.max()))
+
+    def start(self, decoder: JpegDecoder) -> None:
+        """Decode by ``decoder``, and check what it gets where that is needed."""
+        self._jpegs = decoder
+        self._check = HeaderCheck(("jpeg",), self.max_pixels)
+        if decoder.uses_engines and not self.unchecked:
             self._whole_check = WholeCheck()
             self._checkers = ThreadPoolExecutor(min(CHECKERS, self.max(), usable_cores()), "torchpipe-check")
 
