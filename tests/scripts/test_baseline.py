@@ -134,11 +134,6 @@ def script(setup: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_help() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
-    assert "--engine FILE" in done.stdout
-
-
 def test_what_is_missing_is_one_line() -> None:
     with script("sys.modules['tensorrt'] = sys.modules['tensorrt_lean'] = None", "--engine", "some.engine") as process:
         out, err = process.communicate(timeout=PROGRAM_WAIT)

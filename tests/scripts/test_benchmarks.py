@@ -196,8 +196,8 @@ def test_the_demo_in_one_node_has_its_batches(tmp_path: Path) -> None:
     assert size == 64
 
 
-def gpu_args(*options: str) -> Any:
-    return bench_gpu.make_parser().parse_args(["shared", *options])
+def gpu_args() -> Any:
+    return bench_gpu.make_parser().parse_args(["shared", "--engines", "1,3", "--clients", "7"])
 
 
 def test_the_best_shared_service_is_held_against_the_best_separate_one() -> None:
@@ -227,7 +227,10 @@ def test_gpu_services_can_be_planned_and_share_what_they_should(
 ) -> None:
     (tmp_path / "resnet50.onnx").write_bytes(b"\x08")  # so that none is made
     for is_shared, nodes in ((False, []), (True, shared)):
-        for service in sharing.services_of(Engines(str(tmp_path)), gpu_args(), what, 2, is_shared):
+        services_ = sharing.services_of(Engines(str(tmp_path), version_compatible=True), gpu_args(), what, 2, is_shared)
+        assert [service.engines for service in services_] == ([1, 3] if is_shared else [1])
+        for service in services_:
+            assert service.config["model"]["model::cache"].endswith("resnet50_8_compatible.trt")
             plan = plan_pipeline(sizes.with_fallback(service).config)
             assert [section.nodes for section in sections(plan)] == nodes
 
@@ -251,16 +254,3 @@ def test_image_sets_are_what_they_are_called() -> None:
     assert [mat is None for mat in mats[sizes.CORRUPT]].count(True) == 1
     with image_folder(*sizes.image_sets()["one PNG of 8"]) as folder:
         assert len(list(folder.iterdir())) == 8
-
-
-def test_engines_for_the_lean_runtime_are_built_as_such_and_beside_the_others(tmp_path: Path) -> None:
-    (tmp_path / "resnet50.onnx").touch()
-    usual, compatible = (Engines(str(tmp_path), is_compatible).node(32) for is_compatible in (False, True))
-    assert (usual.get("version_compatible"), compatible.get("version_compatible")) == (None, True)
-    assert usual["model::cache"] != compatible["model::cache"]
-
-
-def test_options_of_the_gpu_benchmarks() -> None:
-    args = gpu_args("--quick", "--clients", "1,7,200", "--engines", "2", "--image", "1080x1080", "--only", "8 workers")
-    assert (args.clients, args.engines, args.image) == ((1, 7, 200), (2,), (1080, 1080))
-    assert gpu_args().clients == (20, 100)

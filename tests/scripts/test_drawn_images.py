@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 from examples import demo, textures
-from examples.textures import CHROMA, HEIGHT, KINDS, LUMA, SIDE, WIDTH, Grating, draw, encode, write_set
+from examples.textures import write_set
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,34 +69,19 @@ def test_the_demo_is_written_at_its_smallest(tmp_path: Path, monkeypatch: pytest
     assert len(list((tmp_path / "images").iterdir())) == 48
 
 
-# --- what tells classes apart --------------------------------------------------------------------------------------
+def power(kind: int) -> np.ndarray:
+    """The mean power spectrum of the luminance of a class, over six JPEGs."""
+    jpegs = [textures.encode(textures.draw(0, "train", kind, number)) for number in range(6)]
+    planes = [cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_GRAYSCALE) for jpeg in jpegs]
+    return np.mean([np.abs(np.fft.fft2(plane)) ** 2 for plane in planes], axis=0)
 
 
-def power_near(spectrum: np.ndarray, grating: Grating) -> float:
-    """The share of a spectrum's fine waves (0.25 cycles per pixel of 224×224 and more) that is like the grating's."""
-    y, x = (np.abs(np.fft.fftfreq(size)) * size / SIDE for size in (HEIGHT, WIDTH))
+def test_classes_differ_in_fine_waves() -> None:
+    """Of two classes with gratings at 20 and at 70 degrees, each has more power in its own direction."""
+    y, x = (np.abs(np.fft.fftfreq(size)) * size / textures.SIDE for size in (textures.HEIGHT, textures.WIDTH))
     radius, angle = np.hypot(x, y[:, None]), np.degrees(np.arctan2(y[:, None], x))
-    fine = (radius > 0.25) & (radius < 0.52)
-    near = (np.abs(angle - grating.angle) < 6) & (np.abs(radius / grating.frequency - 1) < 0.05)
-    # The mean, not the sum: finer gratings have more waves near them.
-    return float(spectrum[near].mean() / spectrum[fine].mean())
-
-
-def spectra(kind: int, count: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Mean power of luminance and of chrominance over the JPEGs of a class, 375×500 each."""
-    luma, chroma = [], []
-    for number in range(count):
-        mat = cv2.imdecode(np.frombuffer(encode(draw(0, "train", kind, number)), np.uint8), cv2.IMREAD_COLOR)
-        planes = cv2.cvtColor(mat, cv2.COLOR_BGR2YCrCb).astype(np.float32)
-        power = [np.abs(np.fft.fft2(planes[:, :, channel])) ** 2 for channel in range(3)]
-        luma.append(power[0])
-        chroma.append(power[1] + power[2])
-    return np.mean(luma, axis=0), np.mean(chroma, axis=0)
-
-
-@pytest.mark.parametrize("kind", range(0, len(KINDS), 3))
-def test_a_class_has_its_own_waves_in_luminance_and_in_chrominance(kind: int) -> None:
-    for spectrum, choices, own in zip(spectra(kind), (LUMA, CHROMA), KINDS[kind], strict=True):
-        powers = {grating: power_near(spectrum, grating) for grating in choices}
-        assert max(powers, key=powers.__getitem__) == own
-        assert powers[own] > 1.5 * max(power for grating, power in powers.items() if grating != own)
+    near = {degrees: (abs(angle - degrees) < 6) & (abs(radius / 0.34 - 1) < 0.05) for degrees in (20, 70)}
+    for kind, own, other in ((0, 20, 70), (2, 70, 20)):
+        assert textures.KINDS[kind][0] == (own, 0.34)
+        spectrum = power(kind)
+        assert spectrum[near[own]].mean() > 1.5 * spectrum[near[other]].mean()

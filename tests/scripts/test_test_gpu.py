@@ -17,7 +17,6 @@ from train import main as train
 from training_data import write_classes
 
 from torchpipe_py import pipe
-from torchpipe_py.export.errors import ExportError
 from torchpipe_py.training import TrainingError
 
 SIZE = 24
@@ -105,19 +104,6 @@ def test_logits_of_the_served_model_are_those_of_pytorch(trained: Path, tmp_path
             torch.testing.assert_close(request["result"], expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_configuration_as_a_file_is_the_same(trained: Path, tmp_path: Path, precision: str) -> None:
-    config = config_in(tmp_path, trained, precision)
-    file = tmp_path / "served" / "served.toml"
-    assert str(tmp_path) not in file.read_text(encoding="utf-8")
-    data = images(trained)[0].read_bytes()
-    with pipe(config) as built, pipe(str(file)) as loaded:
-        built(first := {"data": data})
-        loaded(second := {"data": data})
-    assert first["result"] == second["result"]
-    assert first["result"][0] in CLASSES
-
-
 def test_the_pipe_that_was_tested_can_be_moved_and_served(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,21 +119,21 @@ def test_the_pipe_that_was_tested_can_be_moved_and_served(
     assert first["result"] == second["result"]
 
 
-def test_the_checkpoint_knows_its_network(trained: Path, tmp_path: Path) -> None:
-    state = torch.load(trained / "last.pt", weights_only=True)
-    assert state["arch"] == "small"
-    state["arch"] = "unknown"
-    torch.save(state, tmp_path / "other.pt")
+def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_path: Path) -> None:
     load_model(trained / "last.pt", None, CLASSES)
-    with pytest.raises(TrainingError, match="unknown"):
-        load_model(tmp_path / "other.pt", None, CLASSES)
-
-
-def test_a_node_of_the_toml_may_be_called_model(trained: Path, tmp_path: Path) -> None:
-    toml = {"model": {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": SIZE, "resize_w": SIZE}}
-    config = serving_config(trained / "last.pt", toml, "small", SIZE, "fp32", tmp_path, CLASSES)
-    assert config["model"]["next"] == "model_"
-    assert "next" not in toml["model"]
+    state = torch.load(trained / "last.pt", weights_only=True)
+    for change, reason in (
+        ({"arch": "unknown"}, "unknown"),
+        ({"classes": CLASSES[::-1]}, "another order"),
+        ({"classes": ["blue", "green", "white"]}, "only trained: green, white; only in the folder: red"),
+        ({"model": {}}, "no weights of --arch small"),
+    ):
+        torch.save({**state, **change}, tmp_path / "other.pt")
+        with pytest.raises(TrainingError, match=reason):
+            load_model(tmp_path / "other.pt", None, CLASSES)
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    with pytest.raises(TrainingError, match=r"no checkpoint of scripts/train\.py"):
+        load_model(tmp_path / "other.pt", "small", CLASSES)
 
 
 def test_scores_against_figures_known_from_elsewhere() -> None:
@@ -194,25 +180,3 @@ def test_errors(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
-
-
-def test_other_classes_or_another_network(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"only trained: red; only in the folder: green, white"):
-        load_model(trained / "last.pt", "small", ["blue", "green", "white"])
-    with pytest.raises(TrainingError, match="another order"):
-        load_model(trained / "last.pt", "small", CLASSES[::-1])
-    state = torch.load(trained / "last.pt", weights_only=True)
-    state["model"].popitem()
-    torch.save(state, tmp_path / "less.pt")
-    with pytest.raises(TrainingError, match="no weights of --arch small"):
-        load_model(tmp_path / "less.pt", "small", CLASSES)
-    torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(TrainingError, match=r"no checkpoint of scripts/train\.py"):
-        load_model(tmp_path / "other.pt", "small", CLASSES)
-
-
-def test_a_toml_with_several_ends(trained: Path, tmp_path: Path) -> None:
-    decode = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": SIZE, "resize_w": SIZE}
-    toml = {"one": {"backend": "Identity", "next": "two,three"}, "two": decode, "three": decode}
-    with pytest.raises(ExportError, match=r"ends in 2 nodes \(two, three\)"):
-        serving_config(trained / "last.pt", toml, "small", SIZE, "fp32", tmp_path, CLASSES)
