@@ -98,7 +98,8 @@ class Context:
         self.stream = torch.cuda.Stream()
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
-        self._context = engine.create_execution_context()
+        # NOTE: the engine has to live as long as its execution context.
+        self._engine, self._context = engine, engine.create_execution_context()
         with torch.cuda.stream(self.stream):
             for index in range(engine.num_io_tensors):
                 name = engine.get_tensor_name(index)
