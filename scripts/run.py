@@ -1,4 +1,4 @@
-"""``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` says more of each.
+"""``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` explains its options.
 
 ``demo`` draws and trains ``configs/demo``; ``textures`` draws a set to train on, ``parity_images`` one for
 ``torchpipe parity``; ``first_model`` is a part of ``first_model.sh``; ``loader_throughput`` measures

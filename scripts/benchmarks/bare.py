@@ -1,6 +1,6 @@
 """What runs without a pipe, in processes of its own: the limits and baselines of the benchmarks.
 
-``python -m benchmarks.bare nodes|classifier|cpp ...`` says when it is ready, then measures one load for each line of
+``python -m benchmarks.bare nodes|classifier|cpp ...`` reports that it is ready, then measures a load for each line of
 its input: the number of clients and the seconds.
 """
 

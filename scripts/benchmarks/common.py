@@ -105,7 +105,7 @@ class Report:
         self.targets.append(Target(name, measured, f">= {low:g}" if low is not None else f"< {high:g}", met))
 
     def attempt(self, what: str, action: Call) -> None:
-        """Run a part of the benchmark. If it fails, or ``until`` is past, the report says so and goes on."""
+        """Run a part of the benchmark. If it fails, or ``until`` is past, the report gets a remark and goes on."""
         problem = "no time is left"
         if monotonic() < self.until:
             try:

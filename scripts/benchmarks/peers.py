@@ -39,7 +39,7 @@ class Peer(NamedTuple):
 
 
 def is_installed(name: str, report: Report) -> bool:
-    """Whether a library can be imported; the report says if it cannot."""
+    """Whether a library can be imported; if it cannot, the report has a remark."""
     if importlib.util.find_spec(name) is not None:
         return True
     report.remarks.append(f"no {name}: not installed (extra 'bench')")

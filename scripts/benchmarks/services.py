@@ -1,4 +1,4 @@
-"""Services in processes of their own: the load tester measures them, and ``/stats`` and the system say the rest."""
+"""Services in processes of their own: measured by the load tester, ``/stats`` and the system."""
 
 from __future__ import annotations
 

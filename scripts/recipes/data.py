@@ -62,7 +62,7 @@ class Loaders:
 
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         if not (args.data / "train").is_dir():
-            raise TrainingError(f"--data {args.data}: there is no train/ in it, which val/ stands beside")
+            raise TrainingError(f"--data {args.data}: expected the folders train/ and val/ in it, found no train/")
         train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
         if train.classes != val.classes:
             raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")

@@ -17,7 +17,7 @@ from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.training.options import BAD_SAMPLES
 
-INTERRUPTED = 130  # as a shell says of Ctrl-C
+INTERRUPTED = 130  # the exit status of a shell after Ctrl-C
 
 
 class Place:

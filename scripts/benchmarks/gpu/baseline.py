@@ -1,4 +1,4 @@
-"""The recipe that users come from, behind the service's IDL: ``scripts/baseline_server.py`` says more."""
+"""The usual recipe behind the service's IDL: ``scripts/baseline_server.py`` describes it."""
 
 from __future__ import annotations
 
