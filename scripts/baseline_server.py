@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The recipe that users come from: TensorRT and pycuda, one image at a time, a lock around the engine.
+"""The recipe that users come from: TensorRT, one image at a time, a lock around the engine.
 
     python scripts/baseline_server.py --engine resnet50.engine --port 8888
 

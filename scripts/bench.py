@@ -1,4 +1,4 @@
-"""``python scripts/bench.py NAME|all``: limit, baselines and the pipe in one run.
+"""``python scripts/bench.py NAME|all``: limit, baselines and the pipe in one run, on a CPU.
 
 Exit status 0 when every target is met, 1 when one is missed.
 """
@@ -6,8 +6,41 @@ Exit status 0 when every target is met, 1 when one is missed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.command import main
+from benchmarks import common, in_process
+from benchmarks.io_cost import io_cost
+from benchmarks.over_http import over_http
+from benchmarks.sharing import shared
+
+from torchpipe_py.arguments import ArgumentParser
+
+BENCHMARKS = {
+    "schedule": in_process.schedule,
+    "batching": in_process.batching,
+    "decode": in_process.decode,
+    "over_http": over_http,
+    "io_cost": io_cost,
+    "shared": shared,
+}
+
+
+def make_parser() -> ArgumentParser:
+    """All options."""
+    parser = ArgumentParser(description="Limit, baselines and the pipe in one run.")
+    common.add_options(parser, list(BENCHMARKS))
+    group = parser.add_argument_group("over_http")
+    group.add_argument("--model", choices=("demo", "resnet18"), default="demo", help="(default: %(default)s)")
+    group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every target is met, 1 when one is missed."""
+    args = make_parser().parse_args(argv)
+    return common.run({name: partial(benchmark, args) for name, benchmark in BENCHMARKS.items()}, args)
+
 
 if __name__ == "__main__":
     sys.exit(main())

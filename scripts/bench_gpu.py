@@ -1,19 +1,99 @@
 """``python scripts/bench_gpu.py NAME|all``: limit, baseline and the pipe on a GPU, in one run.
 
-``limits``: no pipeline; ``g1g2``: one client and many, 500×375 JPEGs; ``processes``: many, decoded by ``Process[...]``
-(a minute with ``--rounds 3``); ``g5``: 1080×1080 JPEGs on three cores;
-``g6``: the engine alone; ``int8``: that in int8 against fp16; ``g3g4``: the service over Thrift, with 1 to 8 workers;
-``shared``: with one engine process for all of them; ``mosec``: that against mosec; ``sizes``: with other images.
-Needs a CUDA device, TensorRT, torchvision, pycuda for the baseline, and ONNX Runtime for ``int8``. Engines are built at
-the first run (minutes) and kept in ``--work``; those of ``--version-compatible`` TensorRT's lean runtime takes too.
+``limits``: no pipeline; ``in_process``: client threads and JPEGs; ``engine``: the model alone; ``shared``: services
+over Thrift, with a model in each worker and with engine processes for all; ``mosec``: these against mosec; ``sizes``:
+with other images. Needs a CUDA device, TensorRT and torchvision. Engines are built at the
+first run (minutes) and kept in ``--work``; those of ``--version-compatible`` TensorRT's lean runtime takes too.
 Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.command import main_gpu
+from benchmarks import common
+from benchmarks.gpu import in_process
+from benchmarks.gpu.engines import Engines
+from benchmarks.gpu.mosec import against_mosec
+from benchmarks.gpu.sharing import FEW, MANY, MOST, shared
+from benchmarks.gpu.sizes import sizes
+from torchpipe_server.worker.worker import limit_threads
+
+from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.backends.models.engine.api import is_lean, load_tensorrt
+from torchpipe_py.errors import BackendUnavailable
+
+BENCHMARKS = {
+    "limits": in_process.limits,
+    "in_process": in_process.in_process,
+    "engine": in_process.engine,
+    "shared": shared,
+    "mosec": against_mosec,
+    "sizes": sizes,
+}
+
+
+def numbers(text: str, separator: str = ",") -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    return tuple(map(int, text.split(separator)))
+
+
+def make_parser() -> ArgumentParser:
+    """All options."""
+    parser = ArgumentParser(description="Limit, baseline and the pipe on a GPU, in one run.")
+    common.add_options(parser, list(BENCHMARKS))
+    option = parser.add_argument
+    option("--work", default="build/bench_gpu", help="folder for model and engines")
+    option("--cores", type=int, help="use only so many cores")
+    lean = "with engines that the lean runtime takes too; it builds none, so run once under TensorRT before"
+    option("--version-compatible", action="store_true", help=lean)
+    option("--model-max", type=int, default=8, help="images in a batch of the model (default: 8)")
+    option = parser.add_argument_group("in_process").add_argument
+    size = partial(numbers, separator="x")
+    option("--image", type=size, default=(500, 375), metavar="WxH", help="pixels (default: 500x375)")
+    option("--processes", action="store_true", help="decode in processes as well, by Process[...]")
+    option = parser.add_argument_group("shared, mosec, sizes").add_argument
+    option("--quick", action="store_true", help="of shared: only what decides the targets")
+    option("--only", default="", metavar="TEXT", help="of shared: services whose name has it")
+    option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
+    clients = "of shared and mosec: client processes (default: %(default)s)"
+    option("--clients", type=numbers, default=f"{FEW},{MANY}", metavar="N,N", help=clients)
+    option("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
+    engines = "engine processes with shared nodes; sizes takes the first (default: %(default)s)"
+    option("--engines", type=numbers, default="1,2", metavar="N,N", help=engines)
+    option("--profile", action="store_true", help="of shared: where threads of engine processes are")
+    option = parser.add_argument_group("sizes").add_argument
+    option("--decode", choices=("cpu", "gpu"), default="cpu", help="where (default: %(default)s)")
+    option("--separate", type=int, default=4, metavar="N", help="workers without sharing (default: 4)")
+    option("--shared", type=int, default=MOST, metavar="N", help="workers with it (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every target is met, 1 when one is missed, 2 where it cannot run."""
+    args = make_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that services are ended
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])  # before any thread is started
+    import torch
+
+    try:
+        if not torch.cuda.is_available():
+            raise BackendUnavailable("no CUDA device")
+        tensorrt = load_tensorrt()
+    except BackendUnavailable as error:
+        print(f"bench_gpu.py: {error}", file=sys.stderr)
+        return 2
+    limit_threads()
+    engines = Engines(args.work, args.version_compatible)
+    runtime = f"{'the lean runtime of ' if is_lean(tensorrt) else ''}TensorRT {tensorrt.__version__}"
+    where = f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {runtime}, "
+    return common.run({name: partial(run, engines, args) for name, run in BENCHMARKS.items()}, args, where)
+
 
 if __name__ == "__main__":
-    sys.exit(main_gpu())
+    sys.exit(main())

@@ -10,7 +10,7 @@ mkdir -p "$folder"
 rm -rf "$folder"/*.whl "$folder"/served
 "${VENV:-.venv}/bin/python" -m hatchling build -t wheel -d "$folder" >/dev/null 2>&1
 torch=$(grep '^torch==' requirements.txt)
-tool=$PWD/scripts/first_model.py
+tool=("$PWD/scripts/run.py" first_model)
 cd "$folder"
 
 step() {
@@ -26,7 +26,7 @@ step "env/bin/pip install -q '$(echo ./*.whl)[server,client]' torchvision '$torc
 
 if [[ ! -e mine.pt ]]; then
   echo; echo "(what a user has: a trained ResNet-18, its labels, images)"
-  env/bin/python "$tool" train .
+  env/bin/python "${tool[@]}" train .
 fi
 
 mkdir -p served
@@ -46,4 +46,4 @@ kill -TERM "$service"
 wait "$service"
 
 echo
-env/bin/python "$tool" compare .
+env/bin/python "${tool[@]}" compare .

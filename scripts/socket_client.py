@@ -16,22 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 STOP, DOUBLE, I32, STRING, STRUCT = 0, 4, 8, 11, 12
-CALL, REPLY, EXCEPTION = 1, 2, 3
-VERSION = 0x80010000
-
-
-def text_field(number: int, value: bytes) -> bytes:
-    return struct.pack(">bhI", STRING, number, len(value)) + value
-
-
-def infer_batch_message(uuid: str, image: bytes) -> bytes:
-    name = b"infer_batch"
-    head = struct.pack(f">II{len(name)}si", VERSION | CALL, len(name), name, 1)  # 1: the call's sequence number
-    params = text_field(1, uuid.encode()) + text_field(2, image) + bytes([STOP])
-    return head + struct.pack(">bh", STRUCT, 1) + params + bytes([STOP])
+CALL, EXCEPTION = 0x80010001, 3  # version 1 and the kind of message
 
 
 def read(stream: BinaryIO, form: str) -> Any:
+    """One value; ``form`` is of ``struct``."""
     data = stream.read(struct.calcsize(form))
     if len(data) < struct.calcsize(form):
         raise ConnectionError("the service closed the connection without an answer")
@@ -53,8 +42,13 @@ def read_struct(stream: BinaryIO) -> dict[int, Any]:
 
 
 def infer_batch(host: str, port: int, image: bytes) -> tuple[str, float]:
+    """Label and score; ``RuntimeError`` with what the service answers else."""
     with socket.create_connection((host, port), timeout=30) as sock, sock.makefile("rb") as stream:
-        sock.sendall(infer_batch_message("socket_client", image))
+        name = b"infer_batch"
+        head = struct.pack(f">II{len(name)}si", CALL, len(name), name, 1)  # 1: the call's sequence number
+        uuid = struct.pack(">bhI", STRING, 1, 0)
+        data = struct.pack(">bhI", STRING, 2, len(image)) + image
+        sock.sendall(head + struct.pack(">bh", STRUCT, 1) + uuid + data + bytes([STOP, STOP]))
         kind = read(stream, ">I") & 0xFF
         read(stream, f">{read(stream, '>I')}s")  # the method's name again
         read(stream, ">i")  # and the sequence number
@@ -73,16 +67,8 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8888)
     options = parser.parse_args()
     try:
-        image = options.image.read_bytes()
-    except OSError as error:
-        print(f"socket_client: {options.image}: {error.strerror}", file=sys.stderr)
-        return 1
-    try:
-        label, score = infer_batch(options.host, options.port, image)
-    except OSError as error:
-        print(f"socket_client: {options.host}:{options.port}: {error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
+        label, score = infer_batch(options.host, options.port, options.image.read_bytes())
+    except (OSError, RuntimeError) as error:
         print(f"socket_client: {error}", file=sys.stderr)
         return 1
     print(f"{label} {score:.4f}")

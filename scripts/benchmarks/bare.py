@@ -1,123 +1,198 @@
-"""Loops in processes of their own with nothing around them: what several processes do at most."""
+"""What runs without a pipe, in processes of its own: the limits and baselines of the benchmarks.
+
+``python -m benchmarks.bare nodes|classifier|cpp ...`` reports that it is ready, then measures a load for each line of
+its input: the number of clients and the seconds.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import astuple
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from torchpipe_server.worker.worker import limit_threads
+from benchmarks.common import Load, Report, in_threads, load_of, picture, python
 
-from benchmarks.common import Load, load_of, median_load, python, test_jpeg
-from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.backends.base import Backend, BackendConfig, Data, close_all
-from torchpipe_py.export.toml import to_toml
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.plan.build import plan_pipeline
+MARK = "MEASURED "  # other lines are those of a library's log
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+
+Measure = Callable[[int, float], Load]
 
 
-class BareProcesses:
-    """``count`` processes of a program that ``serves_loads``, asked for a load all at the same time."""
+class Processes:
+    """``count`` processes of this module, which are loaded at the same time; ``remark`` is what they report first."""
 
     def __init__(self, count: int, *program: str) -> None:
+        command = ["-m", "benchmarks.bare", *program]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._processes = [python("-m", *program, **pipes) for _ in range(count)]
-        for process in self._processes:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                self.close()
-                raise RuntimeError(f"{' '.join(program)} did not start")
+        pipes["stderr"] = subprocess.DEVNULL if program[0] == "cpp" else None  # it warns of much
+        self._processes = [python(*command, **pipes) for _ in range(count)]
+        try:
+            self.remark, *_ = [str(self._answer(process)) for process in self._processes]
+        except RuntimeError:
+            self.close()
+            raise
 
-    def load(self, seconds: float) -> Load:
-        """What they do together; the latencies are those of the slowest."""
+    def load(self, clients: int, seconds: float) -> Load:
+        """What they do together with so many clients each; the latencies are those of the slowest."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(f"{seconds}\n")
+            process.stdin.write(f"{clients} {seconds}\n")
             process.stdin.flush()
-        loads = [Load(*json.loads(process.stdout.readline())) for process in self._processes if process.stdout]
-        qps, p50, p99, cpu_ms = zip(*map(astuple, loads), strict=True)
-        return Load(sum(qps), max(p50), max(p99), max(cpu_ms))
+        loads = [Load(**self._answer(process)) for process in self._processes]
+        return Load(sum(one.qps for one in loads), max(one.p50 for one in loads), max(one.p99 for one in loads))
 
     def close(self) -> None:
         """End them."""
         for process in self._processes:
             process.communicate()
 
-
-def serve_loads(load: Callable[[float], Load]) -> None:
-    """What the program of ``BareProcesses`` does: a load for as many seconds as each line of its input says."""
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(astuple(load(float(line)))), flush=True)
-
-
-def nodes_alone(config: Mapping[str, Mapping[str, Any]], count: int, batch: int, seconds: float, rounds: int) -> Load:
-    """Images per second that the backends of a chain of nodes do in ``count`` processes of one thread each.
-
-    Each takes a JPEG ``batch`` times and runs one node after the other. Latencies are of a batch.
-    """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        (folder / "nodes.toml").write_text(to_toml(config), encoding="utf-8")
-        (folder / "image.jpg").write_bytes(test_jpeg())
-        paths = [str(folder / "nodes.toml"), str(folder / "image.jpg")]
-        processes = BareProcesses(count, "benchmarks.bare", *paths, str(batch))
-        stack.callback(processes.close)
-        return median_load([processes.load(seconds) for _ in range(rounds)])
+    def _answer(self, process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise RuntimeError(f"{' '.join(map(str, process.args[1:4]))} did not start")  # type: ignore[index]
 
 
 def main() -> None:
-    """Load the backends of a chain of nodes, without a pipe."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("config")
-    parser.add_argument("image")
-    parser.add_argument("batch", type=int)
-    args = parser.parse_args()
+    """Prepare what the first argument names with the others, and serve loads."""
+    what, *args = sys.argv[1:]
+    programs: dict[str, Callable[..., tuple[Measure, str]]] = {"nodes": nodes, "classifier": classifier, "cpp": cpp}
+    measure, remark = programs[what](*args)
+    print(f"{MARK}{json.dumps(remark)}", flush=True)
+    for line in sys.stdin:
+        clients, seconds = line.split()
+        print(f"{MARK}{json.dumps(asdict(measure(int(clients), float(seconds))))}", flush=True)
+
+
+# -- nodes of a configuration -------------------------------------------------------------------------------------
+
+
+def measure_nodes(
+    report: Report, name: str, config: Mapping[str, Any], count: int, batch: int, seconds: float, rounds: int
+) -> None:
+    """Images per second of the backends of a chain of nodes, in ``count`` processes of one thread each.
+
+    Each takes a JPEG ``batch`` times and runs one node after the other. Latencies are those of a batch.
+    """
+    from torchpipe_py.export.toml import to_toml
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "nodes.toml").write_text(to_toml(config), encoding="utf-8")
+        Path(folder, "image.jpg").write_bytes(picture())
+        processes = Processes(count, "nodes", f"{folder}/nodes.toml", f"{folder}/image.jpg", str(batch))
+        try:
+            for _ in range(rounds):
+                report.add(name, count, processes.load(1, seconds))
+        finally:
+            processes.close()
+
+
+def nodes(config: str, image: str, batch: str) -> tuple[Measure, str]:
+    """The backends of a chain of nodes, called one after the other by one thread."""
+    from torchpipe_server.worker.worker import limit_threads
+
+    from torchpipe_py.backends.base import BackendConfig
+    from torchpipe_py.plan.build import plan_pipeline
+
     limit_threads()
-    plans = plan_pipeline(args.config).plans
-    backends = [plan.backends[0].create(BackendConfig()) for plan in plans.values()]
-    try:
-        for backend in backends:
-            backend.setup()
-        image = Path(args.image).read_bytes()
-        run_batch(backends, image, args.batch)
-        serve_loads(partial(load_alone, backends, image, args.batch))
-    finally:
-        close_all(backends)
-
-
-def load_alone(backends: list[Backend], image: bytes, batch: int, seconds: float) -> Load:
-    """Images per second on the calling thread, which is that of their set-up: their CUDA streams are its own."""
-    latencies: list[float] = []
-    start = end = perf_counter()
-    while end < start + seconds:
-        run_batch(backends, image, batch)
-        latencies.append(perf_counter() - end)
-        end += latencies[-1]
-    load = load_of(latencies, end - start)
-    return Load(load.qps * batch, load.p50, load.p99)
-
-
-def run_batch(backends: list[Backend], image: bytes, batch: int) -> list[Data]:
-    """So many copies of the image through each backend; ``RuntimeError`` where one has no result."""
-    items: list[Data] = [{TASK_RESULT_KEY: image} for _ in range(batch)]
+    backends = [plan.backends[0].create(BackendConfig()) for plan in plan_pipeline(config).plans.values()]
     for backend in backends:
-        for item in items:
-            item[TASK_DATA_KEY] = item.pop(TASK_RESULT_KEY)
-        for start in range(0, batch, backend.max()):
-            backend.forward(items[start : start + backend.max()])
-        for item in items:
-            if TASK_RESULT_KEY not in item:
-                raise RuntimeError(f"no result: {item.get(TASK_ERROR_KEY)}")
-    return items
+        backend.setup()
+    jpeg, size = Path(image).read_bytes(), int(batch)
+
+    def compute() -> None:
+        items: list[dict[str, Any]] = [{"result": jpeg} for _ in range(size)]
+        for backend in backends:
+            for item in items:
+                item["data"] = item.pop("result")
+            for start in range(0, size, backend.max()):
+                backend.forward(items[start : start + backend.max()])
+            for item in items:
+                if "result" not in item:
+                    raise RuntimeError(f"no result: {item.get('error')}")
+
+    def measure(clients: int, seconds: float) -> Load:
+        # NOTE: on this thread, which set the backends up: their CUDA streams belong to it.
+        latencies: list[float] = []
+        start = end = perf_counter()
+        while end < start + seconds:
+            compute()
+            latencies.append(perf_counter() - end)
+            end += latencies[-1]
+        return load_of(latencies, end - start, size)
+
+    compute()
+    return measure, ""
+
+
+# -- a classifier in threads --------------------------------------------------------------------------------------
+
+
+class Classifier:
+    """JPEGs to probabilities by OpenCV and ONNX Runtime in the calling thread: the work of all sides of a benchmark."""
+
+    def __init__(self, model: str, size: int, threads: int = 1, allow_spinning: bool = False) -> None:
+        import onnxruntime
+
+        from torchpipe_py.backends.models.onnx_graph import normalized_model
+        from torchpipe_py.encryption.model_file import ModelFile
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(allow_spinning)))
+        content = normalized_model(ModelFile(model), MEAN, STD)
+        self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        self._input, self._size = self._session.get_inputs()[0].name, size
+
+    def __call__(self, jpegs: Sequence[bytes]) -> Any:
+        """float32 N×classes."""
+        import cv2
+        import numpy as np
+
+        stack = np.empty((len(jpegs), 3, self._size, self._size), np.float32)
+        for row, jpeg in zip(stack, jpegs, strict=True):
+            image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR_RGB)
+            np.copyto(row, np.stack(cv2.split(cv2.resize(image, (self._size, self._size)))))
+        logits = self._session.run(None, {self._input: stack})[0]
+        exp = np.exp(logits - logits.max(1, keepdims=True))
+        return exp / exp.sum(1, keepdims=True)
+
+
+def classifier(model: str, size: str) -> tuple[Measure, str]:
+    """The classifier with the threads, the batch and the threads inside one run that are fastest on this machine."""
+    import cv2
+
+    cv2.setNumThreads(1)
+    cores, jpeg = cv2.getNumberOfCPUs(), picture()
+    inside = {count: Classifier(model, int(size), count, allow_spinning=True) for count in {1, cores}}
+
+    def measure(threads: int, batch: int, within: int, seconds: float) -> Load:
+        return in_threads(lambda: inside[within]([jpeg] * batch).max(1).tolist(), batch)(threads, seconds)
+
+    combinations = itertools.product((1, cores, 2 * cores), (1, 2, 4, 8), inside)
+    best = max(combinations, key=lambda one: measure(one[0], one[1], one[2], 1.0).qps)
+    remark = "bare threads: {} threads, batches of {}, {} threads inside a run measured best".format(*best)
+    return lambda clients, seconds: measure(*best, seconds), remark
+
+
+# -- the C++ library ----------------------------------------------------------------------------------------------
+
+
+def cpp(config: str) -> tuple[Measure, str]:
+    """The pipe of the C++ library: its threads and its allocator stay out of the benchmark's process."""
+    # NOTE: importing it tries for most of a minute to compile extensions that nothing here needs.
+    import torchpipe
+
+    run = torchpipe.pipe(json.loads(config))
+    return in_threads(lambda: run({"data": 1})), ""
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
-"""What the benchmarks share: closed-loop load from threads, medians over interleaved rounds, the table."""
+"""The benchmark runner: subjects under several loads, in interleaved rounds, as a table of medians.
+
+A benchmark makes a ``Report``, lets it ``measure`` its subjects, and holds the figures against its targets.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchpipe_py.loadtest.measure.cpu import cpu_model
 
@@ -24,137 +30,213 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Load:
-    """What one closed-loop run measured: calls per second, latencies in milliseconds.
+    """The figures of one run: calls per second, latencies in milliseconds.
 
-    ``cpu_ms``: the server's CPU time for a call, 0 where it was not measured.
+    ``cpu_ms`` is the processor time of a call, 0 where it was not measured; ``failed`` images of 100 had no result.
     """
 
     qps: float
-    p50: float
-    p99: float
+    p50: float = 0.0
+    p99: float = 0.0
     cpu_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a benchmark's table: what was measured, the median of each figure, and the bar if it has one."""
-
-    what: str
-    qps: float
-    p50: float | None = None
-    p99: float | None = None
+    failed: float = 0.0
     note: str = ""
+
+
+class Subject(NamedTuple):
+    """Something to measure. ``load`` takes the number of clients and the seconds.
+
+    ``clients`` replaces the numbers of clients of the benchmark: a limit is often measured with one number only. In the
+    table the number replaces ``{}`` in the name, if it has that.
+    """
+
+    name: str
+    load: Callable[[int, float], Load]
+    clients: tuple[int, ...] = ()
+
+
+class Target(NamedTuple):
+    """A bar, and whether the measured value reaches it."""
+
+    name: str
+    measured: float
+    bar: str
+    met: bool
 
 
 @dataclass
 class Report:
-    """A benchmark's outcome; ``targets`` holds (name, measured, bar, met)."""
+    """The outcome of a benchmark: ``loads`` has the rounds by name of the subject and number of clients."""
 
     title: str
-    rows: list[Row] = field(default_factory=list)
-    targets: list[tuple[str, float, str, bool]] = field(default_factory=list)
+    loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    until: float = float("inf")
 
-    def add(self, loads: Mapping[str, Load], notes: Mapping[str, str] | None = None) -> None:
-        """A row for each load, by its name."""
-        self.rows += [
-            Row(name, load.qps, load.p50, load.p99, (notes or {}).get(name, "")) for name, load in loads.items()
-        ]
+    def measure(self, subjects: Sequence[Subject], clients: Sequence[int], seconds: float, rounds: int) -> None:
+        """Load each subject with each number of clients. A round has all of them: a drift of the machine hits all."""
+        counts = dict.fromkeys([*clients, *(count for subject in subjects for count in subject.clients)])
+        for _ in range(rounds):
+            for count in counts:
+                for subject in subjects:
+                    if count in (subject.clients or clients):
+                        self.add(subject.name, count, subject.load(count, seconds))
+
+    def add(self, name: str, clients: int, load: Load) -> None:
+        """Keep the figures of a round."""
+        self.loads.setdefault((name, clients), []).append(load)
+
+    def median(self, name: str, clients: int) -> Load:
+        """The median of each figure on its own, with the last note."""
+        rounds = self.loads[name, clients]
+        names = ("qps", "p50", "p99", "cpu_ms", "failed")
+        figures = {name: statistics.median(getattr(load, name) for load in rounds) for name in names}
+        return Load(**figures, note=rounds[-1].note)
+
+    def ratio(self, ours: tuple[str, int], theirs: tuple[str, int]) -> float:
+        """Of the calls per second: the median of the rounds' ratios, since a busy machine changes between rounds."""
+        pairs = zip(self.loads[ours], self.loads[theirs], strict=True)
+        return statistics.median(one.qps / other.qps for one, other in pairs)
 
     def require(self, name: str, measured: float, low: float | None = None, high: float | None = None) -> None:
         """Record a target: ``measured`` must be at least ``low`` or less than ``high``."""
         met = (low is None or measured >= low) and (high is None or measured < high)
-        bar = f">= {low:g}" if low is not None else f"< {high:g}"
-        self.targets.append((name, measured, bar, met))
+        self.targets.append(Target(name, measured, f">= {low:g}" if low is not None else f"< {high:g}", met))
 
-
-class Attempts:
-    """Starts the parts of a benchmark until ``seconds`` are over; a part that fails is a remark of the report."""
-
-    def __init__(self, report: Report, seconds: float) -> None:
-        self._report, self._until = report, monotonic() + seconds
-
-    def __call__(self, what: str, action: Callable[[], object]) -> None:
+    def attempt(self, what: str, action: Call) -> None:
+        """Run a part of the benchmark. If it fails, or ``until`` is past, the report gets a remark and goes on."""
         problem = "no time is left"
-        if monotonic() < self._until:
+        if monotonic() < self.until:
             try:
                 action()
                 return
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-        self._report.remarks.append(f"{what}: not measured: {problem}")
-        print(self._report.remarks[-1], file=sys.stderr, flush=True)
+        self.remarks.append(f"{what}: not measured: {problem}")
+        progress(self.remarks[-1])
+
+    def show(self) -> None:
+        """Print the table, whether each target is met, and the remarks."""
+        print(f"\n{self.title}")
+        names = {key: labelled(*key) for key in self.loads}
+        width = max(map(len, names.values()), default=0)
+        print(f"  {'':{width}}  {'QPS':>9}  {'p50 ms':>8}  {'p99 ms':>8}")
+        for key, name in names.items():
+            load = self.median(*key)
+            p50, p99 = (f"{value:8.2f}" if value else " " * 8 for value in (load.p50, load.p99))
+            note = load.note or (f"{load.cpu_ms:.2f} ms CPU" if load.cpu_ms else "")
+            note += f", {load.failed:.1f} % without result" if load.failed else ""
+            print(f"  {name:{width}}  {load.qps:9.0f}  {p50}  {p99}  {note}".rstrip())
+        for target in self.targets:
+            print(f"  {'ok    ' if target.met else 'MISSED'} {target.name}: {target.measured:.2f} ({target.bar})")
+        print(*(f"  {remark}" for remark in self.remarks), sep="\n", end="\n" if self.remarks else "", flush=True)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        rows = [
+            {"name": name, "clients": clients, **asdict(self.median(name, clients)), "rounds": [*map(asdict, rounds)]}
+            for (name, clients), rounds in self.loads.items()
+        ]
+        targets = [target._asdict() for target in self.targets]
+        return {"title": self.title, "rows": rows, "targets": targets, "remarks": self.remarks}
 
 
-def run_threads(call: Call, clients: int, seconds: float) -> Load:
-    """``clients`` threads in a closed loop, each calling ``call`` once at least, and again for about ``seconds``."""
-    latencies: list[list[float]] = [[] for _ in range(clients)]
-    stop = threading.Event()
-    barrier = threading.Barrier(clients + 1)
+def labelled(name: str, clients: int) -> str:
+    """A subject and its number of clients in one line."""
+    return name.format(clients) if "{}" in name else f"{name}, {clients} client{'s' * (clients != 1)}"
 
-    def client(mine: list[float]) -> None:
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> None:
+    """The options of every benchmark, and if there are several its name."""
+    if names:
+        parser.add_argument("name", choices=[*names, "all"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements whose median is shown (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
+
+
+def run(benchmarks: Mapping[str, Callable[[], Report]], args: argparse.Namespace, where: str = "") -> int:
+    """Run ``args.name``, or all. 0 when every target is met, 1 when one is missed."""
+    here = machine()
+    on = f"{here['cpu']}, {here['cores']} cores, Python {here['python']}"
+    print(f"{where}{on}; medians of {args.rounds} x {args.seconds:g} s", flush=True)
+    reports = []
+    for name in benchmarks if args.name == "all" else [args.name]:
+        reports.append(benchmarks[name]())
+        reports[-1].show()
+    if args.json:
+        content = {"machine": here, "command": sys.argv, "reports": [report.figures() for report in reports]}
+        args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(target.met for report in reports for target in report.targets) else 1
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its usable cores, Python and the system."""
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": cpu_model(), "cores": cores, "python": platform.python_version(), "system": platform.platform()}
+
+
+def progress(line: str) -> None:
+    """Print what is known so far to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- load ---------------------------------------------------------------------------------------------------------
+
+
+def in_threads(call: Call, images: int = 1) -> Callable[[int, float], Load]:
+    """A subject's ``load``: threads in a closed loop, each of which calls once at least. A call is so many images."""
+
+    def load(clients: int, seconds: float) -> Load:
+        latencies: list[list[float]] = [[] for _ in range(clients)]
+        stop = threading.Event()
+        barrier = threading.Barrier(clients + 1)
+
+        def client(mine: list[float]) -> None:
+            barrier.wait()
+            while not (mine and stop.is_set()):
+                start = perf_counter()
+                call()
+                mine.append(perf_counter() - start)
+
+        threads = [threading.Thread(target=client, args=(mine,)) for mine in latencies]
+        for thread in threads:
+            thread.start()
         barrier.wait()
-        while not (mine and stop.is_set()):
-            start = perf_counter()
-            call()
-            mine.append(perf_counter() - start)
+        start = perf_counter()
+        stop.wait(seconds)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        return load_of([value for mine in latencies for value in mine], perf_counter() - start, images)
 
-    threads = [threading.Thread(target=client, args=(mine,)) for mine in latencies]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    start = perf_counter()
-    stop.wait(seconds)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    return load_of([value for mine in latencies for value in mine], perf_counter() - start)
+    return load
 
 
-def scaled(call: Call, clients: int, count: int, seconds: float) -> Load:
-    """``run_threads`` of a call that is ``count`` images: images per second, latencies of a call."""
-    load = run_threads(call, clients, seconds)
-    return Load(load.qps * count, load.p50, load.p99)
-
-
-def load_of(latencies: Sequence[float], wall: float) -> Load:
-    """Figures of latencies in seconds, measured within ``wall`` seconds."""
+def load_of(latencies: Sequence[float], wall: float, images: int = 1) -> Load:
+    """The figures of calls with these latencies in seconds, measured within ``wall`` seconds."""
     ordered = sorted(latencies)
-    last = len(ordered) - 1
-    return Load(len(ordered) / wall, 1000 * ordered[last // 2], 1000 * ordered[min(last, int(0.99 * len(ordered)))])
+    p50, p99 = (1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.99))
+    return Load(images * len(ordered) / wall, p50, p99)
 
 
-def interleave(subjects: Mapping[str, Callable[[], Load]], rounds: int) -> dict[str, Load]:
-    """The median of each figure over ``rounds``."""
-    return medians(in_rounds(subjects, rounds))
+def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:
+    """This interpreter in a process of its own, with the packages and scripts of the checkout importable."""
+    env = {**os.environ, **(environment or {})}
+    paths = [str(REPOSITORY), str(REPOSITORY / "server"), str(REPOSITORY / "scripts"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return subprocess.Popen([sys.executable, *args], env=env, text=True, **kwargs)
 
 
-def in_rounds(subjects: Mapping[str, Callable[[], Load]], rounds: int) -> dict[str, list[Load]]:
-    """A load of each round; each round has all subjects, so a drift of the machine hits all."""
-    loads: dict[str, list[Load]] = {name: [] for name in subjects}
-    for _ in range(rounds):
-        for name, subject in subjects.items():
-            loads[name].append(subject())
-    return loads
+# -- images -------------------------------------------------------------------------------------------------------
 
 
-def medians(loads: Mapping[str, Sequence[Load]]) -> dict[str, Load]:
-    """``median_load`` of each."""
-    return {name: median_load(values) for name, values in loads.items()}
-
-
-def median_load(loads: Sequence[Load]) -> Load:
-    """The median of each figure on its own."""
-    return Load(*(statistics.median(values) for values in zip(*(asdict(load).values() for load in loads), strict=True)))
-
-
-def test_jpeg() -> bytes:
-    """The image of the figures in the documentation: 500×375, quality 90, about 60 KB; deterministic."""
-    return picture(500, 375)
-
-
-def picture(width: int, height: int, suffix: str = ".jpg", quality: int = 90) -> bytes:
-    """A file of another size or kind with the same content."""
+def picture(width: int = 500, height: int = 375, suffix: str = ".jpg", quality: int = 90) -> bytes:
+    """A file with the same content in any size and format; by default the 66 KB image of the documented figures."""
     import cv2
     import numpy as np
 
@@ -167,35 +249,10 @@ def picture(width: int, height: int, suffix: str = ".jpg", quality: int = 90) ->
     return bytes(encoded)
 
 
-def machine() -> dict[str, Any]:
-    """What this ran on."""
-    cores = len(os.sched_getaffinity(0))
-    return {"cpu": cpu_model(), "cores": cores, "python": platform.python_version(), "system": platform.platform()}
-
-
-def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:
-    """This interpreter on ``args`` in a process of its own, with the checkout's packages and scripts importable."""
-    env = {**os.environ, **(environment or {})}
-    paths = [str(REPOSITORY), str(REPOSITORY / "server"), str(REPOSITORY / "scripts"), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return subprocess.Popen([sys.executable, *args], env=env, text=True, **kwargs)
-
-
-def show(report: Report) -> None:
-    """Print the table and whether each target is met."""
-    print(f"\n{report.title}")
-    width = max((len(row.what) for row in report.rows), default=0)
-    print(f"  {'':{width}}  {'QPS':>9}  {'p50 ms':>8}  {'p99 ms':>8}")
-    for row in report.rows:
-        p50, p99 = (f"{value:8.2f}" if value is not None else " " * 8 for value in (row.p50, row.p99))
-        print(f"  {row.what:{width}}  {row.qps:9.0f}  {p50}  {p99}  {row.note}".rstrip())
-    for name, measured, bar, met in report.targets:
-        print(f"  {'ok    ' if met else 'MISSED'} {name}: {measured:.2f} ({bar})")
-    for remark in report.remarks:
-        print(f"  {remark}")
-
-
-def write_json(path: str, reports: Sequence[Report]) -> None:
-    """Everything that was measured, with the machine."""
-    content = {"machine": machine(), "command": sys.argv, "reports": [asdict(report) for report in reports]}
-    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+@contextmanager
+def image_folder(*images: bytes) -> Iterator[Path]:
+    """A folder with these images, by default with ``picture()``."""
+    with tempfile.TemporaryDirectory() as folder:
+        for index, image in enumerate(images or [picture()]):
+            Path(folder, f"{index:02}.jpg").write_bytes(image)
+        yield Path(folder)

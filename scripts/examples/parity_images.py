@@ -1,41 +1,35 @@
-"""JPEGs of every kind a decoder meets: ``scripts/make_parity_images.py`` says what the names mean."""
+"""Write JPEGs of every kind a decoder meets, the same for the same seed and libraries.
+
+    python scripts/run.py parity_images --out images --count 200
+
+For ``torchpipe parity``, which runs them through two preprocessing configurations. The name of a file says what it is:
+number, width x height as stored, quality, chroma subsampling (444, 422, 420 or gray), ``prog`` for progressive, ``rst``
+and the blocks between restart markers, ``exif`` and the orientation, then what it shows. ``--odd`` adds CMYK and broken
+files.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageFile, ImageFilter
+from PIL import Image, ImageDraw, ImageFile, ImageFilter
 
 from torchpipe_py.arguments import ArgumentParser
 
 ORIENTATION = 0x0112  # the EXIF tag
 RESTART_SEGMENT = b"\xff\xdd"  # a JPEG that has restart intervals defines them with this marker
 ENCODER_BUFFER = 2**26  # bytes; Pillow's own estimate is too small for noise, and a progressive JPEG must fit
-SUBSAMPLINGS = ("444", "422", "420")  # Pillow's 0, 1, 2
+SUBSAMPLINGS = ("444", "422", "420", "gray")  # the first three are Pillow's 0, 1, 2
 
 TINY = ((17, 23), (16, 16), (8, 8), (1, 1), (2, 3))  # width, height; what random sizes seldom meet
 EXTREME = ((2000, 1500), (1500, 2000), (1000, 20), (20, 1000), (1999, 33), (33, 1999))
 COMMON = ((224, 224), (225, 223), (640, 480), (1024, 683), (1920, 1080))
 SIZES = TINY + EXTREME + COMMON
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How one image is stored; ``restart`` blocks between markers and ``orientation`` are 0 for none."""
-
-    width: int
-    height: int
-    quality: int
-    subsampling: str
-    progressive: bool
-    restart: int
-    orientation: int
 
 
 # --- what is shown: each draws a scene of width x height, RGB -------------------------------------------------------
@@ -90,51 +84,37 @@ def drawn(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(0.7))
 
 
-def of_photo(photo: Image.Image) -> Scene:
-    """A random part of ``photo``, turned and brightened or darkened, as a scene of any size."""
-
-    def scene(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-        turned = photo.rotate(rng.uniform(-20, 20), Image.Resampling.BICUBIC) if rng.random() < 0.4 else photo
-        share = rng.uniform(0.35, 0.75) * min(photo.width / width, photo.height / height)
-        part_w, part_h = max(1.0, share * width), max(1.0, share * height)
-        left, top = rng.uniform(0, photo.width - part_w), rng.uniform(0, photo.height - part_h)
-        box = (left, top, left + part_w, top + part_h)
-        image = turned.resize((width, height), Image.Resampling.BICUBIC, box)
-        return ImageEnhance.Brightness(image).enhance(rng.uniform(0.6, 1.4))
-
-    return scene
-
-
-def scenes() -> dict[str, Scene]:
-    """Scenes by name; more photographs than anything else, since that is what pipelines see."""
-    others: dict[str, Scene] = {"gradient": gradient, "noise": noise, "text": text, "stripes": stripes}
-    return {**photographs(), **others}
-
-
-def photographs() -> dict[str, Scene]:
-    """``china`` and ``flower`` of scikit-learn, or ``drawn`` without it."""
-    try:
-        from sklearn.datasets import load_sample_image
-    except ImportError:
-        return {"drawn": drawn}
-    return {name: of_photo(Image.fromarray(load_sample_image(f"{name}.jpg"))) for name in ("china", "flower")}
-
+SCENES: dict[str, Scene] = {"drawn": drawn, "gradient": gradient, "noise": noise, "text": text, "stripes": stripes}
+OTHERS = [*SCENES][1:]  # more stand-ins of photographs than anything else, since those are what pipelines see
 
 # --- how it is stored ------------------------------------------------------------------------------------------------
 
 
-def choose_kind(rng: np.random.Generator, index: int) -> Kind:
-    """The size from ``SIZES`` for the first ones, then at random; every third turned; the rest at random."""
+def write_image(folder: Path, index: int, seed: int) -> int:
+    """Image ``index``; its bytes. Its size is from ``SIZES`` for the first ones, then random; every third is turned."""
+    rng = np.random.default_rng([seed, index])
+    scene = "drawn" if rng.random() < 0.6 else str(rng.choice(OTHERS))
     width, height = SIZES[index] if index < len(SIZES) else random_size(rng)
-    return Kind(
-        width=width,
-        height=height,
-        quality=int(rng.integers(30, 101)),
-        subsampling="gray" if rng.random() < 0.1 else str(rng.choice(SUBSAMPLINGS, p=(0.25, 0.2, 0.55))),
-        progressive=bool(rng.random() < 0.25),
-        restart=int(rng.choice((0, 0, 0, 0, 1, 4, 16))),
-        orientation=index // 3 % 8 + 1 if index % 3 == 2 else 0,
-    )
+    quality, subsampling = int(rng.integers(30, 101)), str(rng.choice(SUBSAMPLINGS, p=(0.225, 0.18, 0.495, 0.1)))
+    progressive, restart = bool(rng.random() < 0.25), int(rng.choice((0, 0, 0, 0, 1, 4, 16)))
+    orientation = index // 3 % 8 + 1 if index % 3 == 2 else 0
+    image = SCENES[scene](rng, width, height)
+    options: dict[str, Any] = {"quality": quality, "progressive": progressive}
+    if subsampling == "gray":
+        image = image.convert("L")
+    else:
+        options["subsampling"] = SUBSAMPLINGS.index(subsampling)
+    if restart:
+        options["restart_marker_blocks"] = restart  # which an older Pillow leaves out
+    if orientation:
+        options["exif"] = Image.Exif()
+        options["exif"][ORIENTATION] = orientation
+    encoded = saved(image, "JPEG", **options)
+    parts = [f"{index:03d}", f"{width}x{height}", f"q{quality}", subsampling, *(["prog"] if progressive else [])]
+    parts += [f"rst{restart}"] if restart and RESTART_SEGMENT in encoded[:2000] else []
+    parts += [f"exif{orientation}"] if orientation else []
+    (folder / f"{'_'.join([*parts, scene])}.jpg").write_bytes(encoded)
+    return len(encoded)
 
 
 def random_size(rng: np.random.Generator) -> tuple[int, int]:
@@ -144,52 +124,11 @@ def random_size(rng: np.random.Generator) -> tuple[int, int]:
     return (longer, shorter) if rng.random() < 0.6 else (shorter, longer)
 
 
-def encode(image: Image.Image, kind: Kind) -> bytes:
-    """JPEG bytes; an older Pillow leaves restart markers out."""
-    options: dict[str, Any] = {"quality": kind.quality, "progressive": kind.progressive}
-    if kind.subsampling != "gray":
-        options["subsampling"] = SUBSAMPLINGS.index(kind.subsampling)
-    if kind.restart:
-        options["restart_marker_blocks"] = kind.restart
-    if kind.orientation:
-        exif = Image.Exif()
-        exif[ORIENTATION] = kind.orientation
-        options["exif"] = exif
-    file = io.BytesIO()
-    (image.convert("L") if kind.subsampling == "gray" else image).save(file, "JPEG", **options)
-    return file.getvalue()
-
-
-def file_name(index: int, kind: Kind, scene: str, encoded: bytes) -> str:
-    """What was stored, not what was asked for."""
-    parts = [f"{index:03d}", f"{kind.width}x{kind.height}", f"q{kind.quality}", kind.subsampling]
-    parts += ["prog"] if kind.progressive else []
-    parts += [f"rst{kind.restart}"] if kind.restart and RESTART_SEGMENT in encoded[:2000] else []
-    parts += [f"exif{kind.orientation}"] if kind.orientation else []
-    return "_".join([*parts, scene]) + ".jpg"
-
-
-def write_images(folder: Path, count: int, seed: int) -> int:
-    """``count`` files; the bytes in all. File i is the same however many are written."""
-    by_name = scenes()
-    photos = [name for name in by_name if name in ("china", "flower", "drawn")]
-    others = [name for name in by_name if name not in photos]
-    total = 0
-    for index in range(count):
-        rng = np.random.default_rng([seed, index])
-        name = str(rng.choice(photos if rng.random() < 0.6 else others))
-        kind = choose_kind(rng, index)
-        encoded = encode(by_name[name](rng, kind.width, kind.height), kind)
-        (folder / file_name(index, kind, name, encoded)).write_bytes(encoded)
-        total += len(encoded)
-    return total
-
-
 def write_odd(folder: Path, seed: int) -> int:
     """CMYK, and files that are broken or not what their names say; how many."""
     rng = np.random.default_rng([seed, 0, 1])
     image = drawn(rng, 320, 240)
-    whole = encode(image, Kind(320, 240, 85, "420", False, 0, 0))
+    whole = saved(image, "JPEG", quality=85)
     scan = whole.index(b"\xff\xda")
     damaged = bytearray(whole)
     for place in rng.integers(scan + 20, len(whole) - 2, 20):
@@ -208,27 +147,24 @@ def write_odd(folder: Path, seed: int) -> int:
     return len(files)
 
 
-def saved(image: Image.Image, kind: str) -> bytes:
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The bytes of a file."""
     file = io.BytesIO()
-    image.save(file, kind)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
-def _parser() -> ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when written."""
     parser = ArgumentParser(description="Write JPEGs of every kind a decoder meets.")
     parser.add_argument("--out", type=Path, required=True, help="folder, made where there is none")
     parser.add_argument("--count", type=int, default=200, help="images (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--odd", action="store_true", help="CMYK and broken files besides")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when written."""
-    args = _parser().parse_args(argv)
+    args = parser.parse_args(argv)
     ImageFile.MAXBLOCK = ENCODER_BUFFER
     args.out.mkdir(parents=True, exist_ok=True)
-    total = write_images(args.out, args.count, args.seed)
+    total = sum(write_image(args.out, index, args.seed) for index in range(args.count))
     odd = write_odd(args.out, args.seed) if args.odd else 0
     print(f"{args.out}: {args.count} images, {total / 1e6:.1f} MB" + (f", and {odd} odd files" if odd else ""))
     return 0

@@ -1,4 +1,6 @@
-"""A JPEG classification set whose classes differ by fine textures alone, so that how pixels are made counts.
+"""Draw a JPEG classification set whose classes differ by fine textures alone, so that how pixels are made counts.
+
+    python scripts/run.py textures --out DIR --train 200 --val 50
 
 Each picture is a smooth random background with clouds, noise and two faint gratings near the finest waves that a
 224×224 network input can hold: one of luminance, one of chrominance. A class is a pair of gratings; everything else
@@ -8,13 +10,8 @@ is chance. Shrinking with or without smoothing, and how a decoder doubles halved
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -22,14 +19,12 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from examples.files import in_the_place_of
 from torchpipe_py.arguments import ArgumentParser
 
 WIDTH, HEIGHT = 500, 375  # pixels of a picture
 SIDE = 224  # pixels of the network's input, which the picture is shrunk to without keeping its aspect ratio
 QUALITY = 90
 SPLITS = ("train", "val")  # the place is the second word of every picture's random seed: they share no stream
-MOST_IMAGES = 10_000  # of a class and split, so that four digits number them
 SUBSAMPLINGS = {
     "420": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
     "422": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422,
@@ -61,35 +56,22 @@ KINDS = tuple(product(LUMA, CHROMA))
 """The gratings of each class; a set of fewer classes has the first ones."""
 
 
-def write_set(
-    root: Path, train: int, val: int, classes: int = 8, seed: int = 0, jobs: int = 1, subsampling: str = "420"
-) -> None:
+def write_set(root: Path, train: int, val: int, classes: int = 8, seed: int = 0, subsampling: str = "420") -> None:
     """Write ``root/train/<class>/<nnnn>.jpg`` and ``root/val/…``, ``train`` and ``val`` images of each class.
 
     500×375 pixels, quality 90, chroma ``"420"``, ``"422"`` or ``"444"``. A picture depends on seed, split, class and
-    number alone. Files that are there are left as they are: a run that was stopped goes on, and nothing is deleted.
-    ``ValueError`` names an argument that makes no sense. ``jobs`` processes draw.
+    number alone. Files that exist are left as they are: a run that was stopped goes on.
     """
-    _check("train", train, 1, MOST_IMAGES)
-    _check("val", val, 1, MOST_IMAGES)
-    _check("classes", classes, 2, len(KINDS))
-    _check("seed", seed, 0)
-    _check("jobs", jobs, 1)
-    if subsampling not in SUBSAMPLINGS:
-        raise ValueError(f"subsampling: expected one of {', '.join(SUBSAMPLINGS)}, got {subsampling!r}")
+    counts = {"train": train, "val": val}
     for split, kind in product(SPLITS, range(classes)):
-        (root / split / class_name(kind)).mkdir(parents=True, exist_ok=True)
-    _claim(root, f"seed {seed}, subsampling {subsampling}\n")
-    missing = list(_missing(root, {"train": train, "val": val}, classes))
-    write = partial(_write, root, seed, subsampling)
-    if jobs == 1 or len(missing) < 2:
-        for picture in missing:
-            write(picture)
-        return
-    # Not forked: the caller may have threads, of PyTorch for one.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(write, missing, chunksize=max(1, min(32, len(missing) // jobs))):
-            pass
+        folder = root / split / class_name(kind)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(counts[split]):
+            path = folder / f"{number:04d}.jpg"
+            if not path.exists():
+                unfinished = path.with_suffix(".unfinished")
+                unfinished.write_bytes(encode(draw(seed, split, kind, number), subsampling))
+                unfinished.replace(path)
 
 
 def class_name(kind: int) -> str:
@@ -118,10 +100,7 @@ def draw(seed: int, split: str, kind: int, number: int) -> np.ndarray:
 def encode(picture: np.ndarray, subsampling: str = "420") -> bytes:
     """A BGR picture as a JPEG of quality 90."""
     options = (cv2.IMWRITE_JPEG_QUALITY, QUALITY, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, SUBSAMPLINGS[subsampling])
-    done, encoded = cv2.imencode(".jpg", picture, options)
-    if not done:
-        raise RuntimeError("OpenCV cannot encode JPEGs here")
-    return bytes(encoded)
+    return bytes(cv2.imencode(".jpg", picture, options)[1])
 
 
 # --- what a picture is made of: float32, 375×500 -------------------------------------------------------------------
@@ -157,70 +136,23 @@ def _waves(rng: np.random.Generator, grating: Grating, contrast: float) -> np.nd
     return waves
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-def _check(name: str, value: int, low: int, high: int | None = None) -> None:
-    bounds = f"{low} to {high}" if high is not None else f"{low} or more"
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        raise ValueError(f"{name}: expected a whole number, {bounds}, got {value!r}")
-
-
-def _claim(root: Path, made_with: str) -> None:
-    """Remember what the pictures are made with; ``ValueError`` where some are there that were made otherwise."""
-    path = root / "textures.txt"
-    if not path.exists():
-        with in_the_place_of(path) as unfinished:
-            unfinished.write_text(made_with, encoding="utf-8")
-    there = path.read_text(encoding="utf-8")
-    if there != made_with:
-        raise ValueError(f"root: {root} holds pictures of {there.strip()}, not {made_with.strip()}")
-
-
-def _missing(root: Path, counts: dict[str, int], classes: int) -> Iterator[tuple[str, int, int]]:
-    """Split, class and number of each picture that is not there."""
-    for split, count in counts.items():
-        for kind in range(classes):
-            there = set(os.listdir(root / split / class_name(kind)))
-            yield from ((split, kind, number) for number in range(count) if f"{number:04d}.jpg" not in there)
-
-
-def _write(root: Path, seed: int, subsampling: str, picture: tuple[str, int, int]) -> None:
-    split, kind, number = picture
-    path = root / split / class_name(kind) / f"{number:04d}.jpg"
-    with in_the_place_of(path) as unfinished:
-        unfinished.write_bytes(encode(draw(seed, split, kind, number), subsampling))
-
-
 # --- command -------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(description="Draw a JPEG classification set of fine textures.")
-    parser.add_argument("--out", type=Path, required=True, help="a folder, new or of a run that was stopped")
-    parser.add_argument("--train", type=int, default=200, help="images of each class (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=50, help="images of each class (default: %(default)s)")
-    parser.add_argument("--classes", type=int, default=8, help=f"2 to {len(KINDS)} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that draw (default: %(default)s)")
-    parser.add_argument(
-        "--subsampling", default="420", help=f"of chroma: {', '.join(SUBSAMPLINGS)} (default: %(default)s)"
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when all is written; 2, after a line that says why, for options that make no sense."""
-    args = _parser().parse_args(argv)
+    """0 when all is written."""
+    parser = ArgumentParser(description="Draw a JPEG classification set of fine textures.")
+    option = parser.add_argument
+    option("--out", type=Path, required=True, help="a folder, new or of a run that was stopped")
+    option("--train", type=int, default=200, help="images of each class (default: %(default)s)")
+    option("--val", type=int, default=50, help="images of each class (default: %(default)s)")
+    classes = range(2, len(KINDS) + 1)
+    option("--classes", type=int, default=8, choices=classes, metavar="N", help="2 to 16 (default: %(default)s)")
+    option("--seed", type=int, default=0, help="(default: %(default)s)")
+    option("--subsampling", default="420", choices=SUBSAMPLINGS, help="of chroma (default: %(default)s)")
+    args = parser.parse_args(argv)
     start = time.perf_counter()
-    try:
-        write_set(args.out, args.train, args.val, args.classes, args.seed, args.jobs, args.subsampling)
-    except ValueError as error:
-        print(f"make_textures: --{str(error).replace('root:', 'out:', 1)}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"make_textures: --out: {error}", file=sys.stderr)
-        return 2
+    write_set(args.out, args.train, args.val, args.classes, args.seed, args.subsampling)
     counts = f"{args.classes} classes, {args.train} images of each to train on, {args.val} to validate with"
     print(f"{args.out}: {counts}; {time.perf_counter() - start:.0f} s")
     return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from recipes.place import Place
+from recipes.options import Place
 from torchpipe_py.training import (
     DistributedEvalSampler,
     ImageFolder,
@@ -18,8 +17,6 @@ from torchpipe_py.training import (
     TrainingError,
     wrap_dataloader_torchpipe,
 )
-
-Config = dict[str, dict[str, Any]]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -47,7 +44,7 @@ class FlipAndNormalise(Normalise):
 
 
 def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
-    sampler = DistributedSampler(dataset, seed=args.seed) if place.is_distributed else None
+    sampler = DistributedSampler(dataset, seed=args.seed) if place.kind == "ddp" else None
     loader = DataLoader(
         dataset, args.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=args.workers, drop_last=True
     )
@@ -55,36 +52,26 @@ def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> Tor
 
 
 def validation_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
-    sampler = DistributedEvalSampler(dataset) if place.is_distributed else None
+    sampler = DistributedEvalSampler(dataset) if place.kind == "ddp" else None
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.workers)
     return _wrapped(args, place, loader, args.val_toml or args.toml, Normalise())
 
 
 class Loaders:
-    """``train`` and ``val``, and the names of the ``classes``; a context that closes both.
+    """``train`` and ``val``, and the names of the ``classes``; a context that closes both."""
 
-    ``training`` and ``validation`` make them from the options, the place and an ``ImageFolder``: of ours, or of others
-    with what ``Session`` uses of ``TorchpipeLoader``.
-    """
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        place: Place,
-        training: Callable[[argparse.Namespace, Place, Any], Any] = training_loader,
-        validation: Callable[[argparse.Namespace, Place, Any], Any] = validation_loader,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, place: Place) -> None:
         if not (args.data / "train").is_dir():
-            raise TrainingError(f"--data {args.data}: there is no train/ in it, which val/ stands beside")
+            raise TrainingError(f"--data {args.data}: expected the folders train/ and val/ in it, found no train/")
         train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
         if train.classes != val.classes:
             raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
         self.classes = train.classes
         with ExitStack() as stack:
-            self.train = stack.enter_context(training(args, place, train))
+            self.train = stack.enter_context(training_loader(args, place, train))
             if not len(self.train):
                 raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
-            self.val = stack.enter_context(validation(args, place, val))
+            self.val = stack.enter_context(validation_loader(args, place, val))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Loaders:
@@ -96,7 +83,7 @@ class Loaders:
 
 def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms: Any) -> TorchpipeLoader:
     return wrap_dataloader_torchpipe(
-        place.parallel_type,
+        place.kind,
         loader,
         toml,
         local_rank=place.local_rank,
@@ -106,19 +93,3 @@ def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, tra
         workers_decode=args.workers_decode,
         transforms_batch=transforms,
     )
-
-
-def pipe_on_cpu(size: int, instances: int) -> Config:
-    """JPEG bytes to float32 1×3×size×size of 0..255, RGB: decoded and resized by OpenCV, in so many threads."""
-    backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
-    return _preprocess(backend, size, color="rgb", device="cpu", instance_num=instances)
-
-
-def pipe_on_gpu(size: int, most: int, instances: int = 1, decoder: str = "torchvision") -> Config:
-    """The same on the GPU, in batches of up to ``most``; of two instances, one prepares while the other decodes."""
-    backend = "S[DecodeTensor,ResizeTensor,SyncTensor]"
-    return _preprocess(backend, size, decoder=decoder, max=most, instance_num=instances)
-
-
-def _preprocess(backend: str, size: int, **more: Any) -> Config:
-    return {"preprocess": {"backend": backend, "resize_h": size, "resize_w": size, **more}}

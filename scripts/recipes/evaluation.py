@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,65 +34,17 @@ SOLUTIONS = ("pipe", "torch")
 NO_PREDICTION = -1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when evaluated, 2 with one line on stderr otherwise."""
-    args = _parser().parse_args(argv)
-
-    def work() -> None:
-        report = evaluate(args)
-        if args.json is not None:
-            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-    return guarded("test_gpu", work)
-
-
-def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Run and print what ``--solution`` asks for; all figures. Raises ``TorchpipeError``."""
-    dataset = ImageFolder(args.data)
-    labels = [label for _, label in dataset.samples]
-    runs: dict[str, Run] = {}
-    report: dict[str, Any] = {"data": str(args.data), "precision": args.precision, "solutions": {}}
-    for name in SOLUTIONS if args.solution == "both" else (args.solution,):
-        run = runs[name] = {"pipe": by_pipe, "torch": by_torch}[name](args, dataset)
-        scores = Scores.of(labels, run.predictions.classes, len(dataset.classes))
-        rate = len(labels) / run.seconds
-        print(f"{name}: {scores}, {rate:.1f} images/s", flush=True)
-        report["solutions"][name] = {**asdict(scores), "images_per_s": rate}
-    if args.folder is not None and "pipe" in runs:
-        print(f"torchpipe-serve {shlex.quote(str(args.folder / 'served.toml'))} serves that pipe")
-    if len(runs) == 2:
-        agreement = Agreement.of(*(run.predictions for run in runs.values()))
-        print(f"top-1 agreement {agreement.share:.4f}, scores differ by {agreement.largest:.2g} at most")
-        report["agreement"] = asdict(agreement)
-    return report
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(description="How good a trained model is on labelled images.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="written by scripts/train.py")
-    parser.add_argument("--data", type=Path, required=True, help="a folder of class folders, DIR/val say")
-    parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as in training")
-    parser.add_argument("--solution", choices=(*SOLUTIONS, "both"), default="both", help="(default: %(default)s)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the model (default: %(default)s)")
-    parser.add_argument(
-        "--engine", choices=("onnx", "tensorrt"), help="of the pipe (default: TensorRT where it works, else ONNX)"
-    )
-    parser.add_argument("--arch", help="as in training (default: the checkpoint's)")
-    parser.add_argument("--size", type=whole(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
-    parser.add_argument("--clients", type=whole(1), default=8, help="threads that call the pipe (default: %(default)s)")
-    parser.add_argument("--batch-size", type=whole(1), default=32, help="of PyTorch (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="keeps model, labels, engine and served.toml (default: none)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
-    return parser
-
-
-@dataclass(frozen=True)
+@dataclass
 class Predictions:
-    """``classes``: int64 N, -1 for an image that could not be read; ``scores``: float64 N, of the class named."""
+    """``classes``: int64 N, -1 for an image that could not be read; ``scores``: float64 N, of the class named.
+
+    ``seconds``: how long all took once the model was loaded and warm. With few images the time of ``by_torch`` is
+    mostly that of its first batch: reading processes start with it.
+    """
 
     classes: Any
     scores: Any
+    seconds: float = 0.0
 
     @classmethod
     def none(cls, count: int) -> Predictions:
@@ -100,88 +52,43 @@ class Predictions:
         return cls(np.full(count, NO_PREDICTION, np.int64), np.zeros(count))
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Shares in 0..1: top-1 ``accuracy``, Wilson's 95 % interval ``low`` to ``high``, macro ``recall``, ``precision``.
+def score(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
+    """Of labels in 0..``classes`` - 1 and as many predictions, -1 for none, which count as wrong.
 
-    Recall and precision are means over the classes that have images; one that is never named has precision 0.
-    ``unread`` images have no prediction, and count as wrong.
+    Shares in 0..1: top-1 ``accuracy``, Wilson's 95 % interval ``low`` to ``high``, macro ``recall``, ``precision``:
+    means over the classes that have images; a class that is never named has precision 0.
     """
-
-    images: int
-    unread: int
-    accuracy: float
-    low: float
-    high: float
-    recall: float
-    precision: float
-
-    @classmethod
-    def of(cls, labels: Sequence[int], predictions: Sequence[int], classes: int) -> Scores:
-        """Of N labels in 0..``classes`` - 1 and N predictions, -1 for none; ``ValueError`` where these do not fit."""
-        true, named = np.asarray(labels, np.int64), np.asarray(predictions, np.int64)
-        if true.shape != named.shape or not len(true):
-            raise ValueError(f"{len(true)} labels and {len(named)} predictions; expected equally many, at least one")
-        if min(true.min(), named.min() + 1) < 0 or max(true.max(), named.max()) >= classes:
-            raise ValueError(f"a label or prediction is none of the {classes} classes")
-        right = np.bincount(true[true == named], minlength=classes)
-        images, times_named = np.bincount(true, minlength=classes), np.bincount(named + 1, minlength=classes + 1)[1:]
-        there = images > 0
-        hits, count = int(right.sum()), len(true)
-        low, high = wilson(hits, count)
-        return cls(
-            images=count,
-            unread=int((named == NO_PREDICTION).sum()),
-            accuracy=hits / count,
-            low=low,
-            high=high,
-            recall=float((right[there] / images[there]).mean()),
-            precision=float((right[there] / np.maximum(1, times_named[there])).mean()),
-        )
-
-    def __str__(self) -> str:
-        interval = f"95 % interval {self.low:.4f} to {self.high:.4f}"
-        unread = f", {self.unread} could not be read" if self.unread else ""
-        return (
-            f"{self.images} images{unread}, top-1 accuracy {self.accuracy:.4f} ({interval}), "
-            f"macro recall {self.recall:.4f}, macro precision {self.precision:.4f}"
-        )
+    true, named = np.asarray(labels, np.int64), np.asarray(predictions, np.int64)
+    right = np.bincount(true[true == named], minlength=classes)
+    images, times_named = np.bincount(true, minlength=classes), np.bincount(named + 1, minlength=classes + 1)[1:]
+    there, hits = images > 0, int(right.sum())
+    low, high = wilson(hits, len(true))
+    return {
+        "images": len(true),
+        "unread": int((named == NO_PREDICTION).sum()),
+        "accuracy": hits / len(true),
+        "low": low,
+        "high": high,
+        "recall": float((right[there] / images[there]).mean()),
+        "precision": float((right[there] / np.maximum(1, times_named[there])).mean()),
+    }
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """``share`` of the images that get the same class; ``largest`` difference of scores, of images both could read."""
-
-    share: float
-    largest: float
-
-    @classmethod
-    def of(cls, first: Predictions, second: Predictions) -> Agreement:
-        """Of two runs over the same images, at least one."""
-        both = (first.classes != NO_PREDICTION) & (second.classes != NO_PREDICTION)
-        gaps = np.abs(first.scores - second.scores)[both]
-        return cls(float((first.classes == second.classes).mean()), float(gaps.max(initial=0.0)))
+def agreement(first: Predictions, second: Predictions) -> dict[str, float]:
+    """The share of images that get the same class, and the largest difference of scores of those that both read."""
+    both = (first.classes != NO_PREDICTION) & (second.classes != NO_PREDICTION)
+    gaps = np.abs(first.scores - second.scores)[both]
+    return {"share": float((first.classes == second.classes).mean()), "largest": float(gaps.max(initial=0.0))}
 
 
-@dataclass(frozen=True)
-class Run:
-    """A solution's predictions, in the dataset's order, and how long all took once the model was loaded and warm.
-
-    With few images the time of ``by_torch`` is mostly that of its first batch: reading processes start with it.
-    """
-
-    predictions: Predictions
-    seconds: float
-
-
-def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
+def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
     """Preprocessing and model in one pipe, called from ``--clients`` threads."""
     predictions = Predictions.none(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = serving_config(
-            args.checkpoint, args.toml, args.arch, args.size, args.precision, args.engine, folder, dataset.classes
+            args.checkpoint, args.toml, args.arch, args.size, args.precision, folder, dataset.classes
         )
         run = stack.enter_context(pipe(config))
         clients = stack.enter_context(ThreadPoolExecutor(args.clients))
@@ -200,10 +107,11 @@ def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Run:
         began = perf_counter()
         for _ in clients.map(predict, range(len(dataset))):
             pass
-        return Run(predictions, perf_counter() - began)
+        predictions.seconds = perf_counter() - began
+    return predictions
 
 
-def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
+def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
     """Preprocessing by the pipe, the model by PyTorch in batches: what validates in training."""
     model = load_model(args.checkpoint, args.arch, dataset.classes)
     check_preprocessing(args.toml, args.size)
@@ -221,7 +129,8 @@ def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Run:
             indices = batch.indices[batch.mask].numpy()
             predictions.classes[indices] = named.cpu()[batch.mask].numpy()
             predictions.scores[indices] = scores.cpu()[batch.mask].numpy()
-        return Run(predictions, perf_counter() - began)
+        predictions.seconds = perf_counter() - began
+    return predictions
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -233,3 +142,58 @@ def _probabilities(model: Any, images: Any, precision: str) -> Any:
         torch.autocast(images.device.type, torch.float16, enabled=precision == "fp16"),
     ):
         return model(images).float().softmax(dim=1)
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Run and print what ``--solution`` asks for; all figures. Raises ``TorchpipeError``."""
+    dataset = ImageFolder(args.data)
+    labels = [label for _, label in dataset.samples]
+    runs: dict[str, Predictions] = {}
+    report: dict[str, Any] = {"data": str(args.data), "precision": args.precision, "solutions": {}}
+    for name in SOLUTIONS if args.solution == "both" else (args.solution,):
+        runs[name] = {"pipe": by_pipe, "torch": by_torch}[name](args, dataset)
+        scores, rate = score(labels, runs[name].classes, len(dataset.classes)), len(labels) / runs[name].seconds
+        unread = f", {scores['unread']} could not be read" if scores["unread"] else ""
+        print(
+            f"{name}: {scores['images']} images{unread}, top-1 accuracy {scores['accuracy']:.4f} (95 % interval "
+            f"{scores['low']:.4f} to {scores['high']:.4f}), macro recall {scores['recall']:.4f}, "
+            f"macro precision {scores['precision']:.4f}, {rate:.1f} images/s",
+            flush=True,
+        )
+        report["solutions"][name] = {**scores, "images_per_s": rate}
+    if args.folder is not None and "pipe" in runs:
+        print(f"torchpipe-serve {shlex.quote(str(args.folder / 'served.toml'))} serves that pipe")
+    if len(runs) == 2:
+        report["agreement"] = agreement(*runs.values())
+        share, largest = report["agreement"].values()
+        print(f"top-1 agreement {share:.4f}, scores differ by {largest:.2g} at most")
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when evaluated, 2 with one line on stderr otherwise."""
+    parser = ArgumentParser(description="How good a trained model is on labelled images.")
+    option = parser.add_argument
+    option("--checkpoint", type=Path, required=True, help="written by scripts/train.py")
+    option("--data", type=Path, required=True, help="a folder of class folders, DIR/val say")
+    option("--toml", type=Path, required=True, help="preprocessing, as in training")
+    option("--solution", choices=(*SOLUTIONS, "both"), default="both", help="(default: %(default)s)")
+    option("--precision", choices=PRECISIONS, default="fp32", help="of the model (default: %(default)s)")
+    option("--arch", help="as in training (default: the checkpoint's)")
+    option("--size", type=whole(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
+    option("--clients", type=whole(1), default=8, help="threads that call the pipe (default: %(default)s)")
+    option("--batch-size", type=whole(1), default=32, help="of PyTorch (default: %(default)s)")
+    option("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
+    option("--folder", type=Path, help="keeps model, labels, engine and served.toml (default: none)")
+    option("--json", type=Path, metavar="FILE", help="all figures")
+    args = parser.parse_args(argv)
+
+    def work() -> None:
+        report = evaluate(args)
+        if args.json is not None:
+            args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    return guarded("test_gpu", work)

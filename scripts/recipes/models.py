@@ -1,10 +1,11 @@
-"""Networks to train."""
+"""Networks to train, and what is read of their checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,3 +77,37 @@ def _small(classes: int) -> nn.Module:
         layers += [nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
         width = wider
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: Path | None) -> dict[str, Any] | None:
+    """The state, on the CPU; ``None`` where there is none. ``TrainingError`` for a file that is no checkpoint."""
+    if path is None or not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TrainingError(f"{path}: cannot be read as a checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or not {"model", "classes"} <= state.keys():
+        raise TrainingError(f"{path}: no checkpoint of scripts/train.py")
+    return state
+
+
+def check_classes(path: Path, trained: Sequence[str], classes: Sequence[str]) -> None:
+    """``TrainingError`` where a checkpoint's classes are not those of the data, in their order."""
+    if list(trained) != list(classes):
+        only = {"only trained": set(trained) - set(classes), "only in the folder": set(classes) - set(trained)}
+        odd = [f"{where}: {', '.join(sorted(names)[:3])}" for where, names in only.items() if names]
+        what = f"its {len(trained)} classes are not the folder's {len(classes)}"
+        raise TrainingError(f"{path}: {what} ({'; '.join(odd) or 'another order'})")
+
+
+def load_weights(path: Path, model: nn.Module, weights: Any, arch: str, trained: str | None) -> None:
+    """Into ``model``; ``TrainingError`` where they are of another one. ``trained``: the architecture they are of."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        known = f"; it was trained with --arch {trained}" if trained else ""
+        raise TrainingError(f"{path}: holds no weights of --arch {arch}{known}") from error

@@ -1,17 +1,107 @@
-"""The options of the training scripts, and how they end."""
+"""The options of a training, where it runs, and how its script ends."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.training.options import BAD_SAMPLES
 
-INTERRUPTED = 130  # as a shell says of Ctrl-C
+INTERRUPTED = 130  # the exit status of a shell after Ctrl-C
+
+
+class Place:
+    """Where this process runs. ``kind``, ``local_rank`` and ``devices`` are what the loader takes."""
+
+    def __init__(self, kind: str = "single", devices: Any = None, local_rank: int | None = None) -> None:
+        self.kind, self.devices, self.local_rank = kind, devices, local_rank
+        self.rank = dist.get_rank() if kind == "ddp" else 0
+        self.synchronises_norms = False
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Place:
+        """As the options say. With ``--ddp`` it joins the process group: NCCL, or gloo on the CPU."""
+        if args.dp:
+            return cls("dp", args.devices)
+        if not args.ddp:
+            return cls("single", args.device)
+        if "LOCAL_RANK" not in os.environ:
+            raise SystemExit("start it with torchrun: torchrun --nproc_per_node 2 scripts/train.py --ddp …")
+        local_rank = int(os.environ["LOCAL_RANK"])
+        on_gpu = torch.cuda.is_available() and args.device != "cpu"
+        if on_gpu:
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        place = cls("ddp", None if on_gpu else "cpu", local_rank)
+        place.synchronises_norms = on_gpu and args.batch_norm == "sync"
+        return place
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as a parallel one."""
+        if self.kind == "dp" and "cpu" not in (self.devices or ()):
+            return nn.DataParallel(model, device_ids=self.devices)
+        if self.kind != "ddp":
+            return model
+        if self.synchronises_norms:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        device_ids = None if self.devices == "cpu" else [self.local_rank]
+        return nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
+
+    def summed(self, values: list[float], device: Any) -> list[float]:
+        """Each value, summed over the processes."""
+        if self.kind != "ddp":
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        sums: list[float] = total.tolist()
+        return sums
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def make_parser() -> ArgumentParser:
+    """All options."""
+    parser = ArgumentParser(description="Train a classifier on images that a pipe decodes.")
+    option = parser.add_argument
+    option("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
+    option("--toml", type=Path, required=True, help="preprocessing, as it will be served")
+    option("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
+    option(
+        "--workers-decode", action="store_true", help="the workers, one at least, make whole batches, on the GPU too"
+    )
+    option("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
+    weights = "to start from, but for a classifier of other classes (default: random)"
+    option("--weights", metavar="FILE|pretrained", help=weights)
+    option("--epochs", type=whole(1), default=10, help="(default: %(default)s)")
+    option("--batch-size", type=whole(1), default=32, help="of each process (default: %(default)s)")
+    option("--workers", type=whole(0), default=2, help="processes that read files (default: %(default)s)")
+    option("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
+    option("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
+    option("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
+    option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
+    option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
+    option("--save-every", type=whole(0), default=0, help="also after so many steps (default: never)")
+    option("--max-steps", type=whole(1), help="stop after so many steps of this run, with a checkpoint")
+    amp = "mixed precision, bf16 unless fp16 is named (default: fp32)"
+    option("--amp", nargs="?", const="bf16", default="fp32", choices=("bf16", "fp16"), help=amp)
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--ddp", action="store_true", help="a process for each GPU; start it with torchrun")
+    several.add_argument("--dp", action="store_true", help="one process for several GPUs")
+    option("--devices", nargs="+", type=to_device, help="of --dp: CUDA devices, or 'cpu' twice (default: all GPUs)")
+    norms = "of --ddp on GPUs: over the batches of all, which takes its time, or each one's own (default: %(default)s)"
+    option("--batch-norm", choices=("sync", "local"), default="sync", help=norms)
+    return parser
 
 
 def to_device(text: str) -> int | str:
@@ -19,36 +109,15 @@ def to_device(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def make_parser(description: str | None, toml: bool = True) -> ArgumentParser:
-    """All options but those of one script alone; ``toml``: whether a pipe does the preprocessing."""
-    parser = ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
-    if toml:
-        parser.add_argument("--toml", type=Path, required=True, help="preprocessing, as it will be served")
-        parser.add_argument("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
-        parser.add_argument(
-            "--workers-decode",
-            action="store_true",
-            help="the workers, one at least, make whole batches, on the GPU too",
-        )
-    parser.add_argument("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
-    parser.add_argument(
-        "--weights",
-        metavar="FILE|pretrained",
-        help="to start from, but for a classifier of other classes (default: random)",
-    )
-    parser.add_argument("--epochs", type=whole(1), default=10, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=whole(1), default=32, help="of each process (default: %(default)s)")
-    parser.add_argument("--workers", type=whole(0), default=2, help="processes that read files (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
-    parser.add_argument("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
-    parser.add_argument("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
-    parser.add_argument("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
-    parser.add_argument("--save-every", type=whole(0), default=0, help="also after so many steps (default: never)")
-    parser.add_argument("--max-steps", type=whole(1), help="stop after so many steps of this run, with a checkpoint")
-    parser.add_argument("--tensorboard", type=Path, help="a folder for scalars; needs tensorboard")
-    return parser
+def whole(low: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least ``low``."""
+
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"expected at least {low}, got {text}")
+        return int(text)
+
+    return number
 
 
 def guarded(name: str, work: Callable[[], object]) -> int:
@@ -61,14 +130,3 @@ def guarded(name: str, work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
-
-
-def whole(low: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least ``low``."""
-
-    def number(text: str) -> int:
-        if int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected at least {low}, got {text}")
-        return int(text)
-
-    return number

@@ -10,9 +10,8 @@ import onnxruntime
 import torch
 from torch import nn
 
-from recipes import checkpoints
 from recipes.data import MEAN, STD, Normalise
-from recipes.models import make_model
+from recipes.models import check_classes, load_checkpoint, load_weights, make_model
 from torchpipe_py import parse_toml
 from torchpipe_py.backends.models.engine.half import half_model
 from torchpipe_py.backends.models.onnx_graph import normalized_model
@@ -27,11 +26,6 @@ from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.devices import choose_devices
 
 PRECISIONS = ("fp32", "fp16")
-ENGINES = {
-    None: ENGINE,
-    "onnx": "OnnxTensor",
-    "tensorrt": "SyncTensor[TensorrtTensor]",
-}
 
 
 def load_model(checkpoint: Path, arch: str | None, classes: Sequence[str]) -> nn.Module:
@@ -39,13 +33,13 @@ def load_model(checkpoint: Path, arch: str | None, classes: Sequence[str]) -> nn
 
     ``TrainingError`` for a file that is not there or no checkpoint of a training, other classes, or another ``arch``.
     """
-    state = checkpoints.load(checkpoint)
+    state = load_checkpoint(checkpoint)
     if state is None:
         raise TrainingError(f"{checkpoint}: no such file")
-    checkpoints.check_classes(checkpoint, state["classes"], classes)
+    check_classes(checkpoint, state["classes"], classes)
     arch = arch or state.get("arch") or "small"
     model = make_model(arch, len(classes), seed=0)
-    checkpoints.load_weights(checkpoint, model, state["model"], arch, state.get("arch"))
+    load_weights(checkpoint, model, state["model"], arch, state.get("arch"))
     return model.eval()
 
 
@@ -55,15 +49,14 @@ def serving_config(
     arch: str | None,
     size: int,
     precision: str,
-    engine: str | None,
     folder: Path,
     classes: Sequence[str],
 ) -> dict[str, Any]:
     """What ``pipe`` takes: the nodes of ``toml``, then the model, whose result is ``(class name, score)``.
 
     ``toml`` gives Tensors 1×3×``size``×``size`` of 0..255, in the last node of its only way; ``precision`` is "fp32" or
-    "fp16"; ``engine`` is "onnx", "tensorrt", or ``None`` for TensorRT where it works. The model, its labels, and the
-    whole as ``served.toml`` are written into ``folder``, which may be moved then; TensorRT keeps its engine there too.
+    "fp16". TensorRT runs the model where it works, else ONNX Runtime. The model, its labels, and the whole as
+    ``served.toml`` are written into ``folder``, which may be moved then; TensorRT keeps its engine there too.
     Raises ``TorchpipeError``: ``TrainingError``, ``ExportError`` and what ``pipe`` raises.
     """
     model = load_model(checkpoint_path, arch, classes)
@@ -73,12 +66,8 @@ def serving_config(
     _export(model, files.model, size)
     files.labels.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
     node = model_node(files, Transform(mean=MEAN, std=STD), has_labels=True)
-    node |= {"backend": ENGINES[engine], "instance_num": 2}
-    if engine == "onnx":
-        del node["model::cache"]
-    else:
-        node["precision"] = precision
-    if engine != "tensorrt" and precision == "fp16":
+    node |= {"backend": ENGINE, "instance_num": 2, "precision": precision}
+    if precision == "fp16":
         half = folder / "served_fp16.onnx"
         half.write_bytes(half_model(files.model.read_bytes(), ()))
         node["OnnxTensor::model"] = half.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,37 +12,25 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from recipes import checkpoints
 from recipes.data import Loaders
-from recipes.models import make_model, start_from
-from recipes.place import Place
+from recipes.models import check_classes, load_checkpoint, load_weights, make_model, start_from
+from recipes.options import Place
 from torchpipe_py.training import Batch, TrainingError
-from torchpipe_py.training.errors import library
 
 IGNORED = -100
-LOG_EVERY = 10  # steps between two points of a curve in TensorBoard
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run(
-    args: argparse.Namespace,
-    place: Place,
-    precision: str = "fp32",
-    open_loaders: Callable[[argparse.Namespace, Place], Loaders] = Loaders,
-) -> dict[str, Any]:
-    """Train; the last epoch's figures. Prints a line for each epoch on rank 0."""
-    with open_loaders(args, place) as loaders:
-        session = Session(args, place, loaders, precision)
-        try:
-            return session.train()
-        finally:
-            session.scalars.close()
+def run(args: argparse.Namespace, place: Place) -> None:
+    """Train. Prints a line for each epoch on rank 0."""
+    with Loaders(args, place) as loaders:
+        Session(args, place, loaders).train()
 
 
 class Session:
     """Model, optimiser, schedule and loaders of one process."""
 
-    def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders, precision: str) -> None:
+    def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders) -> None:
         self._args, self._place, self._loaders = args, place, loaders
         self.device = loaders.train.devices[0]
         self.bare = make_model(args.arch, len(loaders.classes), args.seed)
@@ -60,9 +47,8 @@ class Session:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimiser, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
         )
-        self._dtype = PRECISIONS[precision]
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.scalars = Scalars(args.tensorboard if place.rank == 0 else None)
+        self._dtype = PRECISIONS[args.amp]
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=args.amp == "fp16")
         self._steps = self._steps_now = 0
         # Of this epoch: the losses, on the device, since to ask for one is to wait for the step; samples; seconds.
         self._loss: Any = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -70,16 +56,14 @@ class Session:
         self._timed = 0.0, 0  # seconds of it in this run, and the samples before those
         self._resume()
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> None:
         """Epoch by epoch, until all are through or ``--max-steps`` are made."""
-        figures: dict[str, Any] = {}
         while self._loaders.train.epoch < self._args.epochs:
             if not self._train_epoch():
                 self._save()
                 self._say(f"stopped after {self._steps_now} steps, in epoch {self._loaders.train.epoch}")
-                break
-            figures = self._finish_epoch()
-        return figures
+                return
+            self._finish_epoch()
 
     def _say(self, line: str) -> None:
         if self._place.rank == 0:
@@ -91,9 +75,8 @@ class Session:
         """``False`` if it was left early."""
         loader, args = self._loaders.train, self._args
         self.model.train()
-        shown = tqdm(
-            initial=loader.state_dict()["position"], total=len(loader), desc=f"epoch {loader.epoch}", **self._quiet()
-        )
+        done, quiet = loader.state_dict()["position"], True if self._place.rank else None
+        shown = tqdm(initial=done, total=len(loader), desc=f"epoch {loader.epoch}", disable=quiet, leave=False)
         began, before = perf_counter(), self._samples
         with shown:
             for batch in loader:
@@ -103,12 +86,10 @@ class Session:
                     return False
                 if args.save_every and self._steps % args.save_every == 0:
                     self._save()
-        self._place.wait(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._timed = perf_counter() - began, before
         return True
-
-    def _quiet(self) -> dict[str, Any]:
-        return {"disable": True if self._place.rank else None, "leave": False}
 
     def step(self, batch: Batch) -> None:
         """Forward, backward and update on one batch, of a model in training mode."""
@@ -125,10 +106,8 @@ class Session:
         count = int(batch.mask.sum())
         self._loss += loss.detach() * count
         self._samples += count
-        if self.scalars.are_wanted and self._steps % LOG_EVERY == 0:
-            self.scalars.add(self._steps, loss=float(loss.detach()), lr=self._schedule.get_last_lr()[0])
 
-    def _finish_epoch(self) -> dict[str, Any]:
+    def _finish_epoch(self) -> None:
         epoch = self._loaders.train.epoch
         seconds, before = self._timed
         loss, samples, timed = self._place.summed(
@@ -136,20 +115,15 @@ class Session:
         )
         accuracy, seen = self.validate()
         stats = self._loaders.train.stats()
-        figures = {"epoch": epoch, "loss": loss / max(1.0, samples), "accuracy": accuracy, "validated": seen}
-        self.scalars.add(self._steps, accuracy=accuracy, samples_per_s=timed / seconds)
-        memory = self._place.memory(self.device)
         self._say(
-            f"epoch {epoch}: loss {figures['loss']:.4f}, accuracy {accuracy:.4f} of {seen} images, "
+            f"epoch {epoch}: loss {loss / max(1.0, samples):.4f}, accuracy {accuracy:.4f} of {seen} images, "
             f"{seconds:.2f} s, {timed / seconds:.0f} images/s, "
             f"waited for data {stats['stall_share']:.0%} of the time, bad samples {stats['bad']['count']}"
-            + (f", GPU memory in use {' '.join(map(str, memory))} MiB" if memory else "")
         )
         self._loaders.train.reset()
         self._loss.zero_()
         self._samples = 0
         self._save()
-        return figures
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def validate(self) -> tuple[float, int]:
@@ -172,26 +146,23 @@ class Session:
             return
         loss, samples = self._place.summed([float(self._loss), self._samples], self.device)
         if self._place.rank == 0:
+            path: Path = self._args.checkpoint
             state = {name: part.state_dict() for name, part in self._parts().items()}
-            checkpoints.save(
-                self._args.checkpoint,
-                {
-                    **state,
-                    "arch": self._args.arch,
-                    "classes": self._loaders.classes,
-                    "steps": self._steps,
-                    "sums": [loss, samples],
-                },
-            )
+            state |= {"arch": self._args.arch, "classes": self._loaders.classes}
+            state |= {"steps": self._steps, "sums": [loss, samples]}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.unfinished")
+            torch.save(state, unfinished)
+            unfinished.replace(path)  # so that the file is whole or not there
 
     def _resume(self) -> None:
-        state = checkpoints.load(self._args.checkpoint)
+        state = load_checkpoint(self._args.checkpoint)
         if state is None:
             return
         path = self._args.checkpoint
-        checkpoints.check_classes(path, state["classes"], self._loaders.classes)
+        check_classes(path, state["classes"], self._loaders.classes)
         parts = self._parts()
-        checkpoints.load_weights(path, parts.pop("model"), state["model"], self._args.arch, state.get("arch"))
+        load_weights(path, parts.pop("model"), state["model"], self._args.arch, state.get("arch"))
         try:
             for name, part in parts.items():
                 part.load_state_dict(state[name])
@@ -219,27 +190,3 @@ def masked_loss(logits: Any, labels: Any) -> Any:
     """Mean cross entropy of the samples that are not masked; 0, with a gradient of 0, where all are."""
     total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
-
-
-class Scalars:
-    """Writes to ``folder``; without one nothing. ``TrainingError`` that says what to install, without tensorboard."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._writer: Any = None
-        if folder is not None:
-            module = library("torch.utils.tensorboard", "tensorboard", "--tensorboard")
-            self._writer = module.SummaryWriter(str(folder))
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether anybody sees them."""
-        return self._writer is not None
-
-    def add(self, step: int, **values: float) -> None:
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()

@@ -249,7 +249,7 @@ def started(folder: Path, *command: object) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(folder: Path, precision: str) -> None:
-    script = [sys.executable, SCRIPTS / "train_amp.py", "--precision", precision]
+    script = [sys.executable, SCRIPTS / "train.py", "--amp", precision]
     assert started(folder, *script, "--epochs", 6)[-1] == (1.0, 9)
 
 
@@ -279,7 +279,7 @@ def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
 @pytest.mark.parametrize("options", [[], ["--workers-decode"]])
 def test_two_processes_over_nccl(folder: Path, options: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    figures = started(folder, *torchrun, SCRIPTS / "train_ddp.py", "--epochs", 6, *options)
+    figures = started(folder, *torchrun, SCRIPTS / "train.py", "--ddp", "--epochs", 6, *options)
     assert figures[-1] == (1.0, 9)
 
 

@@ -826,7 +826,7 @@ def test_without_files_no_pictures_are_kept(write: Write, images: Path) -> None:
 
 
 def make_images(folder: Path, *options: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "make_parity_images.py"), "--out", str(folder), *options]
+    command = [sys.executable, str(ROOT / "scripts" / "run.py"), "parity_images", "--out", str(folder), *options]
     subprocess.run(command, capture_output=True, timeout=100, check=True)
 
 

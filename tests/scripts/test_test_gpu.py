@@ -11,15 +11,12 @@ import pytest
 import test_gpu
 import torch
 from recipes.data import Normalise
-from recipes.evaluation import Agreement, Predictions, Scores
-from recipes.options import make_parser
-from recipes.place import Place
+from recipes.evaluation import Predictions, agreement, score
 from recipes.serving import load_model, serving_config
-from recipes.session import run as train
+from train import main as train
 from training_data import write_classes
 
 from torchpipe_py import pipe
-from torchpipe_py.export.errors import ExportError
 from torchpipe_py.training import TrainingError
 
 SIZE = 24
@@ -45,19 +42,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cpu.toml").write_text(TOML, encoding="utf-8")
     options = ["--data", folder / "data", "--toml", folder / "cpu.toml", "--checkpoint", folder / "last.pt"]
     options += ["--device", "cpu", "--batch-size", 4, "--workers", 0, "--epochs", 3]
-    train(make_parser("Train.").parse_args(list(map(str, options))), Place("single", devices="cpu"))
+    assert train(list(map(str, options))) == 0
     return folder
 
 
 def options(folder: Path, **changed: Any) -> list[str]:
     given = {"checkpoint": folder / "last.pt", "data": folder / "data" / "val", "toml": folder / "cpu.toml"}
-    given |= {"size": SIZE, "engine": "onnx", "workers": 0, "clients": 3, "batch-size": 4}
+    given |= {"size": SIZE, "workers": 0, "clients": 3, "batch-size": 4}
     return [str(part) for name, value in (given | changed).items() for part in (f"--{name}", value)]
 
 
-def config_in(folder: Path, trained: Path, precision: str = "fp32", engine: str | None = "onnx") -> dict[str, Any]:
+def config_in(folder: Path, trained: Path, precision: str = "fp32") -> dict[str, Any]:
     return serving_config(
-        trained / "last.pt", trained / "cpu.toml", "small", SIZE, precision, engine, folder / "served", CLASSES
+        trained / "last.pt", trained / "cpu.toml", "small", SIZE, precision, folder / "served", CLASSES
     )
 
 
@@ -107,22 +104,6 @@ def test_logits_of_the_served_model_are_those_of_pytorch(trained: Path, tmp_path
             torch.testing.assert_close(request["result"], expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("precision", "engine"), [("fp32", "onnx"), ("fp16", None)])
-def test_the_configuration_as_a_file_is_the_same(
-    trained: Path, tmp_path: Path, precision: str, engine: str | None
-) -> None:
-    """With no engine named, ONNX Runtime runs where there is no TensorRT."""
-    config = config_in(tmp_path, trained, precision, engine)
-    file = tmp_path / "served" / "served.toml"
-    assert str(tmp_path) not in file.read_text(encoding="utf-8")
-    data = images(trained)[0].read_bytes()
-    with pipe(config) as built, pipe(str(file)) as loaded:
-        built(first := {"data": data})
-        loaded(second := {"data": data})
-    assert first["result"] == second["result"]
-    assert first["result"][0] in CLASSES
-
-
 def test_the_pipe_that_was_tested_can_be_moved_and_served(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,50 +119,37 @@ def test_the_pipe_that_was_tested_can_be_moved_and_served(
     assert first["result"] == second["result"]
 
 
-def test_the_checkpoint_knows_its_network(trained: Path, tmp_path: Path) -> None:
-    state = torch.load(trained / "last.pt", weights_only=True)
-    assert state["arch"] == "small"
-    state["arch"] = "unknown"
-    torch.save(state, tmp_path / "other.pt")
+def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_path: Path) -> None:
     load_model(trained / "last.pt", None, CLASSES)
-    with pytest.raises(TrainingError, match="unknown"):
-        load_model(tmp_path / "other.pt", None, CLASSES)
-
-
-def test_a_node_of_the_toml_may_be_called_model(trained: Path, tmp_path: Path) -> None:
-    toml = {"model": {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": SIZE, "resize_w": SIZE}}
-    config = serving_config(trained / "last.pt", toml, "small", SIZE, "fp32", "onnx", tmp_path, CLASSES)
-    assert config["model"]["next"] == "model_"
-    assert "next" not in toml["model"]
+    state = torch.load(trained / "last.pt", weights_only=True)
+    for change, reason in (
+        ({"arch": "unknown"}, "unknown"),
+        ({"classes": CLASSES[::-1]}, "another order"),
+        ({"classes": ["blue", "green", "white"]}, "only trained: green, white; only in the folder: red"),
+        ({"model": {}}, "no weights of --arch small"),
+    ):
+        torch.save({**state, **change}, tmp_path / "other.pt")
+        with pytest.raises(TrainingError, match=reason):
+            load_model(tmp_path / "other.pt", None, CLASSES)
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    with pytest.raises(TrainingError, match=r"no checkpoint of scripts/train\.py"):
+        load_model(tmp_path / "other.pt", "small", CLASSES)
 
 
 def test_scores_against_figures_known_from_elsewhere() -> None:
-    scores = Scores.of([0, 0, 0, 1, 1, 2], [0, 0, 1, 1, -1, 0], 4)
-    assert (scores.images, scores.unread, scores.accuracy) == (6, 1, 0.5)
-    assert scores.recall == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
-    assert scores.precision == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
-    # Wilson's intervals: 81 of 263 from Newcombe (1998), Table I; 0 of 10 and 10 of 10 are 0 and 1 at one end.
-    known = Scores.of([0] * 263, [0] * 81 + [1] * 182, 2)
-    assert (round(known.low, 4), round(known.high, 4)) == (0.2553, 0.3662)
-    none, all_ = Scores.of([0] * 10, [1] * 10, 2), Scores.of([0] * 10, [0] * 10, 2)
-    assert (none.low, all_.high) == (0.0, 1.0)
-    assert (round(none.high, 4), round(all_.low, 4)) == (0.2775, 0.7225)
-
-
-@pytest.mark.parametrize(
-    ("labels", "named"), [([], []), ([0], [0, 1]), ([2], [0]), ([0], [2]), ([-1], [0]), ([0], [-2])]
-)
-def test_scores_of_what_does_not_fit(labels: list[int], named: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"class|equally"):
-        Scores.of(labels, named, 2)
+    scores = score([0, 0, 0, 1, 1, 2], [0, 0, 1, 1, -1, 0], 4)
+    assert (scores["images"], scores["unread"], scores["accuracy"]) == (6, 1, 0.5)
+    assert scores["recall"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
+    assert scores["precision"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
+    # Wilson's intervals: 81 of 263 from Newcombe (1998), Table I.
+    known = score([0] * 263, [0] * 81 + [1] * 182, 2)
+    assert (round(known["low"], 4), round(known["high"], 4)) == (0.2553, 0.3662)
 
 
 def test_agreement() -> None:
     first = Predictions(np.array([0, 1, -1]), np.array([0.9, 0.6, 0.0]))
     second = Predictions(np.array([0, 0, 1]), np.array([0.8, 0.55, 0.7]))
-    agreement = Agreement.of(first, second)
-    assert agreement.share == pytest.approx(1 / 3)
-    assert agreement.largest == pytest.approx(0.1)
+    assert agreement(first, second) == {"share": pytest.approx(1 / 3), "largest": pytest.approx(0.1)}
 
 
 @pytest.mark.parametrize(
@@ -212,25 +180,3 @@ def test_errors(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
-
-
-def test_other_classes_or_another_network(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"only trained: red; only in the folder: green, white"):
-        load_model(trained / "last.pt", "small", ["blue", "green", "white"])
-    with pytest.raises(TrainingError, match="another order"):
-        load_model(trained / "last.pt", "small", CLASSES[::-1])
-    state = torch.load(trained / "last.pt", weights_only=True)
-    state["model"].popitem()
-    torch.save(state, tmp_path / "less.pt")
-    with pytest.raises(TrainingError, match="no weights of --arch small"):
-        load_model(tmp_path / "less.pt", "small", CLASSES)
-    torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(TrainingError, match=r"no checkpoint of scripts/train\.py"):
-        load_model(tmp_path / "other.pt", "small", CLASSES)
-
-
-def test_a_toml_with_several_ends(trained: Path, tmp_path: Path) -> None:
-    decode = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": SIZE, "resize_w": SIZE}
-    toml = {"one": {"backend": "Identity", "next": "two,three"}, "two": decode, "three": decode}
-    with pytest.raises(ExportError, match=r"ends in 2 nodes \(two, three\)"):
-        serving_config(trained / "last.pt", toml, "small", SIZE, "fp32", "onnx", tmp_path, CLASSES)

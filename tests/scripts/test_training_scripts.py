@@ -1,8 +1,7 @@
-"""scripts/train*.py at the smallest size, as a user starts them."""
+"""scripts/train.py at the smallest size, as a user starts it."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
@@ -46,13 +45,13 @@ def started(command: list[str], *arguments: object) -> str:
     return printed
 
 
-def ran(capsys: pytest.CaptureFixture[str], script: str, *arguments: object) -> str:
+def ran(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The same in this process, which has PyTorch already."""
     capsys.readouterr()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert importlib.import_module(script).main(list(map(str, arguments))) == 0
+        assert train.main(list(map(str, arguments))) == 0
     finally:
         torch.set_num_threads(threads)
     return capsys.readouterr().out
@@ -75,10 +74,10 @@ def test_it_learns_and_goes_on_where_it_stopped(
     assert len(accuracies(printed)) == 8
     assert accuracies(printed)[-1] == (1.0, 5)
 
-    first = ran(capsys, "train", *options(folder, toml, "--epochs", 8, "--checkpoint", parts, "--max-steps", 4))
+    first = ran(capsys, *options(folder, toml, "--epochs", 8, "--checkpoint", parts, "--max-steps", 4))
     assert len(accuracies(first)) == 1
     assert torch.load(parts, weights_only=True)["loader"]["position"] == 1  # of the second epoch's three batches
-    second = ran(capsys, "train", *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
+    second = ran(capsys, *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
     losses = re.compile(r"loss [\d.]+, accuracy [\d.]+")
     assert losses.findall(first) + losses.findall(second) == losses.findall(printed)
     unbroken, resumed = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
@@ -89,24 +88,22 @@ def test_two_processes(folder: Path, tmp_path: Path) -> None:
     (folder / "val" / "red" / "01.jpg").write_bytes(b"no image")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["--local_addr", "127.0.0.1"]  # or the name of the machine would have to be known to it
-    script = [*command, str(SCRIPTS / "train_ddp.py")]
+    script = [*command, str(SCRIPTS / "train.py"), "--ddp"]
     toml = write_toml(tmp_path)
     printed = started(script, *options(folder, toml, "--epochs", 2, "--batch-size", 2, "--bad-samples", "mask"))
     assert [seen for _, seen in accuracies(printed)] == [4, 4]
 
 
-@pytest.mark.parametrize("name", ["train_amp", "train_dp"])
-def test_the_other_scripts(folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--devices", "cpu", "cpu"] if name == "train_dp" else ["--precision", "bf16"]
-    printed = ran(capsys, name, *options(folder, write_toml(tmp_path), "--epochs", 1, *more))
+@pytest.mark.parametrize("more", [["--amp"], ["--amp", "bf16"], ["--dp", "--devices", "cpu", "cpu"]])
+def test_other_ways_to_train(folder: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = ran(capsys, *options(folder, write_toml(tmp_path), "--epochs", 1, *more))
     assert [seen for _, seen in accuracies(printed)] == [5]
 
 
-def test_scalars_for_tensorboard(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    script = [sys.executable, str(SCRIPTS / "train.py")]
-    started(script, *options(folder, write_toml(tmp_path), "--epochs", 1, "--tensorboard", tmp_path / "board"))
-    assert list((tmp_path / "board").glob("events.*"))
+def test_ddp_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="start it with torchrun"):
+        train.main(["--data", "nowhere", "--toml", "none", "--ddp"])
 
 
 # -- what a user can mend -------------------------------------------------------------------------------------------
@@ -194,6 +191,8 @@ def test_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--batch-size", "0", "expected at least 1, got 0"),
         ("--workers", "-1", "expected at least 0, got -1"),
         ("--epochs", "0", "expected at least 1, got 0"),
+        ("--dp", "--ddp", "not allowed with argument --dp"),
+        ("--amp", "fp8", "argument --amp: invalid choice"),
         ("--bad-samples", "maybe", "argument --bad-samples: invalid choice: 'maybe'; valid: mask, raise, skip"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The recipe that users come from, behind the service's IDL: ``scripts/baseline_server.py`` says more."""
+"""The usual recipe behind the service's IDL: ``scripts/baseline_server.py`` describes it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,95 +17,37 @@ from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
 from thriftpy2.transport import TServerSocket
 
+from benchmarks.gpu.engines import Context
+from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.backends.models.engine.api import load_tensorrt
+from torchpipe_py.backends.models.engine.build import load_engine
 from torchpipe_py.idl import load_idl
 
 IDL = load_idl()
 
 
-class CannotRunError(Exception):
-    """Why there is nothing to serve: a missing library or device, or an engine that does not fit."""
-
-
 class LockedEngine:
-    """A TensorRT engine with one execution context, one stream and one set of buffers, used by one thread at a time.
+    """A TensorRT engine with one execution context, one stream and one set of buffers, used by one thread at a time."""
 
-    Its CUDA context is the device's primary one, which PyTorch uses too, pushed for the time of a call only.
-    """
+    def __init__(self, path: str, size: int = 224) -> None:
+        import torch
 
-    def __init__(self, engine_path: str | Path, size: int = 224) -> None:
-        """Loads the engine for an input of 1×3×size×size; raises `CannotRunError` and `OSError`."""
-        self._cuda, self._trt = _load("pycuda.driver"), _load("tensorrt")
-        try:
-            self._cuda.init()
-            self._cuda_context = self._cuda.Device(0).retain_primary_context()
-        except self._cuda.Error as error:
-            raise CannotRunError(f"no usable CUDA device: {error}") from error
-        self._lock = threading.Lock()
-        self.input_shape = (1, 3, size, size)
-        with self._current():
-            self._logger = self._trt.Logger(self._trt.Logger.WARNING)
-            self._runtime = self._trt.Runtime(self._logger)
-            self._engine = self._runtime.deserialize_cuda_engine(Path(engine_path).read_bytes())
-            if self._engine is None:
-                raise CannotRunError(f"{engine_path} is no engine of TensorRT {self._trt.__version__} for this GPU")
-            self._context = self._engine.create_execution_context()
-            self._stream = self._cuda.Stream()
-            self._allocate(str(engine_path))
-        self.infer(np.zeros(self.input_shape, np.float32))  # the first run is slow
+        trt = load_tensorrt()
+        engine = load_engine(trt, Path(path).read_bytes(), path, version_compatible=True)
+        self._context, self._lock = Context(trt, engine, 1), threading.Lock()
+        self._pinned = torch.empty(1, 3, size, size, pin_memory=True)
 
-    def _allocate(self, path: str) -> None:
-        """Page-locked host buffers and device buffers for a batch of 1, whatever the profile's largest is."""
-        engine = self._engine
-        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        inputs = [name for name in names if engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT]
-        self._outputs = [name for name in names if name not in inputs]
-        if len(inputs) != 1 or not self._context.set_input_shape(inputs[0], self.input_shape):
-            shapes = [tuple(engine.get_tensor_shape(name)) for name in inputs]
-            raise CannotRunError(f"{path} takes {shapes}, not one input of {self.input_shape}")
-        self._host: dict[str, np.ndarray] = {}
-        self._device: dict[str, Any] = {}
-        for name in names:
-            shape = tuple(self._context.get_tensor_shape(name))
-            self._host[name] = self._cuda.pagelocked_empty(shape, self._trt.nptype(engine.get_tensor_dtype(name)))
-            self._device[name] = self._cuda.mem_alloc(self._host[name].nbytes)
-            self._context.set_tensor_address(name, int(self._device[name]))
-        self._input = inputs[0]
+    def infer(self, array: np.ndarray) -> np.ndarray:
+        """The first output for float32 1×3×size×size."""
+        import torch
 
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        """The calling thread's turn at the GPU."""
-        with self._lock:
-            self._cuda_context.push()
-            try:
-                yield
-            finally:
-                self._cuda.Context.pop()
-
-    def infer(self, array: np.ndarray) -> list[np.ndarray]:
-        """The outputs for ``input_shape``, as arrays of their own, in the engine's order."""
-        with self._current():
-            np.copyto(self._host[self._input], array)
-            self._cuda.memcpy_htod_async(self._device[self._input], self._host[self._input], self._stream)
-            if not self._context.execute_async_v3(self._stream.handle):
-                raise RuntimeError("TensorRT could not enqueue the inference")
-            for name in self._outputs:
-                self._cuda.memcpy_dtoh_async(self._host[name], self._device[name], self._stream)
-            self._stream.synchronize()
-            return [self._host[name].copy() for name in self._outputs]
-
-    def close(self) -> None:
-        """Waits for the inference under way and frees the GPU's memory; further calls of `infer` fail."""
-        with self._current():
-            # NOTE: in this order; an execution context must not outlive its engine, nor the engine its runtime.
-            del self._context, self._engine, self._runtime, self._host, self._device, self._stream
-
-
-def _load(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise CannotRunError(f"{name} cannot be imported ({error}); pip install 'torchpipe_py[tensorrt]'") from error
+        with self._lock, torch.cuda.stream(self._context.stream):
+            self._pinned.numpy()[:] = array
+            self._context.inputs[0].copy_(self._pinned, non_blocking=True)
+            self._context.run()
+            logits: np.ndarray = self._context.outputs[0].cpu().numpy()
+            return logits
 
 
 def preprocess(jpeg: bytes, size: int = 224) -> np.ndarray:
@@ -127,7 +67,7 @@ class Baseline:
         self._engine, self._size = engine, size
 
     def __call__(self, jpeg: bytes) -> tuple[str, float]:
-        logits = self._engine.infer(preprocess(jpeg, self._size))[0].astype(np.float32).ravel()
+        logits = self._engine.infer(preprocess(jpeg, self._size)).astype(np.float32).ravel()
         exponentials = np.exp(logits - logits.max())
         index = int(logits.argmax())
         return str(index), float(exponentials[index] / exponentials.sum())
@@ -158,7 +98,7 @@ class Handler:
 
 def make_server(listener: socket.socket, baseline: Baseline) -> TThreadedServer:
     """A thread per connection; buffered transport and binary protocol, which are thriftpy2's defaults."""
-    transport = TServerSocket(client_timeout=None)  # connections may be idle for ever
+    transport = TServerSocket(client_timeout=None)  # connections may be idle forever
     transport.sock, transport.listen = listener, lambda: None  # it listens already, so its port is known
     return TThreadedServer(TProcessor(IDL.InferenceService, Handler(baseline)), transport, daemon=True)
 
@@ -177,10 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         engine = LockedEngine(options.engine, options.size)
         listener = socket.create_server((options.host, options.port), backlog=1024)
-    except (CannotRunError, OSError) as error:
+    except (TorchpipeError, RuntimeError, ValueError, OSError) as error:
         print(f"baseline_server.py: {error}", file=sys.stderr)
         return 1
-    with closing(engine), listener:
+    with listener:
         port = listener.getsockname()[1]
         print(f"serving {options.engine} on {options.host}:{port} (pid {os.getpid()})", flush=True)
         make_server(listener, Baseline(engine, options.size)).serve()

@@ -1,22 +1,20 @@
-"""ResNet-50 by TensorRT as the benchmarks use it: its engines, and a loop that runs one without a pipe."""
+"""ResNet-50 by TensorRT: its engines, the pipelines around it, and two ways to run it without a pipe.
+
+The weights are random, which the time does not depend on.
+"""
 
 from __future__ import annotations
 
-import statistics
+import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from benchmarks.common import Load, load_of
-from benchmarks.in_process.int8 import write_int8
+from benchmarks.common import Load, in_threads
 from torchpipe_py.backends.models.engine.api import load_tensorrt
 from torchpipe_py.backends.models.engine.build import load_engine
-from torchpipe_py.backends.models.engine.precision import Layer, multiplying_layers
 
-MEAN, STD = "123.675, 116.28, 103.53", "58.395, 57.12, 57.375"
 SIDE = 224
 
 
@@ -45,141 +43,116 @@ class Engines:
 
     def node(self, most: int, **more: Any) -> dict[str, Any]:
         """The model's node for batches up to ``most``."""
+        compatible = "_compatible" if self.version_compatible else ""
         return {
             "backend": "SyncTensor[TensorrtTensor]",
             "model": self.onnx(),
-            "model::cache": self._cache("resnet50", most),
-            **({"version_compatible": True} if self.version_compatible else {}),
+            "model::cache": str(self.folder / f"resnet50_{most}{compatible}.trt"),
+            **({"version_compatible": True} if compatible else {}),
             "max": most,
-            "mean": MEAN,
-            "std": STD,
+            "mean": "123.675, 116.28, 103.53",
+            "std": "58.395, 57.12, 57.375",
             "precision": "fp16",
             **more,
         }
 
-    def int8_node(self, most: int, **more: Any) -> dict[str, Any]:
-        """The same with the model in int8, which is made at its first use."""
-        path = self.folder / "resnet50.int8.onnx"
-        if not path.exists():
-            write_int8(Path(self.onnx()), path)
-        return self.node(most, **{"model": str(path), "model::cache": self._cache("int8", most), **more})
-
     def engine(self, most: int) -> str:
-        """Path of an engine for batches up to ``most``."""
-        return engine_of(self.node(most))
+        """Path of an engine for batches up to ``most``, built where it is not there."""
+        from torchpipe_py import pipe
 
-    def _cache(self, name: str, most: int) -> str:
-        return str(self.folder / f"{name}_{most}{'_compatible' if self.version_compatible else ''}.trt")
+        node = self.node(most)
+        with pipe(node):
+            return str(node["model::cache"])
 
 
-def engine_of(node: dict[str, Any]) -> str:
-    """Path of the engine of a model's node, built where it is not there."""
-    from torchpipe_py import pipe
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
 
-    with pipe(node):
-        return str(node["model::cache"])
+
+def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> dict[str, Any]:
+    """JPEG bytes in, decoded and resized by OpenCV, ``(label, score)`` out."""
+    return {
+        "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE, "color": "rgb"},
+        "decode": {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "instance_num": decoders, "next": "model"},
+        "model": engines.node(most, instance_num=instances, postprocessor="SoftmaxMax"),
+    }
+
+
+def gpu_pipe(engines: Engines, *, most: int, instances: int) -> dict[str, Any]:
+    """JPEG bytes in, decoded by nvJPEG and resized on the GPU, ``(label, score)`` out; all in one node."""
+    node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax")
+    backend = "SyncTensor[S[DecodeTensor,ResizeTensor,TensorrtTensor]]"
+    return {
+        "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE},
+        "model": {**node, "backend": backend, "DecodeTensor::max": most},
+    }
+
+
+class Context:
+    """An execution context of an engine for batches of one size, its static buffers, and a stream of its own."""
+
+    def __init__(self, trt: Any, engine: Any, batch: int) -> None:
+        import torch
+
+        self.stream = torch.cuda.Stream()
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+        # NOTE: the engine has to live as long as its execution context.
+        self._engine, self._context = engine, engine.create_execution_context()
+        with torch.cuda.stream(self.stream):
+            for index in range(engine.num_io_tensors):
+                name = engine.get_tensor_name(index)
+                shape = (batch, *tuple(engine.get_tensor_shape(name))[1:])
+                is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+                if is_input and not self._context.set_input_shape(name, shape):
+                    raise ValueError(f"the engine takes {tuple(engine.get_tensor_shape(name))}, not {shape}")
+                buffer = torch.rand(shape, device="cuda") * 255
+                self._context.set_tensor_address(name, buffer.data_ptr())
+                (self.inputs if is_input else self.outputs).append(buffer)
+            for _ in range(3):  # the first runs are slow
+                self.run()
+        self.stream.synchronize()
+
+    def run(self) -> None:
+        """Start a batch; nothing is copied in or out."""
+        if not self._context.execute_async_v3(self.stream.cuda_stream):
+            raise RuntimeError("TensorRT could not enqueue the inference")
+
+    def captured(self) -> Callable[[], object]:
+        """``run`` as a CUDA graph, for a thread whose stream is this one."""
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            self.run()
+            graph.capture_end()
+        replay: Callable[[], object] = graph.replay
+        return replay
 
 
 class BareEngine:
-    """The engine alone: a thread, a context and static buffers each, nothing copied in or out."""
+    """The engine alone: a thread and a context each."""
 
-    def __init__(self, path: str, batch: int, threads: int, graphs: bool) -> None:
-        self._trt = load_tensorrt()
-        self._batch, self._threads, self._graphs = batch, threads, graphs
+    def __init__(self, path: str, batch: int, graphs: bool = True) -> None:
+        self._trt, self._batch, self._graphs = load_tensorrt(), batch, graphs
         self._engine = load_engine(self._trt, Path(path).read_bytes(), path, version_compatible=True)
-        self._input_mode = self._trt.TensorIOMode.INPUT
-        self._capturing = threading.Lock()
 
-    def load(self, seconds: float) -> Load:
-        """Images per second over all threads; latencies of a batch."""
-        latencies: list[float] = []
-        until = [0.0]
-        ready = threading.Barrier(self._threads + 1)
-        threads = [
-            threading.Thread(target=self._loop, args=(ready, until, latencies, seconds)) for _ in range(self._threads)
-        ]
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        start = until[0] = perf_counter()
-        ready.wait()
-        for thread in threads:
-            thread.join()
-        load = load_of(latencies, perf_counter() - start)
-        return Load(load.qps * self._batch, load.p50, load.p99)
-
-    def _loop(self, ready: threading.Barrier, until: list[float], latencies: list[float], seconds: float) -> None:
+    def load(self, threads: int, seconds: float) -> Load:
+        """Images per second over so many threads; latencies of a batch."""
         import torch
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            with self._capturing:
-                run, keep = self._prepare(stream)
-            ready.wait()
-            ready.wait()
-            while (start := perf_counter()) < until[0] + seconds:
-                run()
-                stream.synchronize()
-                latencies.append(perf_counter() - start)
-            del keep
+        contexts = [Context(self._trt, self._engine, self._batch) for _ in range(threads)]
+        waiting = [(context, context.captured() if self._graphs else context.run) for context in contexts]
+        own = threading.local()
 
-    def layers(self) -> list[Layer]:
-        """Those that multiply, with the precision of each."""
-        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
-        inputs = [name for name in names if self._engine.get_tensor_mode(name) == self._input_mode]
-        shapes = {name: (self._batch, *tuple(self._engine.get_tensor_shape(name))[1:]) for name in inputs}
-        return multiplying_layers(self._trt, self._engine, shapes)
+        def call() -> None:
+            if not hasattr(own, "run"):
+                context, own.run = waiting.pop()
+                own.stream = context.stream
+                torch.cuda.set_stream(own.stream)
+            own.run()
+            own.stream.synchronize()
 
-    def layer_times(self, batches: int) -> dict[str, float]:
-        """Milliseconds of each layer, the median of so many batches; they add up to more than an unwatched batch."""
-        import torch
-
-        times: dict[str, list[float]] = {}
-
-        base = self._trt.IProfiler
-
-        class Profiler(base):  # type: ignore[misc, valid-type]
-            def __init__(self) -> None:
-                base.__init__(self)
-
-            def report_layer_time(self, layer_name: str, ms: float) -> None:
-                times.setdefault(layer_name, []).append(ms)
-
-        stream, profiler = torch.cuda.Stream(), Profiler()
-        with torch.cuda.stream(stream):
-            context, _buffers = self._context(stream)
-            context.profiler = profiler  # from here on execute_async_v3 waits for the batch and tells of it
-            for _ in range(batches):
-                context.execute_async_v3(stream.cuda_stream)
-            stream.synchronize()
-        return {name: statistics.median(taken) for name, taken in times.items()}
-
-    def _prepare(self, stream: Any) -> tuple[Callable[[], object], Any]:
-        import torch
-
-        context, buffers = self._context(stream)
-        run = partial(context.execute_async_v3, stream.cuda_stream)
-        if not self._graphs:
-            return run, (context, buffers)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        run()
-        graph.capture_end()
-        return graph.replay, (context, buffers, graph)
-
-    def _context(self, stream: Any) -> tuple[Any, list[Any]]:
-        """An execution context that has run, and the buffers that it works on."""
-        import torch
-
-        context, buffers = self._engine.create_execution_context(), []
-        for index in range(self._engine.num_io_tensors):
-            name = self._engine.get_tensor_name(index)
-            shape = tuple(self._engine.get_tensor_shape(name))
-            if self._engine.get_tensor_mode(name) == self._input_mode:
-                context.set_input_shape(name, (self._batch, *shape[1:]))
-            buffers.append(torch.rand((self._batch, *shape[1:]), device="cuda") * 255)
-            context.set_tensor_address(name, buffers[-1].data_ptr())
-        for _ in range(3):
-            context.execute_async_v3(stream.cuda_stream)
-        stream.synchronize()
-        return context, buffers
+        return in_threads(call, self._batch)(threads, seconds)

@@ -1,1 +1,1 @@
-"""Inside a service: the processor time of its threads, and what they are at. On ``PYTHONPATH`` of that service."""
+"""Put on ``PYTHONPATH`` of a service, to look into its processes: ``sitecustomize.py`` says how."""

@@ -1,6 +1,7 @@
-"""Python imports this where its folder is on ``PYTHONPATH``: processes that it forks then tell of their threads.
+"""Python imports this where its folder is on ``PYTHONPATH``: processes that it forks then report on their threads.
 
-``benchmarks.inside.threads`` asks them, through a socket without a name in the file system.
+A socket without a name in the file system takes a number of seconds, and answers with JSON: for each thread its name,
+the cores it kept busy, and how often it was seen at which place in these seconds.
 """
 
 from __future__ import annotations
@@ -11,38 +12,56 @@ import socket
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from time import perf_counter, sleep
 from types import FrameType
+from typing import Any
 
 STEP = 0.005  # seconds between two looks
+TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def address(pid: int) -> str:
-    """Where the process is asked."""
+    """The name of the socket of a process."""
     return f"\0torchpipe-benchmark-{pid}"
 
 
-def tell(seconds: float) -> dict[str, object]:
-    """Names of the Python threads by their native number, and how often each was seen where in so many seconds."""
-    own, main = threading.get_ident(), threading.main_thread()
-    seen: dict[str, Counter[str]] = {}
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    until = perf_counter() + seconds
-    while perf_counter() < until or (seconds and not seen):
+def report(seconds: float) -> list[dict[str, Any]]:
+    """The threads; those that are not Python's have the kernel's name and no places."""
+    own = threading.get_ident()
+    seen: dict[int, Counter[str]] = {}
+    before, start = processor_times(), perf_counter()
+    while perf_counter() < start + seconds:
         sleep(STEP)
         for ident, frame in sys._current_frames().items():
             if ident != own:
-                seen.setdefault(names.get(ident, str(ident)), Counter())[place(frame)] += 1
+                seen.setdefault(ident, Counter())[place(frame)] += 1
+    after, wall = processor_times(), perf_counter() - start
     # NOTE: a fork leaves the main thread with its old number, and a thread that is about to start has none yet.
-    others = {thread.native_id: thread.name for thread in threading.enumerate() if thread is not main}
-    return {
-        "names": {number: name for number, name in others.items() if number} | {os.getpid(): main.name},
-        "seen": seen,
-    }
+    main = threading.main_thread()
+    known = {os.getpid() if thread is main else thread.native_id: thread for thread in threading.enumerate()}
+    threads = []
+    for number, (name, spent) in after.items():
+        thread = known.get(number)
+        places = seen.get(thread.ident or 0, Counter()) if thread else Counter()
+        cores = (spent - before.get(number, ("", 0.0))[1]) / wall
+        threads.append({"name": thread.name if thread else name, "cores": cores, "places": places})
+    return threads
+
+
+def processor_times() -> dict[int, tuple[str, float]]:
+    """The kernel's name and the processor time in seconds of each thread of this process."""
+    found = {}
+    for number in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{number}/stat", encoding="utf-8", errors="replace") as file:
+            head, _, tail = file.read().rpartition(")")
+            fields = tail.split()
+            found[int(number)] = head.partition("(")[2], (int(fields[11]) + int(fields[12])) * TICK
+    return found
 
 
 def place(frame: FrameType) -> str:
-    """Where a thread is: file, line and function."""
+    """File, line and function of a frame."""
     code = frame.f_code
     return f"{'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno} {code.co_name}"
 
@@ -54,7 +73,7 @@ def _listen() -> None:
         while True:
             sock, _ = listener.accept()
             with sock, sock.makefile("rw") as stream:
-                json.dump(tell(float(stream.readline())), stream)
+                json.dump(report(float(stream.readline())), stream)
 
 
 def _start() -> None:

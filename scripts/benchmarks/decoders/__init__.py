@@ -1,1 +1,0 @@
-"""JPEG decoders side by side."""

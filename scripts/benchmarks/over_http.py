@@ -1,0 +1,105 @@
+"""The service over Thrift and HTTP against the same work in bare threads, mosec and LitServe, with the same images.
+
+All services have the same workers, each of which decodes a batch and runs the model on it in one thread. Beside them
+there is the configuration as a user serves it: one worker, and two nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from benchmarks.bare import Processes
+from benchmarks.common import REPOSITORY, Load, Report, Subject, image_folder
+from benchmarks.peers import is_installed, serving_classifier
+from benchmarks.services import run_clients, serving
+from torchpipe_py import parse_toml
+from torchpipe_py.export.toml import to_toml
+
+CLIENTS = (1, 10, 40)
+DEMO = REPOSITORY / "configs" / "demo.toml"
+THRIFT, HTTP = "Thrift", "HTTP"
+OPTIONS: dict[str, list[str]] = {THRIFT: [], HTTP: ["--transport", "http"]}
+
+
+def over_http(args: argparse.Namespace) -> Report:
+    """QPS, latency and the processor time that all processes of a service take for a request."""
+    report = Report(f"over_http: {args.model} model, 66 KB JPEG, client processes on the same cores")
+    with ExitStack() as stack:
+        images = stack.enter_context(image_folder())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config, model, size = (_resnet18 if args.model == "resnet18" else _demo)(folder)
+        batch, wait_ms = _write_one_node(config, folder / "one_node.toml")
+        bare = Processes(1, "classifier", model, str(size))
+        stack.callback(bare.close)
+        report.remarks += [bare.remark, "ms CPU: of all processes of a service, for a request"]
+        limit = Subject("limit: bare threads at their best, {} process", bare.load, (1,))
+        ours, as_it_is = f"{args.workers} workers, batch {batch}", "as it is"
+        one_node = stack.enter_context(serving(str(folder / "one_node.toml"), ["--workers", str(args.workers)]))
+        subjects = [limit]
+        for name, port in ((ours, one_node), (as_it_is, stack.enter_context(serving(str(config))))):
+            for transport, options in OPTIONS.items():
+                load = _load(port, images, options)
+                subjects.append(Subject(f"torchpipe-serve, {name}, {transport}", load))
+        peers = [name for name in ("mosec", "litserve") if is_installed(name, report)]
+        for name in peers:
+            peer = stack.enter_context(serving_classifier(name, model, size, args.workers, batch, wait_ms))
+            subjects.append(Subject(f"{name}, {ours}", partial(peer.load, images)))
+        report.measure(subjects, CLIENTS, args.seconds, args.rounds)
+    thrift = f"torchpipe-serve, {as_it_is}, {THRIFT}"
+    best = max(CLIENTS, key=lambda count: report.median(thrift, count).qps)
+    low = 0.95 if args.model == "resnet18" else 0.75
+    report.require("Thrift, as it is, against bare threads", report.ratio((thrift, best), (limit.name, 1)), low=low)
+    for count in CLIENTS:
+        for name in (ours, as_it_is):
+            http, thrift = (f"torchpipe-serve, {name}, {transport}" for transport in (HTTP, THRIFT))
+            ratio = report.ratio((http, count), (thrift, count))
+            report.require(f"{name}, HTTP against Thrift, {count} clients", ratio, low=0.85)
+        for name in peers:
+            ratio = report.ratio((f"torchpipe-serve, {ours}, {HTTP}", count), (f"{name}, {ours}", count))
+            report.require(f"HTTP against {name}, {count} clients", ratio, low=1.0)
+    return report
+
+
+def _load(port: int, images: Path, options: list[str]) -> Callable[[int, float], Load]:
+    return lambda clients, seconds: run_clients(port, images, clients, seconds, options)
+
+
+def _demo(folder: Path) -> tuple[Path, str, int]:
+    """The configuration, its model, and the side of the model's input."""
+    return DEMO, str(DEMO.parent / "demo" / "model.onnx"), 64
+
+
+def _resnet18(folder: Path) -> tuple[Path, str, int]:
+    """The same of a ResNet-18 with random weights, which the time does not depend on; needs torchvision."""
+    model = folder / "resnet18.onnx"
+    command = [sys.executable, "-c", "import sys; from torchpipe_py.cli import main; sys.exit(main())"]
+    options = ["export", "resnet18", "--weights", "random", "--out", str(model)]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    tables = parse_toml(DEMO)
+    tables["global"]["batching_timeout"] = 5
+    tables["decode" if "decode" in tables else "model"] |= {"resize_h": 224, "resize_w": 224}
+    for key in ("labels", "threads"):
+        tables["model"].pop(key, None)
+    tables["model"] |= {"model": str(model), "max": 4, "instance_num": 2}
+    config = folder / "resnet18.toml"
+    config.write_text(to_toml(tables), encoding="utf-8")
+    return config, str(model), 224
+
+
+def _write_one_node(config: Path, path: Path) -> tuple[int, int]:
+    """The configuration with both nodes in one; its largest batch, and the milliseconds that a batch waits."""
+    tables = parse_toml(config)
+    if "decode" in tables:
+        decode, model = tables.pop("decode"), tables["model"]
+        both = {key: value for key, value in {**decode, **model}.items() if key not in ("next", "instance_num")}
+        both["backend"] = f"{decode['backend'].removesuffix(']')},{model['backend']}]"
+        tables["model"] = both
+    path.write_text(to_toml(tables), encoding="utf-8")
+    return int(tables["model"]["max"]), int(tables["global"]["batching_timeout"])

@@ -1,1 +1,0 @@
-"""Pipes on a Ray cluster of this machine."""

@@ -1,0 +1,171 @@
+"""Services in processes of their own: measured by the load tester, ``/stats`` and the system."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread, Timer
+from typing import Any
+from urllib.request import urlopen
+
+import psutil
+
+from benchmarks.common import REPOSITORY, Load, python
+from benchmarks.inside.sitecustomize import address
+from torchpipe_py.loadtest.measure.nodes import node_figures
+from torchpipe_py.loadtest.measure.service import HAND_OVER_TIMES, hand_over_figures
+
+MIB = 2**20
+PLACES = 25  # of a thread, in a profile
+_WARMUP = ["--warmup", "5"]  # the default, 50 calls of each client, takes longer than a slice of a second
+_START_SECONDS = 600.0  # engines may have to be built
+_END_SECONDS = 30.0
+_REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
+
+# -- start and load -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(config: str, options: Sequence[str] = ()) -> Iterator[int]:
+    """``torchpipe-serve`` on ``config``, whose engine processes can be profiled; the port it listens on."""
+    command = ["-m", "torchpipe_server", config, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]
+    paths = [str(Path(__file__).parent / "inside"), os.environ.get("PYTHONPATH", "")]
+    with started([*command, *options], {"PYTHONPATH": os.pathsep.join(filter(None, paths))}) as port:
+        yield port
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """This interpreter on ``command``, which prints ``... on HOST:PORT ...`` when it serves; the port."""
+    process = python(*command, stdout=subprocess.PIPE, cwd=REPOSITORY, environment=environment)
+    watchdog = Timer(_START_SECONDS, process.kill)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        watchdog.cancel()
+        if not line:
+            raise RuntimeError(f"{' '.join(command)} did not start")
+        Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # a full pipe would stop the service
+        yield int(line.rsplit(" on ")[-1].split(" ")[0].rsplit(":", 1)[1])
+    finally:
+        watchdog.cancel()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def run_clients(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> Load:
+    """Client processes in a closed loop for about ``seconds``; ``options`` are those of the load tester."""
+    return load_in(client_report(port, images, clients, seconds, options))
+
+
+def client_report(
+    port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = (), statuses: Sequence[int] = (0,)
+) -> dict[str, Any]:
+    """The load tester's report of that; ``RuntimeError`` for an exit status that is not one of ``statuses``."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, str(REPOSITORY / "scripts" / "client_qps.py"), "--json", file.name, "--no-progress"]
+        command += ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
+        command += ["--duration", str(seconds), *_WARMUP, *options]
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, check=False, timeout=seconds + _REPORT_SECONDS, **streams)
+        if done.returncode not in statuses:
+            raise RuntimeError(f"the load tester exited with {done.returncode}: {done.stderr.strip()[-300:]}")
+        report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
+    return report
+
+
+def load_in(report: Mapping[str, Any]) -> Load:
+    """The figures of a report."""
+    qps, latency = report["qps"], report["latency_ms"]
+    failed = 100 * report["images_failed"] / report["images_sent"]
+    return Load(qps, latency["p50"], latency["p99"], 10 * (report["server_cpu_percent"] or 0.0) / qps, failed)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+# -- observe ------------------------------------------------------------------------------------------------------
+
+
+def observed(http: int, port: int, images: Path, clients: int, seconds: float) -> Load:
+    """A run with a note of what the nodes and the machine did meanwhile; ``http`` is the port of ``/stats``."""
+    before = stats(http)
+    report = client_report(port, images, clients, seconds)
+    after = stats(http)
+    parts = [f"machine {100 * (report['machine_busy'] or 0):.0f}% busy"]
+    for node, figures in node_figures(before, after, after["time"] - before["time"]).items():
+        if figures["requests"]:
+            batch = f" in {figures['mean_batch']:.1f}s" if figures["mean_batch"] > 1 else ""
+            times = "+".join(f"{figures[key]:.1f}" for key in ("queue_ms", "batch_wait_ms", "compute_ms"))
+            parts.append(f"{node}{batch} {times} ms")
+    on_the_way = hand_over_figures(before["hand_over"], after["hand_over"])
+    if on_the_way is not None:
+        parts.append("slot+there+engine+back " + "+".join(f"{on_the_way[key]:.2f}" for key in HAND_OVER_TIMES) + " ms")
+    return replace(load_in(report), note=", ".join(parts))
+
+
+def stats(http: int) -> dict[str, Any]:
+    """The answer of ``/stats``."""
+    with urlopen(f"http://127.0.0.1:{http}/stats", timeout=10) as answer:
+        content: dict[str, Any] = json.load(answer)
+    return content
+
+
+def engine_threads(content: Mapping[str, Any], seconds: float, least: float = 0.001) -> Iterator[str]:
+    """A line for each place where threads of engine processes are that keep so much of a core busy."""
+    # NOTE: a look needs Python's lock, and gets it where another thread gives it up: such calls are seen too often.
+    for pid in [engine["pid"] for engine in content.get("engines", ()) if engine["pid"]]:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(seconds + _END_SECONDS)
+            sock.connect(address(pid))
+            with sock.makefile("rw") as stream:
+                stream.write(f"{seconds}\n")
+                stream.flush()
+                threads = json.load(stream)
+        for thread in sorted(threads, key=lambda one: -one["cores"]):
+            if thread["cores"] >= least:
+                yield f"engine process {pid}, {thread['name']}: {thread['cores']:.1%} of a core"
+                total = sum(thread["places"].values())
+                for place, count in sorted(thread["places"].items(), key=lambda one: -one[1])[:PLACES]:
+                    yield f"  {100 * count / total:5.1f} %  {place}"
+
+
+def pss_mib(pid: int) -> float:
+    """Memory of a process and all its descendants; what several of them map counts once."""
+    total = 0
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with suppress(psutil.Error):
+            memory = process.memory_full_info()
+            total += getattr(memory, "pss", memory.rss)  # not every kernel has PSS
+    return total / MIB
+
+
+def gpu_mib() -> float:
+    """Memory in use on the first GPU, all processes' together; 0 without ``nvidia-smi``."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0.0
+    query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    words = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout.split()
+    return float(words[0]) if words and words[0].isdigit() else 0.0

@@ -1,1 +1,0 @@
-"""What trainings are measured by: accuracy, throughput of loaders, epochs, profiles."""

@@ -1,0 +1,256 @@
+"""The benchmark runner, and what the benchmarks make of what they measured. Nothing here depends on a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench
+import bench_gpu
+import cv2
+import numpy as np
+import pytest
+from benchmarks import io_cost, over_http, services
+from benchmarks.bare import Processes, measure_nodes
+from benchmarks.common import Load, Report, Subject, image_folder, in_threads, run
+from benchmarks.gpu import mosec, sharing, sizes
+from benchmarks.gpu.engines import Engines
+from benchmarks.gpu.sharing import CPU, GPU
+from benchmarks.peers import serving_module
+from benchmarks.sharing import Service, in_child
+from service import eventually
+
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.sharing import sections
+
+FORKS = """
+import os, sys, threading
+child = os.fork()
+if child:
+    print(child, flush=True)
+    os.waitpid(child, 0)
+else:
+    threading.Thread(target=sys.stdin.read, name="reader", daemon=True).start()
+    threading.Event().wait()
+"""
+
+
+def report_of(**loads: list[float]) -> Report:
+    """A report of rounds with so many calls per second, each by one client."""
+    report = Report("figures")
+    for name, rounds in loads.items():
+        for qps in rounds:
+            report.add(name, 1, Load(qps, p50=1000 / qps, p99=1, note=f"{qps:g}"))
+    return report
+
+
+# -- the runner -----------------------------------------------------------------------------------------------------
+
+
+def test_each_round_has_all_subjects_with_their_clients() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def subject(name: str, *clients: int) -> Subject:
+        return Subject(name, lambda count, seconds: asked.append((name, count)) or Load(1.0), clients)
+
+    report = Report("order")
+    report.measure([subject("limit", 2), subject("ours")], (1, 10), 0.0, 2)
+    assert asked == 2 * [("ours", 1), ("ours", 10), ("limit", 2)]
+    assert {key: len(rounds) for key, rounds in report.loads.items()} == dict.fromkeys(asked, 2)
+
+
+def test_medians_are_of_each_figure_and_ratios_of_each_round() -> None:
+    report = report_of(ours=[10, 40, 20], theirs=[5, 40, 5])
+    assert report.median("ours", 1) == Load(20, 50, 1, note="20")
+    assert report.ratio(("ours", 1), ("theirs", 1)) == 2
+
+
+def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def benchmark() -> Report:
+        report = report_of(ours=[10], **{"limit: {} threads": [20]})
+        report.require("reached", 0.5, low=0.5)
+        report.require("missed", 0.5, high=0.5)
+        return report
+
+    args = bench.make_parser().parse_args(["decode", "--json", str(tmp_path / "figures.json")])
+    assert run({"decode": benchmark}, args) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in printed if "10" in line][-1] == [
+        "ours,",
+        "1",
+        "client",
+        "10",
+        "100.00",
+        "1.00",
+        "10",
+    ]
+    assert any(line.startswith("  limit: 1 threads ") for line in printed)
+    assert "  ok     reached: 0.50 (>= 0.5)" in printed
+    assert "  MISSED missed: 0.50 (< 0.5)" in printed
+    (written,) = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["reports"]
+    assert written["rows"][0]["rounds"][0]["qps"] == 10
+
+
+def test_a_part_that_fails_or_comes_too_late_is_a_remark() -> None:
+    report, ran = Report("parts"), []
+    report.attempt("first", lambda: ran.append(1))
+    report.attempt("second", lambda: int("x"))
+    report.until = 0.0
+    report.attempt("third", lambda: ran.append(3))
+    assert ran == [1]
+    assert [remark.split(":")[0] for remark in report.remarks] == ["second", "third"]
+
+
+def test_threads_call_once_at_least() -> None:
+    calls: list[int] = []
+    load = in_threads(lambda: calls.append(1), images=3)(4, 0.0)
+    assert len(calls) >= 4
+    assert load.qps > 0
+
+
+def test_every_part_of_a_request_has_its_cost() -> None:
+    report = io_cost.io_cost(bench.make_parser().parse_args(["io_cost", "--rounds", "1"]))
+    assert {name for name, _ in report.loads} == {"Thrift", "HTTP, 2 fields", "HTTP, 7 fields"}
+    for key in report.loads:
+        assert report.median(*key).note.count(" + ") == len(io_cost.PARTS) - 1
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_run_alone_in_processes_and_in_batches_that_they_take() -> None:
+    config = {"decode": {"backend": "DecodeMat", "next": "end"}, "end": {"backend": "Identity"}}
+    report = Report("alone")
+    measure_nodes(report, "limit", config, 2, 3, 0.01, 1)
+    assert report.median("limit", 2).qps > 0
+
+
+@pytest.mark.parametrize("node", [{"backend": "ResizeMat[Identity]"}, {"backend": "DecodeMat", "max_pixels": 1}])
+def test_nodes_that_cannot_run_alone_are_no_limit(node: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"benchmarks\.bare .*did not start"):
+        measure_nodes(Report("alone"), "limit", {"decode": node}, 1, 1, 0.01, 1)
+
+
+def test_a_library_that_is_missing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="did not start"):
+        Processes(1, "cpp", "not JSON")
+
+
+def test_a_peer_that_does_not_start_says_why() -> None:
+    reason = r"(?s)timeit did not start: .*--address not recognized"
+    with pytest.raises(RuntimeError, match=reason), serving_module("mosec", "timeit", {}):
+        pass
+
+
+def test_a_child_returns_or_raises() -> None:
+    assert in_child(len, [1, 2]) == 2
+    with pytest.raises(ValueError, match="invalid literal"):
+        in_child(int, "x")
+
+
+def test_a_forked_process_reports_its_threads() -> None:
+    inside = str(Path(services.__file__).parent / "inside")
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": inside}
+    with subprocess.Popen([sys.executable, "-c", FORKS], env=environment, **pipes) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        try:
+            stats = {"engines": [{"pid": pid}, {"pid": None}]}
+            lines: list[str] = []
+
+            def is_reported() -> bool:
+                try:
+                    lines[:] = services.engine_threads(stats, 0.05, least=0.0)
+                except OSError:
+                    return False  # it does not listen yet
+                return any(", reader: " in line for line in lines)
+
+            eventually(is_reported)
+        finally:
+            os.kill(pid, 9)
+    assert any(line.startswith(f"engine process {pid}, MainThread: ") for line in lines)
+    assert any("threading.py:" in line and line.endswith(" wait") for line in lines)
+
+
+# -- services -------------------------------------------------------------------------------------------------------
+
+
+def test_a_service_is_started_as_its_name_says() -> None:
+    separate, shared = Service(GPU, {}, 1, False, 2), Service(GPU, {}, 8, True, 2)
+    assert separate.options == ["--workers", "1"]
+    assert shared.options == ["--workers", "8", "--engines", "2"]
+    assert separate.name == "GPU decode, 1 worker, separate"
+    assert shared.name == "GPU decode, 8 workers, shared, 2 engine processes"
+
+
+def test_the_demo_in_one_node_has_its_batches(tmp_path: Path) -> None:
+    config, _, size = over_http._demo(tmp_path)
+    path = tmp_path / "one_node.toml"
+    assert over_http._write_one_node(config, path) == (8, 2)
+    assert [*plan_pipeline(str(path)).plans] == ["model"]
+    assert size == 64
+
+
+def gpu_args() -> Any:
+    return bench_gpu.make_parser().parse_args(["shared", "--engines", "1,3", "--clients", "7"])
+
+
+def test_the_best_shared_service_is_held_against_the_best_separate_one() -> None:
+    report, services_ = Report("judged"), []
+    for what, workers, is_shared, qps, gpu_mib in (
+        (CPU, 4, False, 4000, 0), (CPU, 8, False, 5000, 0), (CPU, 8, True, 6000, 0),
+        (GPU, 1, False, 2000, 1000), (GPU, 8, False, 6000, 8000), (GPU, 8, True, 12000, 1250),
+    ):  # fmt: skip
+        service = Service(what, {}, workers, is_shared, gpu_mib=[gpu_mib])
+        services_.append(service)
+        for clients in (20, 100):
+            report.add(service.name, clients, Load(qps, 5, 9))
+    sharing.judge(report, [*services_, Service(CPU, {}, 12, True)])
+    assert [(round(target.measured, 3), target.met) for target in report.targets] == [
+        (1.2, False), (1.2, True), (2.0, True), (12000, True), (9, True), (1.25, True)
+    ]  # fmt: skip
+    mosec.judge(report, services_, {20: mosec.Setting(12, 1, 8, 1)})
+    assert len(report.targets) == 6
+    report.add("mosec, 12 decode, 1 with batches of 8 in 1 ms", 20, Load(4000, 5, 9))
+    mosec.judge(report, services_[2:3], {20: mosec.Setting(12, 1, 8, 1)})
+    assert report.targets[-1][1:] == (1.5, ">= 1.5", True)
+
+
+@pytest.mark.parametrize(("what", "shared"), [(CPU, [("model",)]), (GPU, [("model", "fallback")])])
+def test_gpu_services_can_be_planned_and_share_what_they_should(
+    what: str, shared: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / "resnet50.onnx").write_bytes(b"\x08")  # so that none is made
+    for is_shared, nodes in ((False, []), (True, shared)):
+        services_ = sharing.services_of(Engines(str(tmp_path), version_compatible=True), gpu_args(), what, 2, is_shared)
+        assert [service.engines for service in services_] == ([1, 3] if is_shared else [1])
+        for service in services_:
+            assert service.config["model"]["model::cache"].endswith("resnet50_8_compatible.trt")
+            plan = plan_pipeline(sizes.with_fallback(service).config)
+            assert [section.nodes for section in sections(plan)] == nodes
+
+
+def test_images_that_should_have_a_result_and_have_none_are_a_miss() -> None:
+    for images, failed, is_missed in ((sizes.CORRUPT, 1.0, False), (sizes.CORRUPT, 3.0, True), ("x", 1.0, True)):
+        report = Report("failed")
+        report.add(f"{images}, separate", 7, Load(1000))
+        report.add(f"{images}, shared", 7, Load(900, failed=failed))
+        sizes.judge(report, "separate", "shared")
+        assert [target.met for target in report.targets if "without result" in target.name] == [False] * is_missed
+        assert report.targets[-1][1:] == (0.9, ">= 0.95", False)
+
+
+def test_image_sets_are_what_they_are_called() -> None:
+    mats = {name: [cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR) for image in images]
+            for name, images in sizes.image_sets().items()}  # fmt: skip
+    assert mats["640x480"][0].shape[:2] == (480, 640)
+    assert mats["1920x1080"][0].shape[:2] == (1080, 1920)
+    assert [image[:4] for image in sizes.image_sets()["one PNG of 8"]].count(b"\x89PNG") == 1
+    assert [mat is None for mat in mats[sizes.CORRUPT]].count(True) == 1
+    with image_folder(*sizes.image_sets()["one PNG of 8"]) as folder:
+        assert len(list(folder.iterdir())) == 8
