@@ -27,7 +27,9 @@ PACKAGE = [
     "plan",
     "backends",
     "runtime",
-    "drawing engine export loadtest parity training",
+    "tools.report",
+    "tools.options",
+    "drawing engine export parity tools training",
     "quantize ray",
     "cli",
 ]

@@ -18,11 +18,11 @@ from torchpipe_py.encryption import options as encryption_options
 from torchpipe_py.errors import ConfigError, TorchpipeError, counted
 from torchpipe_py.export import options as export_options
 from torchpipe_py.idl import idl_path
-from torchpipe_py.loadtest import options as loadtest_options
 from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.unknown import backend_instead_of
 from torchpipe_py.quantize import options as quantize_options
+from torchpipe_py.tools import options
 
 DEPENDENCIES = ("PIL", "cv2", "numpy", "onnx", "onnxruntime", "tomli", "torch")
 """Import names of the libraries that come with the package, unless ``pip install --no-deps`` left them out."""
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quantize.set_defaults(run=_quantize)
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
-    loadtest_options.add_options(bench, clients="client threads")
+    options.add_load_options(bench, clients="client threads")
     bench.set_defaults(run=_bench, error_status=2)
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
     idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
@@ -170,13 +170,13 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from torchpipe_py.loadtest.bench import run_bench
+    from torchpipe_py.tools.load.run import run_bench
 
     return run_bench(args)
 
 
 def _load(arguments: Sequence[str]) -> int:
-    from torchpipe_py.loadtest.command import main as load
+    from torchpipe_py.tools.load.run import main as load
 
     return load(arguments)
 

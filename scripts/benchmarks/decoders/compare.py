@@ -20,7 +20,7 @@ from benchmarks.common import Load, interleave, machine, run_threads
 from benchmarks.decoders.decoders import Decoder, NotMeasuredError, by_opencv, subjects
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.images.files import JPEG_SUFFIXES, find_images
-from torchpipe_py.loadtest.options import above_zero, at_least
+from torchpipe_py.tools.options import above_zero, at_least
 
 ORIENTATION = 0x0112  # the EXIF tag
 

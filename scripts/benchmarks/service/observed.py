@@ -15,8 +15,7 @@ import psutil
 
 from benchmarks.common import Load
 from benchmarks.service.servers import client_report, load_in
-from torchpipe_py.loadtest.measure.nodes import node_figures
-from torchpipe_py.loadtest.measure.service import HAND_OVER_TIMES, hand_over_figures
+from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, node_figures
 
 MIB = 2**20
 

@@ -17,19 +17,14 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from fake_servers import IDL, Serve, ToyServer, command, load, refused, toy_servers
 from fakes import WAIT, eventually, is_alive
 
-from torchpipe_py.loadtest.client import wire
-from torchpipe_py.loadtest.client.connection import Connection, Endpoint
-from torchpipe_py.loadtest.client.http_wire import HttpAnswers, HttpResult
-from torchpipe_py.loadtest.command import main
-from torchpipe_py.loadtest.errors import ReplyError
-from torchpipe_py.loadtest.measure import cpu, statistics
-from torchpipe_py.loadtest.plans import make_plans
+from torchpipe_py.tools.load import wire
+from torchpipe_py.tools.load.client import Answer
+from torchpipe_py.tools.load.run import main
 
 
 @pytest.fixture
@@ -38,42 +33,13 @@ def serve() -> Iterator[Serve]:
         yield start
 
 
-# --- pure parts
-
-
-@pytest.mark.parametrize(
-    "values", [[7], [1, 2], [5, 1, 4, 1, 3], list(np.random.default_rng(0).integers(0, 10**9, 999))]
-)
-@pytest.mark.parametrize("percent", [0, 50, 90, 99, 99.9, 100])
-def test_percentiles_are_those_of_numpy(values: list[int], percent: float) -> None:
-    ordered = sorted(int(value) for value in values)
-    assert statistics.percentile(ordered, percent) == pytest.approx(np.percentile(ordered, percent))
-
-
-def test_summary_is_in_milliseconds() -> None:
-    summary = statistics.summarize([3_000_000, 1_000_000, 2_000_000])
-    assert summary is not None
-    assert (summary["count"], summary["mean"], summary["p50"]) == (3, 2.0, 2.0)
-    assert (summary["min"], summary["max"]) == (1.0, 3.0)
-    assert statistics.summarize([]) is None
-
-
-@pytest.mark.parametrize(("clients", "batch", "total"), [(4, 8, 103), (20, 1, 10_000), (7, 3, 5), (1, 1, 1)])
-def test_work_is_divided_exactly(clients: int, batch: int, total: int) -> None:
-    plans = make_plans(clients, batch, total, 5, None)
-    shares = [plan.share for plan in plans]
-    assert sum(shares) == total
-    assert max(shares) - min(shares) <= 1
-    assert all(1 <= plan.warmup <= 50 for plan in plans)
-
-
 @pytest.mark.parametrize("framed", [False, True])
 @pytest.mark.parametrize("method", ["infer_batch", "infer_many"])
 def test_patched_bytes_are_what_thriftpy2_would_send(method: str, framed: bool) -> None:
     data = [b"\x00first", b"second" * 9][: 1 if method == "infer_batch" else 2]
-    template = wire.CallTemplate(IDL, method, len(data), client=3, framed=framed)
-    template.fill(1, [wire.encode_body(IDL, b"an earlier call")] * len(data))
-    sent = b"".join(template.fill(77, [wire.encode_body(IDL, body) for body in data]))
+    thrift = wire.ThriftWire(IDL, framed, len(data))
+    thrift.request(3, 1, [thrift.body(b"an earlier call")] * len(data))
+    sent = b"".join(thrift.request(3, 77, [thrift.body(body) for body in data]))
     params = [IDL.InferenceParams(uuid=f"0003-0000004d-{n:04x}", data=body) for n, body in enumerate(data)]
     argument = params[0] if method == "infer_batch" else params
     expected = wire.encode_call(IDL, method, {"params": argument}, sequence=77)
@@ -101,25 +67,12 @@ class ShortSender:
 
 
 def test_send_cut_short_goes_on_where_it_was(serve: Callable[..., ToyServer]) -> None:
-    connection = Connection(wire.ThriftWire(IDL, False, 1), Endpoint("127.0.0.1", serve().port, 5.0))
+    connection = wire.Connection(wire.ThriftWire(IDL, False, 1), wire.Endpoint("127.0.0.1", serve().port, 5.0))
     connection.close()
     connection._sock = ShortSender()
     with pytest.raises(TimeoutError):
         connection.call(0, 0, [b"twelve bytes", b" and twelve more"])
     assert connection._sock.sent == b"twelve bytes and twelve more"
-
-
-def test_tester_says_when_it_is_the_limit() -> None:
-    def changed(**changes: float) -> cpu.TesterCost:
-        return cpu.TesterCost(
-            **{"cpu": 1.0, "us_per_call": 9.0, "busiest": 0.5, "share": 0.4, "machine_busy": 1.0, "others": 0.0}
-            | changes
-        )
-
-    assert changed().limits == []
-    assert "91%" in changed(busiest=0.91).limits[0]
-    assert "saturated" in changed(share=0.6).limits[0]
-    assert changed(share=0.6, machine_busy=0.7).limits == []
 
 
 # --- whole runs
@@ -442,7 +395,8 @@ class Pieces:
 
 
 def test_answers_in_pieces() -> None:
-    answers = HttpAnswers(Pieces(b'HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{"label": "a"}HTTP/1.1 200 OK\r\n\r\n'))
-    assert answers.read(1, 1) == [HttpResult("a")]
-    with pytest.raises(ReplyError, match="Content-Length"):
-        answers.read(2, 1)
+    data = b'HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{"label": "a"}HTTP/1.1 200 OK\r\n\r\n'
+    read = wire.HttpWire("host", "/infer").reader(Pieces(data))
+    assert read(1, 1) == [Answer("a")]
+    with pytest.raises(wire.ReplyError, match="Content-Length"):
+        read(2, 1)

@@ -22,7 +22,7 @@ from thriftpy2.server import TThreadedServer
 from thriftpy2.thrift import TProcessor
 from thriftpy2.transport import TServerSocket
 
-from torchpipe_py.loadtest.measure.cpu import find_server
+from torchpipe_py.tools.load.measure import find_server
 
 ONE_CALL = ("--rate", 2, "--total_number", 1)
 """An open loop that is stable on the busiest machine: of one call there is no rate that could fall behind."""

@@ -27,7 +27,7 @@ from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
 from torchpipe_py.idl import load_idl
-from torchpipe_py.loadtest.command import main
+from torchpipe_py.tools.load.run import main
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -221,8 +221,8 @@ def toy_servers() -> Iterator[Serve]:
 
 PATIENT = """
 import sys
-from torchpipe_py.loadtest import arrivals
-from torchpipe_py.loadtest.command import main
+from torchpipe_py.tools.load import arrivals
+from torchpipe_py.tools.load.run import main
 
 arrivals._LEAST_DELAY_S = float("inf")
 sys.exit(main())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fake_servers import Serve, load, refused, toy_servers
 
-from torchpipe_py.loadtest.measure.service import hand_over_figures, service_figures, service_rows
+from torchpipe_py.tools.load.measure import hand_over_figures, service_figures, service_rows
 
 Images = Callable[..., Path]
 
@@ -119,8 +119,8 @@ def test_another_server_is_refused(
     with stats_server(lambda _: answer) as port:
         options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
         why = refused(capsys, *options)
-    assert f"--http-port: http://127.0.0.1:{port}/stats does not tell what the service does" in why
-    assert "it is no torchpipe-serve of this version" in why
+    assert f"--http-port: http://127.0.0.1:{port}/stats does not report what the service does" in why
+    assert "it is not a torchpipe-serve of this version" in why
 
 
 def test_the_port_that_takes_images_is_told_from_that_of_the_figures(

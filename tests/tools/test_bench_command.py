@@ -18,11 +18,10 @@ from fakes import Gate
 
 from torchpipe_py import Backend, ItemBackend
 from torchpipe_py.cli import main
-from torchpipe_py.loadtest import bench as command
-from torchpipe_py.loadtest.measure import cpu
-from torchpipe_py.loadtest.measure.nodes import node_figures, node_rows
-from torchpipe_py.loadtest.plans import Rotation
-from torchpipe_py.loadtest.records import CallLog
+from torchpipe_py.tools.load import measure
+from torchpipe_py.tools.load import run as command
+from torchpipe_py.tools.load.client import CallLog
+from torchpipe_py.tools.load.measure import node_figures, node_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_IMAGES = ROOT / "configs" / "demo" / "images"
@@ -93,11 +92,6 @@ def test_every_image_is_sent_in_turn(bench: Bench, images: Callable[..., Path], 
     assert sum(run.report["images_ok_per_second"]) == run.report["latency_ms"]["count"] == 31
 
 
-def test_clients_start_apart() -> None:
-    rotation = Rotation(first=2, images=3)
-    assert [rotation.take(2), rotation.take(1), rotation.take(4)] == [[2, 0], [1], [2, 0, 1, 2]]
-
-
 def test_warm_up_is_not_counted(bench: Bench, images: Callable[..., Path], register: Register) -> None:
     seen = Seen()
     run = bench(f'backend = "{register(seen.backend)}"\n', images(a="a"), "--total_number", 10, "--warmup", 3)
@@ -148,7 +142,7 @@ def test_clients_that_are_the_limit(bench: Bench, images: Callable[..., Path], m
 
 
 def test_without_psutil(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "psutil", None)
+    monkeypatch.setattr(measure, "psutil", None)
     run = bench(IDENTITY, images(a="a"), "--total_number", 10)
     assert run.status == 0
     assert run.report["process_cpu_percent"] > 0

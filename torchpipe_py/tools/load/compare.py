@@ -1,8 +1,7 @@
-"""`torchpipe load compare A.json B.json`: two reports side by side."""
+"""``torchpipe load compare A.json B.json``: two reports side by side."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from typing import Any
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.files import read_bytes
-from torchpipe_py.loadtest.errors import CannotRunError
-from torchpipe_py.loadtest.measure.statistics import percentile
-from torchpipe_py.loadtest.measure.verdict import EXIT_FAILED, EXIT_OK
+from torchpipe_py.tools.load.judge import EXIT_FAILED, EXIT_OK, percentile
+from torchpipe_py.tools.options import number
+from torchpipe_py.tools.report import ToolError, aligned
 
 RESAMPLES = 2000
 LEAST_SECONDS = 5  # whole ones, of each run: from fewer there is nothing to resample
@@ -30,7 +29,7 @@ much a run varies from second to second, not how much from one run to the next; 
 
 
 def compare_main(arguments: Sequence[str], program: str) -> int:
-    """The subcommand; 0, or 2 when B is worse than A by more than `--max-regression` allows."""
+    """The subcommand; 0, or 2 when B is worse than A by more than ``--max-regression`` allows."""
     parser = ArgumentParser(
         prog=f"{program} compare",
         description="Two reports of --json side by side; ratios are B/A.",
@@ -39,76 +38,64 @@ def compare_main(arguments: Sequence[str], program: str) -> int:
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")
     allowed = "percent by which B's QPS and goodput may be lower than A's, and its p99 higher"
-    parser.add_argument("--max-regression", type=_percent, metavar="PCT", help=allowed)
+    percent = number("a number of percent, 0 or more", 0, 1e308)
+    parser.add_argument("--max-regression", type=percent, metavar="PCT", help=allowed)
     options = parser.parse_args(arguments)
     reports = read_report(options.a), read_report(options.b)
     print(comparison(*reports))
-    if options.max_regression is None:
-        return EXIT_OK
-    worse = regressions(*reports, options.max_regression)
+    worse = [] if options.max_regression is None else regressions(*reports, options.max_regression)
     for line in worse:
         print(f"REGRESSION: {line}")
     return EXIT_FAILED if worse else EXIT_OK
 
 
-def _percent(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 percent or more")
-    return number
-
-
 def read_report(path: Path) -> dict[str, Any]:
-    """The report of one run; `CannotRunError` when the file has none."""
+    """The report of one run; ``ToolError`` when the file has none."""
     try:
         report = json.loads(read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
-        raise CannotRunError(f"compare {path}: {error.strerror}") from error
+        raise ToolError(f"compare {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CannotRunError(f"compare {path}: not a JSON file: {error}") from error
+        raise ToolError(f"compare {path}: not a JSON file: {error}") from error
     if isinstance(report, dict) and "runs" in report:
-        raise CannotRunError(f"compare {path}: the report of a {report.get('kind')}; one of a single run is needed")
+        raise ToolError(f"compare {path}: the report of a {report.get('kind')}; one of a single run is needed")
     if not isinstance(report, dict) or not {"qps", "goodput", "latency_ms", "settings", "machine"} <= set(report):
-        raise CannotRunError(f"compare {path}: not a report of this load tester")
+        raise ToolError(f"compare {path}: not a report of this load tester")
     return report
 
 
 def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The table, and what to know before one believes it."""
-    rows: list[tuple[str, ...]] = [("", "A", "B", "B/A")]
-    rows += [_row(title, a[name], b[name]) for title, name in _FIGURES.items()]
+    """The table, and what to know before believing it."""
+
+    def row(title: str, *pair: float | None) -> tuple[str, ...]:
+        before, after = pair
+        ratio = "n/a" if before is None or after is None or not before else f"{after / before:.3f}"
+        return title, *("n/a" if value is None else f"{value:.2f}" for value in pair), ratio
+
+    rows = [row(title, a[name], b[name]) for title, name in _FIGURES.items()]
     for title, name in _LATENCIES.items():
-        rows.append(_row(f"{title} ms", *((run["latency_ms"] or {}).get(name) for run in (a, b))))
+        rows.append(row(f"{title} ms", *((run["latency_ms"] or {}).get(name) for run in (a, b))))
     rows.append(("errors", str(a["images_failed"]), str(b["images_failed"]), ""))
     kinds = sorted({*a["errors"], *b["errors"]})
     rows += [(f"  {kind}", *(str(run["errors"].get(kind, 0)) for run in (a, b)), "") for kind in kinds]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{row[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
-    lines += ["", _interval_line(a, b), *differences(a, b)]
+    # Whole seconds: without the first one, in which clients set off, and the last, which is cut off.
+    interval = ratio_interval(*(run["images_ok_per_second"][1:-1] for run in (a, b)))
+    if interval is None:
+        line = f"no interval, for both runs must have {LEAST_SECONDS} whole seconds"
+    else:
+        low, high = interval
+        meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
+        line = f"{CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
+    lines = [*aligned(rows, ("", "A", "B", "B/A")), "", f"QPS ratio B/A: {line}", *differences(a, b)]
     for name, run in (("A", a), ("B", b)):
         doubts = [*run["warnings"], *([] if run["valid"] else ["the run is not valid"])]
         doubts += [f"unstable: {reason}" for reason in run.get("unstable_because", ())]
         lines += [f"{name}: {doubt}" for doubt in doubts]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _row(title: str, a: float | None, b: float | None) -> tuple[str, str, str, str]:
-    shown = ["n/a" if value is None else f"{value:.2f}" for value in (a, b)]
-    return title, shown[0], shown[1], f"{b / a:.3f}" if a and b is not None else "n/a"
-
-
-def _interval_line(a: dict[str, Any], b: dict[str, Any]) -> str:
-    # Whole seconds: without the first one, in which clients set off, and the last, which is cut off.
-    interval = ratio_interval(*(run["images_ok_per_second"][1:-1] for run in (a, b)))
-    if interval is None:
-        return f"QPS ratio B/A: no interval, for both runs must have {LEAST_SECONDS} whole seconds"
-    low, high = interval
-    meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
-    return f"QPS ratio B/A: {CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
+    return "\n".join(lines)
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[float, float] | None:
-    """Pure: a percentile bootstrap of mean(b) / mean(a); None for too few values, or where `a` is nothing."""
+    """A percentile bootstrap of mean(b) / mean(a); None for too few values, or where ``a`` is nothing."""
     if min(len(a), len(b)) < LEAST_SECONDS or not any(a):
         return None
     draw = random.Random(seed).choices
@@ -135,7 +122,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:
-    """What is worse in B by more than `percent`: throughput lower, p99 higher, or gone altogether."""
+    """What is worse in B by more than ``percent``: throughput lower, p99 higher, or gone altogether."""
     lines = []
     for title in ("QPS", "goodput"):
         before, after = a[_FIGURES[title]], b[_FIGURES[title]]
