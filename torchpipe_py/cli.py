@@ -16,12 +16,9 @@ from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.encryption import options as encryption_options
 from torchpipe_py.errors import ConfigError, TorchpipeError, counted
-from torchpipe_py.export import options as export_options
 from torchpipe_py.idl import idl_path
-from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.unknown import backend_instead_of
-from torchpipe_py.quantize import options as quantize_options
 from torchpipe_py.tools import options
 
 DEPENDENCIES = ("PIL", "cv2", "numpy", "onnx", "onnxruntime", "tomli", "torch")
@@ -48,18 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     backends.add_argument("--markdown", action="store_true", help="as the table in docs/backends.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
     export = commands.add_parser("export", help="write a PyTorch model as ONNX, with the TOML that serves it")
-    export_options.add_options(export)
+    options.add_export_options(export)
     _add_imports(export)
     export.set_defaults(run=_export)
     encrypt = commands.add_parser("encrypt", help="encrypt a model, or make a key")
     encryption_options.add_options(encrypt)
     encrypt.set_defaults(run=_encrypt)
     parity = commands.add_parser("parity", help="compare two configurations on a directory of images")
-    parity_options.add_options(parity)
+    options.add_parity_options(parity)
     _add_imports(parity)
     parity.set_defaults(run=_parity)
     quantize = commands.add_parser("quantize", help="write an int8 copy of a configuration's model, if it is as good")
-    quantize_options.add_options(quantize)
+    options.add_quantize_options(quantize)
     _add_imports(quantize)
     quantize.set_defaults(run=_quantize)
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
@@ -124,10 +121,8 @@ def _check(config: str) -> None:
 
 
 def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
-    from torchpipe_py.drawing.depict import depict
-    from torchpipe_py.drawing.mermaid import mermaid
-    from torchpipe_py.drawing.page import page
-    from torchpipe_py.drawing.svg import svg
+    from torchpipe_py.tools.draw.picture import depict
+    from torchpipe_py.tools.draw.render import mermaid, page, svg
 
     kinds = {".html": page, ".svg": svg, ".mmd": mermaid}
     kind = mermaid if out is None else kinds.get(os.path.splitext(out)[1].lower())
@@ -146,13 +141,13 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> Non
 
 
 def _parity(args: argparse.Namespace) -> int:
-    from torchpipe_py.parity.command import run_parity
+    from torchpipe_py.tools.parity.command import run_parity
 
     return run_parity(args)
 
 
 def _export(args: argparse.Namespace) -> int:
-    from torchpipe_py.export.command import run_export
+    from torchpipe_py.tools.export.command import run_export
 
     return run_export(args)
 
@@ -164,7 +159,7 @@ def _encrypt(args: argparse.Namespace) -> int:
 
 
 def _quantize(args: argparse.Namespace) -> int:
-    from torchpipe_py.quantize.command import run_quantize
+    from torchpipe_py.tools.quantize.command import run_quantize
 
     return run_quantize(args)
 

@@ -19,9 +19,9 @@ from torchpipe_server.worker.worker import limit_threads
 from benchmarks.common import Load, load_of, median_load, python, test_jpeg
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend, BackendConfig, Data, close_all
-from torchpipe_py.export.toml import to_toml
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.tools.export.config import to_toml
 
 
 class BareProcesses:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from examples.networks import fit, normalise
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.export.onnx_file import export_checked, open_session
+from torchpipe_py.tools.export.onnx_file import export_checked, open_session
 
 Polygons = list[np.ndarray]  # each float32 K×2, (x, y) within the unit disc
 

@@ -32,8 +32,8 @@ from examples.measure import SceneResult, read_line, recall_and_precision, runne
 from examples.networks import CROP, DIGITS, MEAN, STD, train_classifier, train_detector, train_reader
 from examples.shared import postprocess
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.export.errors import ExportError
-from torchpipe_py.export.onnx_file import BATCH_AXES, Axes, Size, export_checked, max_difference
+from torchpipe_py.tools.export.onnx_file import BATCH_AXES, Axes, Size, export_checked, max_difference
+from torchpipe_py.tools.report import ToolError as ExportError
 
 LINE_AXES: Axes = {"input": {0: "batch", 3: "width"}, "logits": {0: "batch", 1: "steps"}}
 TOLERANCE = 1e-4

@@ -12,7 +12,7 @@ import numpy as np
 from examples.drawing import Scene
 from examples.networks import CROP
 from examples.shared import postprocess
-from torchpipe_py.export.onnx_file import open_session
+from torchpipe_py.tools.export.onnx_file import open_session
 
 Run = Callable[[np.ndarray], np.ndarray]
 

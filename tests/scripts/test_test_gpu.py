@@ -19,7 +19,7 @@ from recipes.session import run as train
 from training_data import write_classes
 
 from torchpipe_py import pipe
-from torchpipe_py.export.errors import ExportError
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.training import TrainingError
 
 SIZE = 24
@@ -232,5 +232,5 @@ def test_other_classes_or_another_network(trained: Path, tmp_path: Path) -> None
 def test_a_toml_with_several_ends(trained: Path, tmp_path: Path) -> None:
     decode = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": SIZE, "resize_w": SIZE}
     toml = {"one": {"backend": "Identity", "next": "two,three"}, "two": decode, "three": decode}
-    with pytest.raises(ExportError, match=r"ends in 2 nodes \(two, three\)"):
+    with pytest.raises(ToolError, match=r"ends in 2 nodes \(two, three\)"):
         serving_config(trained / "last.pt", toml, "small", SIZE, "fp32", "onnx", tmp_path, CLASSES)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from itertools import combinations, pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchpipe_py.drawing
 from torchpipe_py import Backend, register_backend
-from torchpipe_py.drawing.depict import depict
-from torchpipe_py.drawing.layout import Layout, Rect, lay_out
-from torchpipe_py.drawing.mermaid import mermaid, quoted
-from torchpipe_py.drawing.page import page
-from torchpipe_py.drawing.picture import Arrow, Box, Picture
-from torchpipe_py.drawing.svg import svg
-from torchpipe_py.drawing.text import LINE_COLUMNS, clean, columns, wrap
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.tools.draw.layout import Layout, Rect, lay_out
+from torchpipe_py.tools.draw.picture import LINE_COLUMNS, Arrow, Box, Picture, clean, columns, depict, wrap
+from torchpipe_py.tools.draw.render import mermaid, page, quoted, svg
 
 HOSTILE = (
     'a "quoted" name',
@@ -354,14 +347,6 @@ def test_expressions_break_after_commas_and_brackets() -> None:
         "S[ResizeMat,cvtColorMat,",
         "Mat2Tensor,SyncTensor]",
     )
-
-
-def test_drawing_imports_only_itself_and_the_standard_library() -> None:
-    """Except the module that makes a picture of a plan, and what every page shares."""
-    for path in Path(torchpipe_py.drawing.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())) if path.stem != "depict" else ():
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchpipe_py"):
-                assert (node.module or "").startswith(("torchpipe_py.drawing.", "torchpipe_py.html")), path
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from small_zoo import saved, tiny
 from torch import nn
 
-from torchpipe_py.export.errors import ExportError
-from torchpipe_py.export.weights import count_classes, load_into, read_weights
+from torchpipe_py.tools.export.models import count_classes, load_into, read_weights
+from torchpipe_py.tools.report import ToolError
 
 HINT = "name a function"
 
@@ -54,7 +54,7 @@ def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     del state["fc.weight"], state["fc.bias"]
     state |= {f"fc.{index}.weight": torch.zeros(1) for index in range(5)}
     path = saved(tmp_path / "a.pt", {"model": state})
-    with pytest.raises(ExportError) as caught:
+    with pytest.raises(ToolError) as caught:
         load_into(model, read_weights(path), "tiny", HINT)
     assert str(caught.value).splitlines() == [
         f"{path}['model']: does not fit tiny: missing in the file: fc.weight, fc.bias; "
@@ -85,7 +85,7 @@ def test_nothing_is_run_and_every_other_file_is_refused(tmp_path: Path) -> None:
         (saved(tmp_path / "list.pt", [1]), "holds a list; expected a state dict"),
         (saved(tmp_path / "other.pt", {"epoch": 1, "best": 0.5}), "no state dict; it holds epoch, best; expected"),
     ):  # fmt: skip
-        with pytest.raises(ExportError) as caught:
+        with pytest.raises(ToolError) as caught:
             read_weights(path)
         assert str(caught.value).startswith(f"{path}: ")
         assert problem in str(caught.value)

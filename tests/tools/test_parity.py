@@ -24,24 +24,24 @@ from hypothesis import strategies as st
 
 from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main
-from torchpipe_py.parity.compare import (
+from torchpipe_py.tools.parity.figures import (
+    Compared,
+    Difference,
+    Prediction,
     accuracy,
     agreement,
     difference,
     disagreeing,
-    histogram,
     labelled,
     paired,
     pictures,
     shrink,
-    spread,
     spreads,
     wilson,
 )
-from torchpipe_py.parity.record import Compared, Difference, ParityError, Prediction
-from torchpipe_py.parity.report import clip
-from torchpipe_py.parity.results import Unusable, read_pixels, read_prediction
-from torchpipe_py.parity.run import BATCH, Settings, compare_configs, shown_name
+from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
+from torchpipe_py.tools.parity.run import BATCH, Settings, compare_configs, shown_name
+from torchpipe_py.tools.report import ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,7 +134,8 @@ def test_exactly_one_is_not_more_than_one() -> None:
 
 
 def test_the_worst_is_the_farthest_from_zero() -> None:
-    figure = spread([1.0, -5.0, 3.0], ["x", "y", "z"])
+    values = {"x": 1.0, "y": -5.0, "z": 3.0}
+    figure = spreads([Compared(name, Difference(0, 0, 0, value)) for name, value in values.items()])["shift"]
     assert (figure.median, figure.worst, figure.worst_name) == (1.0, -5.0, "y")
     assert figure.mean == pytest.approx(-1 / 3)
     assert spreads([]) == {}
@@ -228,19 +229,6 @@ def test_the_difference_is_shown_sixteen_times_as_strong() -> None:
     assert {shown.dtype for shown in (shown_a, shown_b, amplified)} == {np.dtype(np.uint8)}
 
 
-@given(st.lists(st.floats(0, 255), max_size=40))
-def test_a_histogram_loses_nothing(values: list[float]) -> None:
-    counts, top = histogram(values)
-    assert sum(counts) == len(values)
-    assert top == max(values, default=0.0)
-
-
-def test_clipped_text_keeps_both_ends() -> None:
-    assert clip("abc", 3) == "abc"
-    assert clip("abcdefgh", 5) == "ab…gh"
-    assert [len(clip("x" * 50, width)) for width in (2, 7, 49)] == [2, 7, 49]
-
-
 # -- results ----------------------------------------------------------------------------------------------------------
 
 RED = np.full((2, 3, 3), (0, 0, 255), np.uint8)
@@ -292,7 +280,7 @@ def test_where_pixels_came_from_is_said() -> None:
     ],
 )
 def test_a_result_that_is_no_image(result: Any, said: str) -> None:
-    with pytest.raises(ParityError, match=re.escape("x.toml: its result is neither Mat nor Tensor")) as caught:
+    with pytest.raises(ToolError, match=re.escape("x.toml: its result is neither Mat nor Tensor")) as caught:
         values({"result": result})
     assert str(caught.value).endswith(f"got {said}")
 
@@ -336,7 +324,7 @@ def test_a_result_that_is_a_class(result: Any, wanted: Prediction) -> None:
     ],
 )
 def test_a_result_that_is_no_class(result: Any) -> None:
-    with pytest.raises(ParityError, match=r"m\.toml: its result cannot be read as a class: .*, got "):
+    with pytest.raises(ToolError, match=r"m\.toml: its result cannot be read as a class: .*, got "):
         read_prediction(result, "m.toml")
 
 
@@ -656,7 +644,7 @@ def test_a_directory_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(ParityError, match=r"cannot be read: Permission denied"):
+    with pytest.raises(ToolError, match=r"cannot be read: Permission denied"):
         compare_configs(Settings("a.toml", "b.toml", str(tmp_path)))
 
 
@@ -690,7 +678,7 @@ def test_a_preprocessing_that_returns_a_class(parity: Parity, write: Write, imag
 
 
 def test_the_other_commands_stay_light() -> None:
-    heavy = ("torch", "cv2", "torchpipe_py.parity.run")
+    heavy = ("torch", "cv2", "torchpipe_py.tools.parity.run")
     code = f"import sys, torchpipe_py.cli; print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
@@ -819,7 +807,7 @@ def test_json_says_everything(parity: Parity, write: Write, images: Path) -> Non
 def test_without_files_no_pictures_are_kept(write: Write, images: Path) -> None:
     compared = compare_configs(Settings(write("a", BILINEAR), write("b", AREA), str(images)))
     assert len(compared.worst) == 5
-    assert compared.views == []
+    assert compared.views == {}
 
 
 # -- the images to compare with ---------------------------------------------------------------------------------------

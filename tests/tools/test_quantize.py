@@ -19,10 +19,9 @@ from torchpipe_py import ItemBackend, parse_toml, pipe, registry
 from torchpipe_py.cli import main
 from torchpipe_py.files import ENCRYPTED
 from torchpipe_py.plan.config import Tables
-from torchpipe_py.quantize.images import divide, model_inputs
-from torchpipe_py.quantize.quantiser import Quantiser
-from torchpipe_py.quantize.sensitivity import search
-from torchpipe_py.quantize.target import Target, find_target
+from torchpipe_py.tools.quantize.command import divide, model_inputs
+from torchpipe_py.tools.quantize.quantiser import Quantiser, search
+from torchpipe_py.tools.quantize.target import Target, find_target
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "configs" / "demo" / "images"
@@ -85,12 +84,12 @@ def test_the_demo_is_quantised_and_served(folder: Path, write: Write, capsys: py
     config = write(f'{DEMO}{LABELLED}"precision::fp32" = "/0/Conv"\n')
     assert main(["quantize", config, "--img_dir", str(IMAGES), "--out", "small.onnx"]) == 0
     printed = capsys.readouterr().out
-    assert "calibrated with  24 images" in printed
-    assert "in int8          6 of 7 layers" in printed
-    assert "in fp32          /0/Conv" in printed
-    assert "top-1 agreement  1.0000 (24 of 24; 95 % interval 0.8620 to 1.0000)" in printed
-    assert "accuracy of B    " in printed
-    assert "bar              --max-drop 0.5: 0.0000 over 24 images, ok" in printed
+    assert "calibrated with   24 images" in printed
+    assert "in int8           6 of 7 layers" in printed
+    assert "in fp32           /0/Conv" in printed
+    assert "top-1 agreement   1.0000 (24 of 24; 95 % interval 0.8620 to 1.0000)" in printed
+    assert "accuracy of B     " in printed
+    assert "bar               --max-drop 0.5: 0.0000 over 24 images, ok" in printed
     assert "one image is 4.17 points: 200 images would show a loss of 0.5" in printed
     assert sorted(path.name for path in folder.iterdir()) == ["pipe.toml", "small.onnx"]
     assert list(Path(tempfile.gettempdir()).iterdir()) == []
@@ -148,11 +147,11 @@ def test_without_labels_classes_must_stay(
     config = write(DEMO)
     assert main(["quantize", config, "--img_dir", "photos", "--max-drop", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "calibrated with  12 images" in printed
-    assert "left out         A.jpg: DecodeError: 8 bytes are no image" in printed
-    assert "images           13 found, 12 compared, 1 refused" in printed
+    assert "calibrated with   12 images" in printed
+    assert "left out          A.jpg: DecodeError: 8 bytes are no image" in printed
+    assert "images            13 found, 12 compared, 1 refused" in printed
     assert "no accuracy: the images are not labelled; 'IMG' of IMG_01.jpg is no class" in printed
-    assert "bar              --min-agreement 0.99: 1.0000 over 12 images, ok" in printed
+    assert "bar               --min-agreement 0.99: 1.0000 over 12 images, ok" in printed
     assert refused(config, "--img_dir", "photos") == (
         "torchpipe: --out model.int8.onnx: there already; --force replaces it"
     )
@@ -360,9 +359,9 @@ def test_mistakes(folder: Path, write: Write, refused: Refused, text: str, optio
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--max-drop", "101"], "argument --max-drop: expected points of accuracy, 0 to 100, got 101"),
-        (["--max-drop", "-1"], "expected points of accuracy, 0 to 100, got -1"),
-        (["--max-drop", "little"], "expected a number, got 'little'"),
+        (["--max-drop", "101"], "argument --max-drop: expected points of accuracy, 0 to 100, got '101'"),
+        (["--max-drop", "-1"], "expected points of accuracy, 0 to 100, got '-1'"),
+        (["--max-drop", "little"], "expected points of accuracy, 0 to 100, got 'little'"),
         (["--out", "model.trt"], "expected a name that ends in .onnx, got 'model.trt'; model.onnx, say"),
         (["--keep", "-1"], "expected a whole number, at least 0, got '-1'"),
         (["--max_dorp", "1"], "unrecognized arguments: --max_dorp 1; did you mean '--max-drop'?"),

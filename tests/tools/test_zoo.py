@@ -13,8 +13,8 @@ import torch
 from small_zoo import saved
 
 from torchpipe_py.cli import main
-from torchpipe_py.export.errors import ExportError
-from torchpipe_py.export.zoo import torchvision_models
+from torchpipe_py.tools.export.models import torchvision_models
+from torchpipe_py.tools.report import ToolError
 
 OPERATORS = """
 import torch
@@ -55,7 +55,7 @@ def test_a_build_for_cuda_goes_with_a_pytorch_for_the_cpu(package: Path) -> None
 
 def test_a_broken_one_is_told_with_what_to_install(package: Path) -> None:
     (package / "__init__.py").write_text("raise OSError('libcudart.so.99:\\n  no such file')", encoding="utf-8")
-    with pytest.raises(ExportError) as caught:
+    with pytest.raises(ToolError) as caught:
         torchvision_models()
     version = torch.__version__.partition("+")[0]
     assert str(caught.value) == (

@@ -35,8 +35,8 @@ def number(what: str, low: float, high: float, kind: Callable[[str], Any] = floa
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     """The type of a whole number."""
-    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    return number(f"a whole number {bounds}", least, math.inf if most is None else most, int)
+    bounds = f", at least {least}" if most is None else f" from {least} to {most}"
+    return number(f"a whole number{bounds}", least, math.inf if most is None else most, int)
 
 
 def above_zero(what: str) -> Callable[[str], float]:

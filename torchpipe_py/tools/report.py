@@ -113,7 +113,7 @@ code, pre { font: .85rem ui-monospace, Menlo, Consolas, monospace; overflow-wrap
 .charts .grid { stroke: var(--line); } .charts .axis { stroke: var(--soft); }
 .charts polyline { stroke-width: 2; stroke-linejoin: round; }
 .keys { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0; padding: 0; list-style: none; color: var(--soft); }
-.keys i { display: inline-block; width: 1.4rem; margin-right: .5rem; vertical-align: middle; }
+.keys span { display: inline-block; width: 1.4rem; margin-right: .5rem; vertical-align: middle; }
 """
 
 
@@ -266,7 +266,7 @@ def chart(title: str, x: Axis, y: Axis, marks: Sequence[Line | Bars]) -> str:
     for mark in marks:
         parts += _bars(mark, x, y) if isinstance(mark, Bars) else _line(mark, x, y)
         style = f"border-top: 3px {'dashed' if mark.dashed else 'solid'} var(--{mark.color})"
-        keys += f'<li><i style="{style}"></i>{escape(mark.name)}</li>'
+        keys += f'<li><span style="{style}"></span>{escape(mark.name)}</li>'
     head = f'<figcaption>{escape(title)}</figcaption><ul class="keys">{keys}</ul>'
     size = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}"'
     return f"<figure>{head}\n<svg {size}>\n" + "\n".join(parts) + "\n</svg></figure>"

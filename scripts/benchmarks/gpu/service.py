@@ -19,7 +19,7 @@ from benchmarks.gpu.engines import SIDE, Engines
 from benchmarks.gpu.in_process import WARM_UP, cores, cpu_pipe, gpu_pipe
 from benchmarks.service.observed import observed
 from benchmarks.service.servers import free_port, run_clients, serving, started
-from torchpipe_py.export.toml import to_toml
+from torchpipe_py.tools.export.config import to_toml
 
 WORKERS = (4, 8, 2, 1)
 FEW, MANY = 20, 100

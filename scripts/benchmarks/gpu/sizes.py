@@ -18,7 +18,7 @@ from benchmarks.gpu.in_process import cores
 from benchmarks.gpu.sharing import CPU, Choice, services_of
 from benchmarks.service.servers import client_report, load_in, serving
 from benchmarks.service.sharing import Service, told
-from torchpipe_py.export.toml import to_toml
+from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (7, 63, 200)
 LOW = 0.95

@@ -14,8 +14,8 @@ from examples.textures import draw, encode
 
 from benchmarks.common import Call, Load, Report, interleave, load_of
 from torchpipe_py.cli import main as torchpipe
-from torchpipe_py.export.onnx_file import open_session, save_onnx
-from torchpipe_py.export.zoo import torchvision_models
+from torchpipe_py.tools.export.models import torchvision_models
+from torchpipe_py.tools.export.onnx_file import open_session, save_onnx
 
 SIDE, BATCH, IMAGES = 224, 8, 32
 CONFIG = """

@@ -18,7 +18,7 @@ from benchmarks.common import REPOSITORY, Load, Report, in_rounds, medians, run_
 from benchmarks.service.peer import SAME_BATCH, WORKERS, is_installed, litserve, mosec
 from benchmarks.service.servers import run_clients, serving
 from torchpipe_py import parse_toml, pipe
-from torchpipe_py.export.toml import to_toml
+from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (1, 10, 40)
 CONFIG = "configs/demo.toml"

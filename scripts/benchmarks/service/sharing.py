@@ -26,7 +26,7 @@ from benchmarks.inside import threads
 from benchmarks.service.observed import gpu_mib, observed, pss_mib, stats
 from benchmarks.service.servers import free_port, run_clients, serving
 from torchpipe_py import parse_toml, pipe
-from torchpipe_py.export.toml import to_toml
+from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (10, 40)  # of the benchmark on a CPU
 WORKERS = 2

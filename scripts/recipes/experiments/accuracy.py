@@ -24,7 +24,7 @@ from recipes.serving import serving_config
 from recipes.session import run
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.idl import load_idl
-from torchpipe_py.parity.compare import Z_95
+from torchpipe_py.tools.parity.figures import Z_95
 from torchpipe_py.training import ImageFolder, TrainingError
 
 CLIENTS = 8

@@ -15,8 +15,8 @@ from torchpipe_py.plan.binding import BackendPlan, expand
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, Tables, parse_toml
 from torchpipe_py.plan.expression import Call
-from torchpipe_py.quantize.errors import QuantizeError
 from torchpipe_py.registry import canonical
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.values import to_strings
 
 TAKES_ONNX = ("OnnxTensor", "TensorrtTensor")
@@ -107,7 +107,7 @@ class Target:
 
 
 def find_target(config: str, node: str | None) -> Target:
-    """The ONNX model of ``node``, or of the one node that has one; ``QuantizeError`` where there is none, or several.
+    """The ONNX model of ``node``, or of the one node that has one; ``ToolError`` where there is none, or several.
 
     ``ConfigError`` for a configuration that cannot be planned.
     """
@@ -115,32 +115,30 @@ def find_target(config: str, node: str | None) -> Target:
     found = {name: list(_models(plan)) for name, plan in pipeline.plans.items() if plan.spec.owner == name}
     models = {name: parts for name, parts in found.items() if parts}
     if not models:
-        raise QuantizeError(f"{config}: no node runs a model; expected {' or '.join(TAKES_ONNX)} in one of them")
+        raise ToolError(f"{config}: no node runs a model; expected {' or '.join(TAKES_ONNX)} in one of them")
     if node is None and len(models) > 1:
-        raise QuantizeError(f"{config}: several nodes run a model; choose one with --node: {', '.join(models)}")
+        raise ToolError(f"{config}: several nodes run a model; choose one with --node: {', '.join(models)}")
     if node is not None and node not in models:
         what = "runs no model" if node in pipeline.plans else "is not in the file"
-        raise QuantizeError(f"--node {node}: it {what}; {nearest(node, models)}")
+        raise ToolError(f"--node {node}: it {what}; {nearest(node, models)}")
     name = next(iter(models)) if node is None else node
     part = next((each for each in models[name] if each.cls.__name__ in TAKES_ONNX), None)
     if part is None:
-        raise QuantizeError(
+        raise ToolError(
             f"{config}: node {name!r} runs {models[name][0].label}, not an ONNX model: torchpipe export writes one, "
             "for OnnxTensor"
         )
     if len(pipeline.plans[name].backends) > 1:
-        raise QuantizeError(
-            f"{config}: node {name!r} is composed of several by '&'; quantise each in a node of its own"
-        )
+        raise ToolError(f"{config}: node {name!r} is composed of several by '&'; quantise each in a node of its own")
     key = next((key for key in ("key_file", "key_env") if part.params[key]), None)
     if key is not None:
-        raise QuantizeError(
+        raise ToolError(
             f"{config}: node {name!r} has {key}: its model is encrypted; quantise the plain one, and torchpipe encrypt "
             "the int8 model"
         )
     graph = pipeline.graph
     if not graph.reached_from[name] - graph.jumped_to:
-        raise QuantizeError(
+        raise ToolError(
             f"{config}: node {name!r} is reached by a jump only; quantise it in a file whose root leads to it"
         )
     kept = to_strings(pipeline.plans[name].spec.params.get("precision::fp32", ()))

@@ -14,17 +14,12 @@ from typing import Any
 from torchpipe_py import registry
 from torchpipe_py.backends.models.postprocess import SoftmaxArgMax, SoftmaxCpu, SoftmaxMax, TopK, read_labels, uses
 from torchpipe_py.errors import ConfigError, counted, nearest
-from torchpipe_py.export.config import followed_by, model_node, read_preprocessing
-from torchpipe_py.export.errors import ExportError
-from torchpipe_py.export.files import Files
-from torchpipe_py.export.function import find_module
-from torchpipe_py.export.onnx_file import BATCHES, Axes, check_batch, export_checked
-from torchpipe_py.export.source import Source
-from torchpipe_py.export.toml import to_toml
-from torchpipe_py.export.transforms import Transform
-from torchpipe_py.export.zoo import find_classifier, transform_of
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml
+from torchpipe_py.tools.export.config import Files, Transform, followed_by, model_node, read_preprocessing, to_toml
+from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
+from torchpipe_py.tools.export.onnx_file import BATCHES, Axes, check_batch, export_checked
+from torchpipe_py.tools.report import ToolError
 
 FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
 PIXELS = ("transforms", "resize", "crop", "interpolation")
@@ -34,7 +29,7 @@ USUAL = "torchvision's usual values; are they yours?"
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """0 when all is written and the ONNX file is the PyTorch model; raises ``ExportError`` and ``ConfigError``."""
+    """0 when all is written and the ONNX file is the PyTorch model; raises ``ToolError`` and ``ConfigError``."""
     files = Files(args.out)
     files.check(args.force)
     if args.preprocess:
@@ -52,7 +47,7 @@ def run_export(args: argparse.Namespace) -> int:
     for name, numbers in (("mean", transform.mean), ("std", transform.std)):
         if len(numbers) not in (1, size[0]):
             channels = counted(size[0], "channel")
-            raise ExportError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
+            raise ToolError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
     outputs = check_batch(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     postprocessor = postprocessor if classes is not None else ""
@@ -97,21 +92,21 @@ def _check_written(made: Files) -> None:
 def _check_alone(args: argparse.Namespace) -> None:
     for name in PIXELS:
         if getattr(args, name) is not None:
-            raise ExportError(f"--{name}: --preprocess {args.preprocess} decodes and resizes")
+            raise ToolError(f"--{name}: --preprocess {args.preprocess} decodes and resizes")
 
 
 def _postprocessor(name: str) -> type | str:
     cls = registry.default.find_postprocessor(name) if name else ""
     if cls is None:
-        raise ExportError(f"--postprocessor {name}: {nearest(name, registry.default.postprocessor_names())}")
+        raise ToolError(f"--postprocessor {name}: {nearest(name, registry.default.postprocessor_names())}")
     return cls
 
 
 def _check_logits(name: str, output: Any, postprocessor: str) -> None:
-    """``ExportError`` for an output that is a softmax already; of probabilities, another one gives wrong scores."""
+    """``ToolError`` for an output that is a softmax already; of probabilities, another one gives wrong scores."""
     if output.shape[1] > 1 and float(output.min()) >= 0 and float((output.sum(1) - 1).abs().max()) < SUM_TOLERANCE:
         problem = f"{name} ends in a softmax, and {postprocessor} would take that of its probabilities"
-        raise ExportError(f"{problem}: leave it out of the model, or give --postprocessor ArgMax")
+        raise ToolError(f"{problem}: leave it out of the model, or give --postprocessor ArgMax")
 
 
 def _source(args: argparse.Namespace) -> Source:
@@ -125,19 +120,19 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def _check_name(source: str) -> None:
-    """``ExportError`` that says how to write a MODEL, for what is no name of torchvision's."""
+    """``ToolError`` that says how to write a MODEL, for what is no name of torchvision's."""
     name, suffix = os.path.splitext(source)
     if source.isidentifier():
         return
     if suffix == ".onnx":
-        raise ExportError(f"{source}: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model")
+        raise ToolError(f"{source}: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model")
     if suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
         hint = f"a file of weights goes with the model that it is of: torchpipe export MODEL --weights {source}"
     elif suffix == ".py":
         hint = f"name the function in it that returns the model: {source}:function"
     else:
         hint = f"perhaps {name}:{suffix[1:]} is meant" if suffix else "no such model"
-    raise ExportError(f"{source}: {hint}; MODEL is {FORMS}")
+    raise ToolError(f"{source}: {hint}; MODEL is {FORMS}")
 
 
 def _changed(transform: Transform, args: argparse.Namespace) -> Transform:
@@ -164,17 +159,17 @@ def _origin(source: Source, args: argparse.Namespace) -> str:
 
 
 def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[str]:
-    """Of the file, or of the weights; ``ExportError`` where there are not as many as classes."""
+    """Of the file, or of the weights; ``ToolError`` where there are not as many as classes."""
     if path is None:
         return source.labels if len(source.labels) == classes else ()
     try:
         labels = read_labels(str(path))
     except (OSError, ConfigError) as error:
-        raise ExportError(f"--labels {path}: {getattr(error, 'strerror', None) or 'no text in UTF-8'}") from error
+        raise ToolError(f"--labels {path}: {getattr(error, 'strerror', None) or 'no text in UTF-8'}") from error
     if classes is None:
-        raise ExportError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
+        raise ToolError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
     if len(labels) != classes:
-        raise ExportError(
+        raise ToolError(
             f"--labels {path}: {counted(len(labels), 'line')}, {source.name} has {counted(classes, 'class')}"
         )
     return labels

@@ -16,7 +16,8 @@ import numpy as np
 
 from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
 from torchpipe_py.backends.signature import shown_dims
-from torchpipe_py.export.errors import ExportError, one_line
+from torchpipe_py.errors import describe
+from torchpipe_py.tools.report import ToolError
 
 PROTOBUF_LIMIT = 2**31  # bytes; a single ONNX file cannot be larger
 DYNAMO_MIN_OPSET = 18  # torch's newer exporter writes nothing older
@@ -31,16 +32,21 @@ Size = int | tuple[int, int] | tuple[int, int, int]
 BATCH_AXES: Axes = {"input": {0: "batch"}, "logits": {0: "batch"}}
 
 
+def one_line(error: BaseException) -> str:
+    """Type and message of somebody else's exception, 200 characters at most."""
+    return " ".join(describe(error, 200).split())
+
+
 def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes = BATCH_AXES) -> None:
     """Write ``model`` (put in eval mode) to ``path``, weights inside.
 
     The input is ``input``, float32 N×C×H×W; ``axes`` has it and the outputs, in their order, each with its free
-    dimensions. Raises ``ExportError`` if no exporter of this PyTorch can do it.
+    dimensions. Raises ``ToolError`` if no exporter of this PyTorch can do it.
     """
     import torch
 
     if sum(tensor.nbytes for tensor in model.state_dict().values()) >= PROTOBUF_LIMIT:
-        raise ExportError("the weights exceed 2 GiB, more than a single ONNX file can hold")
+        raise ToolError("the weights exceed 2 GiB, more than a single ONNX file can hold")
     model.eval()
     example = torch.zeros(2, *_shape(size))  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
     failures = []
@@ -53,7 +59,7 @@ def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes
             failures.append(one_line(error))
     if len(failures) == 1:
         failures.append("the newer exporter may do it, which needs onnxscript (pip install onnxscript)")
-    raise ExportError(f"torch {torch.__version__} cannot export this model: {'; '.join(failures)}")
+    raise ToolError(f"torch {torch.__version__} cannot export this model: {'; '.join(failures)}")
 
 
 def open_session(path: Path, threads: int = 0) -> Any:
@@ -80,7 +86,7 @@ def noise(size: Size, batches: Sequence[int]) -> list[Any]:
 
 
 def outputs_of(model: Callable[[Any], Any], images: Any) -> list[Any]:
-    """A module's outputs for a batch; ``ExportError`` for what is no Tensor, nor a tuple or list of Tensors."""
+    """A module's outputs for a batch; ``ToolError`` for what is no Tensor, nor a tuple or list of Tensors."""
     import torch
 
     with torch.inference_mode():
@@ -88,7 +94,7 @@ def outputs_of(model: Callable[[Any], Any], images: Any) -> list[Any]:
     several = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     for output in several:
         if not isinstance(output, torch.Tensor):
-            raise ExportError(f"forward returns a {type(output).__name__}; expected a Tensor, or a tuple of Tensors")
+            raise ToolError(f"forward returns a {type(output).__name__}; expected a Tensor, or a tuple of Tensors")
     return several
 
 
@@ -99,7 +105,7 @@ def compare_outputs(model: Callable[[Any], Any], session: Any, inputs: Iterable[
         served = session.run(None, {"input": images.numpy()})
         for expected, actual in zip(outputs_of(model, images), served, strict=True):
             if tuple(expected.shape) != actual.shape:
-                raise ExportError(
+                raise ToolError(
                     f"an output is {shown_dims(expected.shape)} in PyTorch, {shown_dims(actual.shape)} in ONNX"
                 )
             difference, largest = _apart(expected.double().numpy(), actual)
@@ -124,48 +130,48 @@ def export_checked(
 ) -> float:
     """``save_onnx``, then compare at every batch size; returns the largest absolute difference.
 
-    Raises ``ExportError`` if that exceeds ``tolerance`` times the largest output, is not a number, or the file does not
+    Raises ``ToolError`` if that exceeds ``tolerance`` times the largest output, is not a number, or the file does not
     run at some batch size.
     """
     save_onnx(model, path, size, opset, axes)
     try:
         difference, scale = max_difference(model, path, size, batches)
-    except ExportError:
+    except ToolError:
         raise
     except Exception as error:
         sizes = ", ".join(map(str, batches))
-        raise ExportError(
+        raise ToolError(
             f"{path.name} does not run at batches of {sizes}: {one_line(error)}; "
             "forward may hold a batch size: x.flatten(1) is free, x.view(4, -1) is not"
         ) from error
     if not difference <= tolerance * scale:  # NOTE: written so that NaN is refused
-        raise ExportError(f"{path.name} differs from PyTorch by {difference:.2g}, of {scale:.2g} at most")
+        raise ToolError(f"{path.name} differs from PyTorch by {difference:.2g}, of {scale:.2g} at most")
     return difference
 
 
 def check_batch(model: Any, size: Size) -> list[Any]:
-    """The outputs for a batch of three; ``ExportError`` where they are not those of its images one by one."""
+    """The outputs for a batch of three; ``ToolError`` where they are not those of its images one by one."""
     (images,) = noise(size, (3,))[:1]
     try:
         outputs = outputs_of(model.eval(), images)
         single = [outputs_of(model, images[index : index + 1]) for index in range(3)]
-    except ExportError:
+    except ToolError:
         raise
     except Exception as error:
-        raise ExportError(
+        raise ToolError(
             f"the model does not take images of {shown_dims(images.shape[1:])}: {one_line(error)}; "
             "--resize HxW says what it takes, and --color gray that it takes one channel"
         ) from error
     for index, output in enumerate(outputs):
         if not output.ndim or len(output) != 3:
-            raise ExportError(f"output {index} is {shown_dims(output.shape)} for a batch of 3; it must begin with 3")
+            raise ToolError(f"output {index} is {shown_dims(output.shape)} for a batch of 3; it must begin with 3")
         if not bool(output.isfinite().all()):
-            raise ExportError(f"output {index} holds NaN or infinity for random images: are the weights whole?")
+            raise ToolError(f"output {index} holds NaN or infinity for random images: are the weights whole?")
         for row, alone in zip(output, single, strict=True):
             difference, scale = _apart(row[None].double().numpy(), alone[index].double().numpy())
             if not difference <= TOLERANCE * scale:
                 apart = f"{difference:.2g} apart, of {scale:.2g}"
-                raise ExportError(f"output {index} of an image depends on the others of its batch: {apart}")
+                raise ToolError(f"output {index} of an image depends on the others of its batch: {apart}")
     return outputs
 
 

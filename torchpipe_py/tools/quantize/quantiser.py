@@ -1,4 +1,4 @@
-"""ONNX Runtime's static quantiser, set up so that TensorRT takes what it writes."""
+"""ONNX Runtime's static quantiser, set up so that TensorRT takes what it writes, and the search for layers it harms."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, model_by
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import describe, nearest
 from torchpipe_py.files import file_kind
-from torchpipe_py.quantize.errors import QuantizeError
-from torchpipe_py.quantize.images import Arrays
+from torchpipe_py.tools.export.onnx_file import open_session
+from torchpipe_py.tools.report import ToolError
+
+Arrays = list[np.ndarray]
+"""The inputs of a model for one image, each 1×…, in the model's order."""
 
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """Operators that are computed in int8, where their weights are constant."""
@@ -42,7 +45,7 @@ OPTIONS = {
 class Quantiser:
     """Quantises one model; files in between lie in ``folder``. ``calibrate`` comes before ``write``.
 
-    ``QuantizeError`` for what is no ONNX model in float32, or is quantised already.
+    ``ToolError`` for what is no ONNX model in float32, or is quantised already.
     """
 
     def __init__(self, path: str, folder: Path) -> None:
@@ -56,7 +59,7 @@ class Quantiser:
         self._nodes = [node.name for node in graph.node]
         self._inputs = [value for value in graph.input if value.name in self.input_names]
         if not self.layers:
-            raise QuantizeError(f"model {path}: no layer of it can be in int8; those are {', '.join(LAYERS)}")
+            raise ToolError(f"model {path}: no layer of it can be in int8; those are {', '.join(LAYERS)}")
 
     def write_probe(self, out: Path) -> None:
         """A model of the same inputs that gives them as they are: in its place, a node gives what its model gets."""
@@ -75,10 +78,10 @@ class Quantiser:
         self.inputs = inputs
 
     def check_names(self, names: Sequence[str]) -> None:
-        """``QuantizeError`` for what is no node of the model."""
+        """``ToolError`` for what is no node of the model."""
         for name in names:
             if name not in self._nodes:
-                raise QuantizeError(f"precision::fp32: no layer {name!r}; {nearest(name, self.layers)}")
+                raise ToolError(f"precision::fp32: no layer {name!r}; {nearest(name, self.layers)}")
 
     def write(self, out: Path, *, fp32: Sequence[str] = (), only: Sequence[str] = ()) -> None:
         """Quantise all layers but ``fp32``, or ``only`` some."""
@@ -132,13 +135,13 @@ def _prepared(path: str, named: Path, out: Path) -> Any:
 
     model = onnx.load_from_string(model_bytes(ModelFile(path), (), ()))
     if not model.graph.node:
-        raise QuantizeError(f"model {path}: not an ONNX file: {file_kind(path) or 'it has no graph'}")
+        raise ToolError(f"model {path}: not an ONNX file: {file_kind(path) or 'it has no graph'}")
     kinds = {node.op_type for node in model.graph.node}
     quantised = sorted(kind for kind in kinds if "uantize" in kind or "QLinear" in kind or kind.endswith("Integer"))
     if quantised:
-        raise QuantizeError(f"model {path}: it is quantised already: it has {', '.join(quantised)} nodes")
+        raise ToolError(f"model {path}: it is quantised already: it has {', '.join(quantised)} nodes")
     if any(tensor.data_type in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16) for tensor in weights(model)):
-        raise QuantizeError(f"model {path}: its weights are in half precision; quantise the model in float32")
+        raise ToolError(f"model {path}: its weights are in half precision; quantise the model in float32")
     for index, node in enumerate(model.graph.node):
         node.name = node.name or f"{node.op_type}_{index}"
     try:
@@ -160,9 +163,9 @@ def weights(model: Any) -> Iterator[Any]:
     return (tensor for tensor in model.graph.initializer if len(tensor.dims) > 1)
 
 
-def _failure(path: str, verb: str, error: Exception) -> QuantizeError:
+def _failure(path: str, verb: str, error: Exception) -> ToolError:
     why = " ".join(describe(error, 300).split())
-    return QuantizeError(f"model {path}: ONNX Runtime cannot {verb} it: {why}")
+    return ToolError(f"model {path}: ONNX Runtime cannot {verb} it: {why}")
 
 
 @contextmanager
@@ -175,3 +178,40 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def search(quantiser: Quantiser, fp32: Sequence[str], most: int, max_drop: float) -> list[str]:
+    """Up to ``most`` layers to keep in fp32 besides ``fp32``: the fewest that leave the classes as they are.
+
+    Layers are ranked by how far the outputs move when that layer alone is in int8; 1, 2, 4 … of them are kept, until no
+    more than ``max_drop`` of 100 images change their class. These are the images to calibrate with: those that the
+    model is checked with have no say in what it is.
+    """
+    if not most:
+        return []
+    trial = quantiser.model.with_name("trial.onnx")
+    wanted = _outputs(quantiser, quantiser.model)
+
+    def changes(kept: Sequence[str]) -> float:
+        quantiser.write(trial, fp32=[*fp32, *kept])
+        return float(100 * np.mean(_outputs(quantiser, trial).argmax(1) != wanted.argmax(1)))
+
+    if changes([]) <= max_drop:
+        return []
+    moves = {}
+    for layer in quantiser.layers:
+        if layer not in fp32:
+            quantiser.write(trial, only=[layer])
+            moves[layer] = float(np.linalg.norm(_outputs(quantiser, trial) - wanted))
+    ranked = sorted(moves, key=lambda layer: -moves[layer])[:most]
+    count = 1
+    while count < len(ranked) and changes(ranked[:count]) > max_drop:
+        count *= 2
+    return ranked[:count]
+
+
+def _outputs(quantiser: Quantiser, model: Path) -> np.ndarray:
+    """The first output for each image, a row each."""
+    session = open_session(model)
+    feeds = [dict(zip(quantiser.input_names, arrays, strict=True)) for arrays in quantiser.inputs]
+    return np.concatenate([session.run(None, feed)[0].reshape(1, -1) for feed in feeds])

@@ -1,4 +1,4 @@
-"""Numbers about arrays and about lists of numbers; pure."""
+"""Numbers about arrays and about lists of images; no pipe runs here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.images.files import label_of
-from torchpipe_py.parity.record import Bar, Compared, Difference, Parity, Prediction
 
 AMPLIFICATION = 16
 """How much stronger than it is a difference is shown."""
@@ -22,11 +21,47 @@ VIEW_SIDE = 320
 Z_95 = 1.959963984540054
 """Standard deviations that hold 95 % of a normal distribution."""
 
-ROUNDING = 1e-9
-"""Of points: a loss that is exactly what is allowed is allowed."""
-
 FIGURES = ("max", "mean", "share", "shift")
 """The fields of ``Difference``, in the order of every table."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """B minus A over all values of one image, on the 0..255 scale.
+
+    ``max`` and ``mean`` are absolute, ``share`` is that of values more than 1 apart, ``shift`` the signed mean:
+    positive where B is brighter.
+    """
+
+    max: float
+    mean: float
+    share: float
+    shift: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The class of a model, and its score where the model gives one."""
+
+    label: str | int
+    score: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.label}" if self.score is None else f"{self.label} ({self.score:.4f})"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An image for which both sides gave pixels of the same shape, or a class; with a model, both.
+
+    ``truth`` is the class of its folder or name, where images are labelled.
+    """
+
+    name: str
+    difference: Difference | None
+    a: Prediction | None = None
+    b: Prediction | None = None
+    truth: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,8 +75,19 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Share:
+    """``hits`` of ``total``, and Wilson's 95 % interval of their share."""
+
+    hits: int
+    total: int
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Agreement:
-    """How often two sides name the same class: ``low`` and ``high`` bound the share by Wilson's 95 % interval.
+    """How often two sides name the same class, with Wilson's 95 % interval.
 
     Score differences are absolute, over images with the same label on both sides; ``None`` without scores.
     """
@@ -53,17 +99,6 @@ class Agreement:
     high: float
     score_mean: float | None
     score_max: float | None
-
-
-@dataclass(frozen=True)
-class Share:
-    """``hits`` of ``total``, and Wilson's 95 % interval of their share."""
-
-    hits: int
-    total: int
-    share: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -92,19 +127,15 @@ def difference(a: np.ndarray, b: np.ndarray) -> Difference:
     )
 
 
-def spread(values: Sequence[float], names: Sequence[str]) -> Spread:
-    """Of at least one value; ``names`` says which image each belongs to."""
-    worst = max(range(len(values)), key=lambda index: abs(values[index]))
-    return Spread(float(np.median(values)), float(np.mean(values)), values[worst], names[worst])
-
-
 def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
     """A ``Spread`` for each figure of ``Difference``; empty where no pixels were compared."""
     pairs = [(image.name, image.difference) for image in compared if image.difference is not None]
-    if not pairs:
-        return {}
-    names = [name for name, _ in pairs]
-    return {figure: spread([getattr(each, figure) for _, each in pairs], names) for figure in FIGURES}
+    found = {}
+    for figure in FIGURES if pairs else ():
+        values = [getattr(each, figure) for _, each in pairs]
+        worst = max(range(len(values)), key=lambda index: abs(values[index]))
+        found[figure] = Spread(float(np.median(values)), float(np.mean(values)), values[worst], pairs[worst][0])
+    return found
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
@@ -113,8 +144,11 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
     middle = (share + ratio / 2) / (1 + ratio)
     half = Z_95 / (1 + ratio) * math.sqrt(share * (1 - share) / total + ratio / (4 * total))
     low = 0.0 if hits == 0 else max(0.0, middle - half)
-    high = 1.0 if hits == total else min(1.0, middle + half)
-    return low, high
+    return low, 1.0 if hits == total else min(1.0, middle + half)
+
+
+def _share(hits: int, total: int) -> Share:
+    return Share(hits, total, hits / total, *wilson(hits, total))
 
 
 def agreement(compared: Sequence[Compared]) -> Agreement | None:
@@ -123,17 +157,16 @@ def agreement(compared: Sequence[Compared]) -> Agreement | None:
     if not pairs:
         return None
     same = [(a, b) for a, b in pairs if a.label == b.label]
-    low, high = wilson(len(same), len(pairs))
     gaps = [abs(a.score - b.score) for a, b in same if a.score is not None and b.score is not None]
-    return Agreement(
-        same=len(same),
-        total=len(pairs),
-        share=len(same) / len(pairs),
-        low=low,
-        high=high,
-        score_mean=sum(gaps) / len(gaps) if gaps else None,
-        score_max=max(gaps, default=None),
-    )
+    share = _share(len(same), len(pairs))
+    mean = sum(gaps) / len(gaps) if gaps else None
+    return Agreement(share.hits, share.total, share.share, share.low, share.high, mean, max(gaps, default=None))
+
+
+def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
+    """Name and both predictions of each image the sides disagree about."""
+    pairs = [(image.name, image.a, image.b) for image in compared]
+    return [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a.label != b.label]
 
 
 def labelled(compared: Sequence[Compared]) -> list[Compared]:
@@ -144,8 +177,8 @@ def labelled(compared: Sequence[Compared]) -> list[Compared]:
     classes = {str(side.label) for image in compared for side in (image.a, image.b) if side is not None}
     truths = [label_of(PurePath(image.name), PurePath()) for image in compared]
     # 7.jpg is the seventh image, not one of class 7.
-    is_said = ["/" in image.name or "_" in image.name for image in compared]
-    if 2 * sum(said and truth in classes for said, truth in zip(is_said, truths, strict=True)) < len(truths):
+    has_label = ["/" in image.name or "_" in image.name for image in compared]
+    if 2 * sum(has and truth in classes for has, truth in zip(has_label, truths, strict=True)) < len(truths):
         return list(compared)
     return [replace(image, truth=truth) for image, truth in zip(compared, truths, strict=True)]
 
@@ -165,10 +198,6 @@ def accuracy(compared: Sequence[Compared]) -> Accuracy | None:
     return Accuracy(a, b, 100 * (a.share - b.share), 100 * low, 100 * high)
 
 
-def _share(hits: int, total: int) -> Share:
-    return Share(hits, total, hits / total, *wilson(hits, total))
-
-
 def paired(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, float]:
     """The 95 % interval of A's share less B's over the same images, within -1..1.
 
@@ -179,46 +208,12 @@ def paired(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, fl
     a, b = _share(both + only_a, total), _share(both + only_b, total)
     margins = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
     phi = (both * neither - only_a * only_b) / math.sqrt(margins) if margins else 0.0
-    down, up = a.share - a.low, b.high - b.share
-    low = math.sqrt(down * down - 2 * phi * down * up + up * up)
-    down, up = b.share - b.low, a.high - a.share
-    high = math.sqrt(down * down - 2 * phi * down * up + up * up)
-    return a.share - b.share - low, a.share - b.share + high
 
+    def margin(down: float, up: float) -> float:
+        return math.sqrt(down * down - 2 * phi * down * up + up * up)
 
-def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
-    """Name and both predictions of each image the sides disagree about."""
-    pairs = [(image.name, image.a, image.b) for image in compared]
-    return [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a.label != b.label]
-
-
-def judge(
-    parity: Parity, max_mean: float | None = None, min_agreement: float | None = None, max_drop: float | None = None
-) -> list[Bar]:
-    """The bars that were asked for; one without anything to hold against it is missed."""
-    bars = []
-    if max_mean is not None:
-        figures = spreads(parity.compared)
-        mean = figures["mean"].mean if figures else None
-        ok = mean is not None and mean <= max_mean
-        bars.append(Bar("--max-mean", max_mean, mean, len(parity.compared), ok))
-    if min_agreement is not None:
-        agreed = agreement(parity.compared)
-        share, total = (agreed.share, agreed.total) if agreed else (None, 0)
-        ok = share is not None and share >= min_agreement
-        bars.append(Bar("--min-agreement", min_agreement, share, total, ok))
-    if max_drop is not None:
-        right = accuracy(parity.compared)
-        drop, total = (right.drop, right.a.total) if right else (None, 0)
-        bars.append(Bar("--max-drop", max_drop, drop, total, drop is not None and drop <= max_drop + ROUNDING))
-    return bars
-
-
-def to_uint8(pixels: np.ndarray) -> np.ndarray:
-    """Rounded and clipped to 0..255; of other than one or three channels only the first."""
-    shown = pixels if pixels.shape[2] in (1, 3) else pixels[:, :, :1]
-    rounded: np.ndarray = np.clip(np.rint(shown), 0, 255).astype(np.uint8)
-    return rounded
+    middle = a.share - b.share
+    return middle - margin(a.share - a.low, b.high - b.share), middle + margin(b.share - b.low, a.high - a.share)
 
 
 def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE) -> np.ndarray:
@@ -234,17 +229,11 @@ def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE
 
 
 def pictures(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A, B and their amplified difference as uint8. A shrunk difference keeps the largest of each block."""
-    amplified = shrink(np.abs(b - a), np.max) * AMPLIFICATION
-    return to_uint8(shrink(a, np.mean)), to_uint8(shrink(b, np.mean)), to_uint8(amplified)
+    """A, B and their amplified difference as uint8; of other than one or three channels only the first.
 
-
-def histogram(values: Sequence[float], bins: int = 24) -> tuple[list[int], float]:
-    """Counts in ``bins`` equal steps from 0 to the largest value, and that value; it lies in the last step."""
-    top = max(values, default=0.0)
-    if top == 0:
-        return [len(values)] + [0] * (bins - 1), 0.0
-    counts = [0] * bins
-    for value in values:
-        counts[min(bins - 1, int(value / top * bins))] += 1
-    return counts, top
+    A shrunk difference keeps the largest of each block.
+    """
+    shown = shrink(a, np.mean), shrink(b, np.mean), shrink(np.abs(b - a), np.max) * AMPLIFICATION
+    some = (each if each.shape[2] in (1, 3) else each[:, :, :1] for each in shown)
+    first, second, third = (np.clip(np.rint(each), 0, 255).astype(np.uint8) for each in some)
+    return first, second, third

@@ -11,8 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from torchpipe_py.drawing.picture import Arrow, Box, Component, Picture, split
-from torchpipe_py.drawing.text import SMALL_LINE, SMALL_SIZE, Face, clean, face, text_width, wrap
+from torchpipe_py.tools.draw.picture import (
+    SMALL_LINE,
+    SMALL_SIZE,
+    Arrow,
+    Box,
+    Component,
+    Face,
+    Picture,
+    clean,
+    face,
+    split,
+    text_width,
+    wrap,
+)
 
 MARGIN = 12.0
 FRAME_PAD, FRAME_HEAD, FRAME_GAP = 20.0, 34.0, 22.0

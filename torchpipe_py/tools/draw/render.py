@@ -1,13 +1,15 @@
-"""A picture as SVG: one string, styled for light and dark, without scripts and without anything to load."""
+"""A picture as SVG, styled for light and dark; as Mermaid text; as a self-contained HTML page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from torchpipe_py.drawing.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
-from torchpipe_py.drawing.picture import Kind, Picture
-from torchpipe_py.drawing.text import (
+from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.tools import report
+from torchpipe_py.tools.draw.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
+from torchpipe_py.tools.draw.picture import (
     CODE_LINE,
     LIVE_HEIGHT,
     NAME_LINE,
@@ -15,10 +17,17 @@ from torchpipe_py.drawing.text import (
     PAD_Y,
     SMALL_LINE,
     SMALL_SIZE,
+    Arrow,
+    Box,
+    Kind,
+    Picture,
+    clean,
+    depict,
     markup,
+    split,
     text_width,
 )
-from torchpipe_py.html import palette
+from torchpipe_py.tools.report import palette
 
 KINDS: dict[Kind, str] = {
     "next": "next: the request goes on",
@@ -54,6 +63,11 @@ svg.drawing path.map { stroke-dasharray: 6 4; }
 svg.drawing path.jump { stroke-width: 2.5; }
 svg.drawing path.skip { stroke-dasharray: 1.5 4; stroke-width: 2; stroke-linecap: round; }
 """
+
+
+def live_svg(pipeline: Pipeline) -> str:
+    """The picture of a plan as SVG, with room for figures in each node."""
+    return svg(depict(pipeline, live=True))
 
 
 def svg(picture: Picture) -> str:
@@ -208,3 +222,94 @@ def _legend(kinds: Sequence[Kind], layout: Layout) -> tuple[list[str], float]:
         parts.append(_text("soft", x + LEGEND_SAMPLE + 8.0, y + 4.0, KINDS[kind]))
         x += width
     return parts, y - layout.height + LEGEND_LINE if kinds else 0.0
+
+
+LINKS = {"next": "-->", "map": "-.->", "jump": "==>", "skip": "-.-o"}
+
+# Inside quotes most characters are safe. NOTE: Mermaid looks for "%%{", icons ("fa:fa-x") and "style…:…#…;" all over
+# a line, quotes or not, and takes what is left for HTML and Markdown. "$$x$$" in a node is a formula, however written.
+_UNSAFE = re.compile(r"[^\w \-.,:()\[\]{}|/+=!?']|:(?=fa)|s(?=tyle)|c(?=lassDef)|^[\d\-+]|(?<!\w)_|_(?!\w)")
+
+
+def mermaid(picture: Picture) -> str:
+    """A flowchart from left to right; several graphs are subgraphs. Nodes are ``n0``, ``n1``, … in file order."""
+    return "\n".join(_lines(picture)) + "\n"
+
+
+def _lines(picture: Picture) -> Iterator[str]:
+    ids = {box.name: f"n{index}" for index, box in enumerate(picture.boxes)}
+    graphs = split(picture)
+    links: list[Arrow] = []
+    yield "flowchart LR"
+    for index, graph in enumerate(graphs):
+        several = len(graphs) > 1
+        indent = "    " if several else "  "
+        if several:
+            yield f'  subgraph g{index}["{quoted(graph.heading)}"]'
+        for box in graph.boxes:
+            yield f"{indent}{_node(ids[box.name], box)}"
+        if graph.has_end:
+            yield f'{indent}e{index}(("end"))'
+        for arrow in graph.arrows:
+            links.append(arrow)
+            yield indent + _link(arrow, ids[arrow.start], f"e{index}" if arrow.to_end else ids[arrow.end])
+        if several:
+            yield "  end"
+    for arrow in picture.arrows:
+        if arrow.kind == "jump":
+            links.append(arrow)
+            yield "  " + _link(arrow, ids[arrow.start], ids[arrow.end])
+    skips = ",".join(str(index) for index, arrow in enumerate(links) if arrow.kind == "skip")
+    if skips:
+        yield f"  linkStyle {skips} stroke-dasharray:2 5"
+    logical = ",".join(ids[box.name] for box in picture.boxes if box.alias_of)
+    if logical:
+        yield "  classDef logical stroke-dasharray:5 3"
+        yield f"  class {logical} logical"
+
+
+def quoted(text: str) -> str:
+    """To stand between double quotes; what Mermaid might take for its own is written as ``#35;``, the code point."""
+    return _UNSAFE.sub(lambda match: f"#{ord(match[0])};", clean(text))
+
+
+def _node(name: str, box: Box) -> str:
+    lines = [f"<b>{quoted(box.name)}</b>"]
+    lines += [f"= {quoted(box.alias_of)}"] if box.alias_of else []
+    lines += [quoted(box.backend), quoted(f"x{box.instances} {box.range}".strip())]
+    lines += ["shared"] if box.shared else []
+    lines += [f"filter {quoted(box.filter)}"] if box.filter else []
+    text = "<br/>".join(lines)
+    return f'{name}(["{text}"])' if box.is_root else f'{name}["{text}"]'
+
+
+def _link(arrow: Arrow, start: str, end: str) -> str:
+    label = f'|"{quoted(arrow.label)}"|' if arrow.label.strip() else ""
+    return f"{start} {LINKS[arrow.kind]}{label} {end}"
+
+
+HEADS = ("name", "backend", "instances", "range", "shared", "filter", "next", "map")
+
+PAGE_STYLE = """body { max-width: 100rem; } .picture { overflow-x: auto; } .picture svg { display: block; }
+pre { overflow-x: auto; }
+"""
+
+
+def page(picture: Picture) -> str:
+    """A self-contained HTML file: the drawing, a table of the nodes, the Mermaid text."""
+    rows = [list(map(clean, _cells(picture, box))) for box in picture.boxes]
+    parts = [
+        f'<div class="picture">\n{svg(picture)}</div>',
+        report.table(HEADS, rows, f"Nodes ({len(rows)})"),
+        f"<details><summary>Mermaid text</summary>\n<pre>{escape(mermaid(picture))}</pre>\n</details>",
+    ]
+    return report.page(clean(picture.title), parts, PAGE_STYLE)
+
+
+def _cells(picture: Picture, box: Box) -> Sequence[str]:
+    name = f"{box.name} (= {box.alias_of})" if box.alias_of else box.name
+    following = ", ".join(arrow.end for arrow in picture.arrows if arrow.kind == "next" and arrow.start == box.name)
+    mapped = [arrow for arrow in picture.arrows if arrow.kind == "map" and arrow.end == box.name]
+    sources = ", ".join(f"{arrow.start}[{arrow.label}]" if arrow.label else arrow.start for arrow in mapped)
+    shared = "yes" if box.shared else ""
+    return name, box.backend, box.instances, box.range, shared, box.filter, following, sources
