@@ -35,44 +35,14 @@ def serve() -> Iterator[Serve]:
 
 @pytest.mark.parametrize("framed", [False, True])
 @pytest.mark.parametrize("method", ["infer_batch", "infer_many"])
-def test_patched_bytes_are_what_thriftpy2_would_send(method: str, framed: bool) -> None:
+def test_bytes_of_calls_are_what_thriftpy2_would_send(method: str, framed: bool) -> None:
     data = [b"\x00first", b"second" * 9][: 1 if method == "infer_batch" else 2]
     thrift = wire.ThriftWire(IDL, framed, len(data))
-    thrift.request(3, 1, [thrift.body(b"an earlier call")] * len(data))
-    sent = b"".join(thrift.request(3, 77, [thrift.body(body) for body in data]))
+    sent = b"".join(thrift.request(3, 77, data))
     params = [IDL.InferenceParams(uuid=f"0003-0000004d-{n:04x}", data=body) for n, body in enumerate(data)]
     argument = params[0] if method == "infer_batch" else params
     expected = wire.encode_call(IDL, method, {"params": argument}, sequence=77)
     assert sent == (struct.pack(">i", len(expected)) + expected if framed else expected)
-
-
-class ShortSender:
-    """A socket that takes a few bytes at a time."""
-
-    def __init__(self) -> None:
-        self.sent = b""
-
-    def sendmsg(self, buffers: list[bytes]) -> int:
-        return self.send(b"".join(buffers))
-
-    def send(self, data: bytes | memoryview) -> int:
-        self.sent += bytes(data[:7])
-        return min(7, len(data))
-
-    def setsockopt(self, *_: object) -> None:
-        pass
-
-    def recv(self, _: int, flags: int = 0) -> bytes:
-        raise BlockingIOError
-
-
-def test_send_cut_short_goes_on_where_it_was(serve: Callable[..., ToyServer]) -> None:
-    connection = wire.Connection(wire.ThriftWire(IDL, False, 1), wire.Endpoint("127.0.0.1", serve().port, 5.0))
-    connection.close()
-    connection._sock = ShortSender()
-    with pytest.raises(TimeoutError):
-        connection.call(0, 0, [b"twelve bytes", b" and twelve more"])
-    assert connection._sock.sent == b"twelve bytes and twelve more"
 
 
 # --- whole runs

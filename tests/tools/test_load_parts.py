@@ -208,7 +208,8 @@ def made_records(*rows: tuple[int, int]) -> Records:
     late, lag = ([row[at] * MS for row in rows] for at in (0, 1))
     due = [number * 10 * MS for number in range(count)]
     end = [at + wait + MS for at, wait in zip(due, late, strict=True)]
-    return Records(due, end, [wait + MS for wait in late], [MS] * count, [1] * count, [1] * count, late, lag)
+    columns = (due, end, [wait + MS for wait in late], [MS] * count, [1] * count, [1] * count, late, lag)
+    return Records(*(np.array(column, int) for column in columns))
 
 
 def test_late_sends_are_blamed_on_the_greater_part() -> None:
@@ -246,7 +247,7 @@ NOISE = random.Random(0)
 )
 def test_stability(latencies_ms: list[float], changes: dict[str, float], reason: str | None) -> None:
     figures: dict[str, Any] = {"offered": 100.0, "answered": 1000, "window": 10.0, "unsent": 0, **changes}
-    fields = judge.stability([int(ms * MS) for ms in latencies_ms], **figures)
+    fields = judge.stability(np.array(latencies_ms) * MS, **figures)
     assert fields["stable"] is (reason is None)
     assert [reason in text for text in fields["unstable_because"] if reason is not None] == [True] * (
         reason is not None
@@ -272,20 +273,11 @@ def test_the_tester_reports_when_it_is_the_limit(changes: dict[str, float], reas
 # --- percentiles and series
 
 
-@pytest.mark.parametrize(
-    "values", [[7], [1, 2], [5, 1, 4, 1, 3], list(np.random.default_rng(0).integers(0, 10**9, 99))]
-)
-def test_percentiles_are_those_of_numpy(values: list[int]) -> None:
-    ordered = sorted(map(int, values))
-    for percent in (0, 50, 90, 99, 99.9, 100):
-        assert judge.percentile(ordered, percent) == pytest.approx(np.percentile(ordered, percent))
-
-
 def test_summaries_are_in_milliseconds() -> None:
-    summary = judge.summarize([3_000_000, 1_000_000, 2_000_000])
+    summary = judge.summarize(np.array([3, 1, 2]) * MS)
     assert summary is not None
     assert [summary[name] for name in ("count", "mean", "p50", "min", "max")] == [3, 2.0, 2.0, 1.0, 3.0]
-    assert judge.summarize([]) is None
+    assert judge.summarize(np.array([])) is None
 
 
 def test_per_second_counts_images_where_they_belong() -> None:
@@ -295,24 +287,24 @@ def test_per_second_counts_images_where_they_belong() -> None:
     logs[0].record(100 * MS, SECOND + 1300 * MS, NO_REPLY)
     logs[1].record(50 * MS, SECOND + 100 * MS, 1)
     records = collect(logs, plans, start=SECOND)
-    assert records.due == [-100 * MS, 50 * MS, 1200 * MS]
-    assert records.actual == [1100 * MS, 50 * MS, 100 * MS]
+    assert records.due.tolist() == [-100 * MS, 50 * MS, 1200 * MS]
+    assert records.actual.tolist() == [1100 * MS, 50 * MS, 100 * MS]
     rows = judge.per_second(records, [4, 3])
     assert [(row["offered"], row["sent"], row["ok"], row["failed"]) for row in rows] == [(4, 4, 1, 1), (3, 2, 2, 2)]
 
 
 def test_percentile_curve_and_histogram_have_every_call() -> None:
-    curve = judge.percentile_curve([call * MS for call in range(1, 1001)])
+    curve = judge.percentile_curve(np.arange(1, 1001) * MS)
     assert curve[0] == (0, 1.0)
     assert curve[-1][0] == pytest.approx(99.9)
     assert [percent for percent, _ in curve] == sorted(percent for percent, _ in curve)
-    assert judge.percentile_curve([]) == judge.histogram([]) == []
-    assert judge.percentile_curve([5 * MS]) == [(0.0, 5.0)]
-    latencies = [random.Random(0).randrange(1, 10**9) for _ in range(500)]
+    assert judge.percentile_curve(np.array([])) == judge.histogram(np.array([])) == []
+    assert judge.percentile_curve(np.array([5 * MS])) == [(0.0, 5.0)]
+    latencies = np.random.default_rng(0).integers(1, 10**9, 500)
     bins = judge.histogram(latencies)
     assert sum(count for *_, count in bins) == 500
-    assert bins[0][0] == pytest.approx(min(latencies) / MS)
-    assert sum(count for *_, count in judge.histogram([5 * MS] * 9)) == 9
+    assert bins[0][0] == pytest.approx(latencies.min() / MS)
+    assert sum(count for *_, count in judge.histogram(np.array([5 * MS] * 9))) == 9
 
 
 def test_gpu_samples() -> None:

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
+import numpy as np
+
 from torchpipe_py.errors import BackendError, TorchpipeError, counted, first_line
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
@@ -105,7 +107,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Records:
-    """Every call of a run, in the order in which they were due, as columns of equal length.
+    """Every call of a run, in the order in which they were due, as int64 columns of equal length.
 
     ``due`` and ``end`` are in ns since the start of the run. ``latency`` runs from when a call was due, ``actual``
     from when it was sent; in a closed loop that is the same. ``late`` is the time between the two, ``lag`` the part of
@@ -113,34 +115,31 @@ class Records:
     ``NO_REPLY``.
     """
 
-    due: list[int]
-    end: list[int]
-    latency: list[int]
-    actual: list[int]
-    size: list[int]
-    ok: list[int]
-    late: list[int]
-    lag: list[int]
+    due: np.ndarray
+    end: np.ndarray
+    latency: np.ndarray
+    actual: np.ndarray
+    size: np.ndarray
+    ok: np.ndarray
+    late: np.ndarray
+    lag: np.ndarray
 
-    def good(self, column: str) -> list[int]:
+    def good(self, column: str) -> np.ndarray:
         """A column, of the calls that brought a result."""
-        values: list[int] = getattr(self, column)
-        return [value for value, ok in zip(values, self.ok, strict=True) if ok > 0]
+        values: np.ndarray = getattr(self, column)[self.ok > 0]
+        return values
 
 
 def collect(logs: Sequence[CallLog], plans: Sequence[Plan], start: int) -> Records:
     """All clients' calls; ``start`` in ns of ``perf_counter_ns``."""
-    rows: list[tuple[int, ...]] = []
+    tables = []
     for log, plan in zip(logs, plans, strict=True):
         done = log.calls_done
-        columns = (getattr(log, name)[:done].tolist() for name in _COLUMNS)
-        sizes = (min(plan.batch, plan.share - call * plan.batch) for call in range(done))
-        rows += zip(*columns, sizes, strict=True)
-    rows.sort(key=lambda row: row[1] - row[0])
-    latency, end, ok, late, lag, size = map(list, zip(*rows, strict=True)) if rows else ([] for _ in range(6))
-    due = [at - ns - start for at, ns in zip(end, latency, strict=True)]
-    actual = [ns - wait for ns, wait in zip(latency, late, strict=True)]
-    return Records(due, [at - start for at in end], latency, actual, size, ok, late, lag)
+        sizes = np.minimum(plan.batch, plan.share - plan.batch * np.arange(done))
+        tables.append(np.stack([*(np.asarray(getattr(log, name)[:done]) for name in _COLUMNS), sizes]))
+    table = np.hstack(tables)
+    latency, end, ok, late, lag, size = table[:, np.argsort(table[1] - table[0], kind="stable")]
+    return Records(end - latency - start, end - start, latency, latency - late, size, ok, late, lag)
 
 
 # --- a client

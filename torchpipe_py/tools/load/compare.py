@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.files import read_bytes
-from torchpipe_py.tools.load.judge import EXIT_FAILED, EXIT_OK, percentile
+from torchpipe_py.tools.load.judge import EXIT_FAILED, EXIT_OK
 from torchpipe_py.tools.options import number
 from torchpipe_py.tools.report import ToolError, aligned
 
@@ -103,9 +105,9 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[f
     for _ in range(RESAMPLES):
         mean_a, mean_b = (sum(draw(values, k=len(values))) / len(values) for values in (a, b))
         ratios.append(mean_b / mean_a if mean_a else float("inf"))
-    ratios.sort()
     tail = (100 - CONFIDENCE) / 2
-    return percentile(ratios, tail), percentile(ratios, 100 - tail)
+    low, high = np.percentile(ratios, (tail, 100 - tail)).tolist()
+    return low, high
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

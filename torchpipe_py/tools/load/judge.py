@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from torchpipe_py.errors import counted
 from torchpipe_py.tools.load.arrivals import NS_PER_S
@@ -34,33 +33,25 @@ _WORST_FIRST = (EXIT_INTERRUPTED, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_OK)
 # --- percentiles and series
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The ``percent``-th percentile of ascending values, linearly interpolated between the two nearest ranks.
-
-    That is NumPy's default: rank ``percent / 100 * (n - 1)``.
-    """
-    rank = percent / 100 * (len(ordered) - 1)
-    below = int(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
-
-
-def summarize(latencies: Sequence[int]) -> dict[str, float] | None:
+def summarize(latencies: np.ndarray) -> dict[str, float] | None:
     """Mean, percentiles, extremes and ``count`` of latencies in ns; all but the count in ms. None for no latency."""
-    if not latencies:
+    if not len(latencies):
         return None
-    ordered = sorted(latencies)
-    summary = {"count": len(ordered), "mean": sum(ordered) / len(ordered) / _NS_PER_MS}
-    summary |= {name: percentile(ordered, percent) / _NS_PER_MS for name, percent in PERCENTILES.items()}
-    return summary | {"max": ordered[-1] / _NS_PER_MS, "min": ordered[0] / _NS_PER_MS}
+    figures = {"mean": latencies.mean()}
+    figures |= zip(PERCENTILES, np.percentile(latencies, list(PERCENTILES.values())), strict=True)
+    figures |= {"max": latencies.max(), "min": latencies.min()}
+    return {"count": len(latencies), **{name: float(value) / _NS_PER_MS for name, value in figures.items()}}
 
 
 def ok_per_second(records: Records) -> list[int]:
     """Images with a result by the whole second since the start in which they came."""
-    series = [0] * (max(records.end, default=-1) // NS_PER_S + 1)
-    for end, images in zip(records.end, records.ok, strict=True):
-        series[end // NS_PER_S] += max(images, 0)
+    series: list[int] = _sums(records.end, np.maximum(records.ok, 0)).tolist()
     return series
+
+
+def _sums(times: np.ndarray, counts: np.ndarray, length: int = 0) -> np.ndarray:
+    """``counts`` added up by the whole second of their ``times``."""
+    return np.bincount(times // NS_PER_S, counts, length).astype(int)
 
 
 def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]:
@@ -69,47 +60,47 @@ def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]
     ``offered`` were due in it, ``sent`` went out in it, ``ok`` and ``failed`` ended in it. ``p50_ms`` and ``p99_ms``
     are of the calls with a result that were due in it, null where there were none.
     """
-    sent, ok, failed = (Counter[int]() for _ in range(3))
-    latencies: defaultdict[int, list[int]] = defaultdict(list)
-    for due, end, latency, late, size, images in zip(
-        records.due, records.end, records.latency, records.late, records.size, records.ok, strict=True
-    ):
-        sent[(due + late) // NS_PER_S] += size
-        ok[end // NS_PER_S] += max(0, images)
-        failed[end // NS_PER_S] += size - max(0, images)
-        if images > 0:
-            latencies[due // NS_PER_S].append(latency)
-    length = max([len(offered), *(second + 1 for second in (*ok, *sent))])
+    sent_at, good = records.due + records.late, np.maximum(records.ok, 0)
+    latest = max((int(times.max()) for times in (sent_at, records.end) if len(times)), default=-1)
+    length = max(len(offered), latest // NS_PER_S + 1)
+    columns = {
+        "offered": [*offered, *[0] * (length - len(offered))],
+        "sent": _sums(sent_at, records.size, length).tolist(),
+        "ok": _sums(records.end, good, length).tolist(),
+        "failed": _sums(records.end, records.size - good, length).tolist(),
+    }
+    bounds = np.searchsorted(records.good("due"), np.arange(length + 1) * NS_PER_S)
+    due_in = [records.good("latency")[bounds[second] : bounds[second + 1]] for second in range(length)]
     rows = []
-    for second, due in zip_longest(range(length), offered, fillvalue=0):
-        row: dict[str, Any] = {"second": second, "offered": due}
-        row |= {"sent": sent[second], "ok": ok[second], "failed": failed[second]}
-        ordered = sorted(latencies[second])
+    for second, latencies in enumerate(due_in):
+        row: dict[str, Any] = {"second": second, **{name: column[second] for name, column in columns.items()}}
         for percent in (50, 99):
-            row[f"p{percent}_ms"] = percentile(ordered, percent) / _NS_PER_MS if ordered else None
+            known = len(latencies) > 0
+            row[f"p{percent}_ms"] = float(np.percentile(latencies, percent)) / _NS_PER_MS if known else None
         rows.append(row)
     return rows
 
 
-def percentile_curve(latencies: Sequence[int]) -> list[tuple[float, float]]:
+def percentile_curve(latencies: np.ndarray) -> list[tuple[float, float]]:
     """``(percent, ms)`` with evenly spaced decades of 100 - percent, down to the one call that took longest."""
-    if not latencies:
+    if not len(latencies):
         return []
-    ordered = sorted(latencies)
-    steps = math.ceil(_STEPS_PER_DECADE * math.log10(len(ordered)))
-    rest = [10 ** (-step / _STEPS_PER_DECADE) for step in range(steps)] + [1 / len(ordered)]
-    return [(100 * (1 - share), percentile(ordered, 100 * (1 - share)) / _NS_PER_MS) for share in rest]
+    steps = math.ceil(_STEPS_PER_DECADE * math.log10(len(latencies)))
+    rest = [10 ** (-step / _STEPS_PER_DECADE) for step in range(steps)] + [1 / len(latencies)]
+    percents = [100 * (1 - share) for share in rest]
+    return list(zip(percents, (np.percentile(latencies, percents) / _NS_PER_MS).tolist(), strict=True))
 
 
-def histogram(latencies: Sequence[int]) -> list[tuple[float, float, int]]:
+def histogram(latencies: np.ndarray) -> list[tuple[float, float, int]]:
     """``(from_ms, to_ms, calls)``: bins whose bounds have the same ratio, from the shortest latency to the longest."""
-    if not latencies:
+    if not len(latencies):
         return []
-    low = max(1, min(latencies))
-    ratio = math.log(max(2.0, max(latencies) / low)) / _BINS
-    counts = Counter(min(_BINS - 1, int(math.log(max(latency, low) / low) / ratio)) for latency in latencies)
-    bounds = [low * math.exp(step * ratio) / _NS_PER_MS for step in range(_BINS + 1)]
-    return [(bounds[step], bounds[step + 1], counts[step]) for step in range(_BINS)]
+    low = max(1, int(latencies.min()))
+    counts, bounds = np.histogram(
+        np.maximum(latencies, low), np.geomspace(low, max(2 * low, latencies.max()), _BINS + 1)
+    )
+    edges = (bounds / _NS_PER_MS).tolist()
+    return list(zip(edges, edges[1:], counts.tolist(), strict=False))
 
 
 # --- an open loop: late sends, and whether the server kept up
@@ -120,8 +111,8 @@ def late_sends(records: Records) -> dict[str, Any]:
     for the replies to its earlier calls.
     """
     limit = LATE_MS * _NS_PER_MS
-    late = sum(ns > limit for ns in records.late)
-    by_tester = sum(ns > limit and 2 * lag > ns for ns, lag in zip(records.late, records.lag, strict=True))
+    late = int((records.late > limit).sum())
+    by_tester = int(((records.late > limit) & (2 * records.lag > records.late)).sum())
     calls = len(records.late) or 1
     return {
         "threshold_ms": LATE_MS,
@@ -129,7 +120,7 @@ def late_sends(records: Records) -> dict[str, Any]:
         "share": late / calls,
         "share_by_tester": by_tester / calls,
         "share_by_waiting": (late - by_tester) / calls,
-        "worst_ms": max(records.late, default=0) / _NS_PER_MS,
+        "worst_ms": int(records.late.max(initial=0)) / _NS_PER_MS,
     }
 
 
@@ -156,7 +147,7 @@ def late_warnings(late: dict[str, Any], clients: int, calls_per_s: float, actual
     return [f"{share}: single answers took long; more --request_client would send on meanwhile"]
 
 
-def stability(latencies: Sequence[int], offered: float, answered: int, window: float, unsent: int) -> dict[str, Any]:
+def stability(latencies: np.ndarray, offered: float, answered: int, window: float, unsent: int) -> dict[str, Any]:
     """The report's part about whether the server kept up with the ``offered`` images per second.
 
     ``latencies`` are in ns, in the order in which calls were due; ``window`` in s, up to the last reply. The achieved
@@ -169,7 +160,7 @@ def stability(latencies: Sequence[int], offered: float, answered: int, window: f
         reasons.append(f"{achieved:.1f} images/s were answered of {offered:.1f} offered")
     halves: list[float | None] = [None, None]
     if len(latencies) >= _CALLS_TO_JUDGE:
-        first, second = median(latencies[:half]) / _NS_PER_MS, median(latencies[half:]) / _NS_PER_MS
+        first, second = (float(np.median(part)) / _NS_PER_MS for part in (latencies[:half], latencies[half:]))
         halves = [first, second]
         if second > GROWTH_LIMIT * first and second - first > GROWTH_LEAST_MS:
             growth = f"from {first:.1f} ms in the first half to {second:.1f} ms in the second"

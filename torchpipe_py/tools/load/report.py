@@ -91,9 +91,8 @@ def make_report(
     ``limits`` are the reasons why the run measured the tester and not its subject.
     """
     sent, answered, ok = (sum(getattr(log, name) for log in outcome.logs) for name in ("sent", "answered", "images_ok"))
-    replies = [end for end, images in zip(records.end, records.ok, strict=True) if images != NO_REPLY]
-    failed = [ns for ns, images in zip(records.latency, records.ok, strict=True) if images <= 0]
-    window = max(replies or records.end, default=0) / 1e9
+    replies = records.end[records.ok != NO_REPLY]
+    window = int((replies if len(replies) else records.end).max(initial=0)) / 1e9
     warnings = [f"the tester is the limit: {reason}" for reason in limits]
     if cpu["other_cpu_percent"] is not None and cpu["other_cpu_percent"] > OTHERS_LIMIT:
         warnings.append(f"other processes used {cpu['other_cpu_percent']:.0f}% of a core")
@@ -113,7 +112,7 @@ def make_report(
         "error_examples": outcome.examples,
         "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
         "latency_ms": summarize(records.good("latency")),
-        "latency_failed_ms": summarize(failed),
+        "latency_failed_ms": summarize(records.latency[records.ok <= 0]),
         "images_ok_per_second": ok_per_second(records),
         **cpu,
         "interrupted": outcome.interrupted,
@@ -135,7 +134,7 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
     owed = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
     unsent = 0 if report["interrupted"] else max(0, (load.total or 0) - report["images_sent"] - owed)
     offered = load.offered_rate or report["qps"]  # of a single call there is no rate
-    mean = sum(records.actual) / len(records.actual) / 1e6 if records.actual else 0.0
+    mean = float(records.actual.mean()) / 1e6 if len(records.actual) else 0.0
     late = late_sends(records)
     return {
         **fields,

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,14 +181,13 @@ class LoadRunner:
         from torchpipe_py.tools.load import wire
 
         if options.transport == "http":
-            self._wire: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path)
+            speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path)
         else:
-            self._wire = wire.ThriftWire(load_idl(), options.transport == "framed", options.request_batch)
+            speaks = wire.ThriftWire(load_idl(), options.transport == "framed", options.request_batch)
         endpoint = wire.Endpoint(options.host, options.port, options.timeout)
-        images = load_images(options.img_dir, options.labels_from_names)
-        self._payload = replace(images, bodies=[self._wire.body(body) for body in images.bodies])
-        wire.probe(self._wire, endpoint)
-        self._connect = partial(wire.ServiceSession, self._wire, endpoint)
+        self._payload = load_images(options.img_dir, options.labels_from_names)
+        wire.probe(speaks, endpoint)
+        self._connect = partial(wire.ServiceSession, speaks, endpoint)
         self._is_local = is_local(options.host)
         self._service = ServiceMeter(options.host, options.http_port, self._is_local)
         self._service.start()  # so that a wrong port is reported before anything is sent

@@ -1,14 +1,6 @@
-"""How a service is spoken to: the bytes of calls over Thrift and HTTP, made in advance, and a blocking connection.
+"""How a service is spoken to: the bytes of calls over Thrift and HTTP, and a blocking connection.
 
-A Thrift call is a list of buffers, in this order:
-
-    head 0   frame length (framed only), message header with the sequence id, first uuid
-    body 0   the first image's ``data`` field: immutable, shared by all client processes, never copied
-    head 1   second uuid
-    body 1   ...
-    tail     the end of the arguments
-
-so that a call costs two patches of a few bytes, whatever the size of its images.
+A call is a list of buffers. Images are buffers of their own, which all client processes share and nothing copies.
 """
 
 from __future__ import annotations
@@ -34,8 +26,7 @@ from torchpipe_py.errors import counted
 from torchpipe_py.tools.load.client import Answer, error_name
 from torchpipe_py.tools.report import ToolError
 
-_UUID_FORMAT = b"%04x-%08x-%04x"  # client, sequence id, position in the call
-_UUID_BLANK = "0" * len(_UUID_FORMAT % (0, 0, 0))
+_EMPTY_DATA = b"\x0b\x00\x02" + bytes(4)  # the field `data` of `InferenceParams`, of no bytes
 _INT = struct.Struct(">i")
 _RECEIVE_BYTES = 2**16
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
@@ -43,7 +34,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNOR
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 0.5
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
-Buffers = Sequence[bytes | bytearray]
+Buffers = list[bytes]
 Reader = Callable[[int, int], list[Any]]
 """Of the reply to call ``sequence``: an ``Answer`` or an exception for each of its ``count`` images."""
 
@@ -78,41 +69,32 @@ def encode_call(idl: ModuleType, method: str, arguments: dict[str, Any], sequenc
 
 
 class ThriftWire:
-    """``InferenceService`` in the binary protocol: ``infer_batch`` where calls have one image, else ``infer_many``.
-
-    Each client process has a copy of its own; ``request`` changes the buffers that it returned before.
-    """
+    """``InferenceService`` in the binary protocol: ``infer_batch`` where calls have one image, else ``infer_many``."""
 
     def __init__(self, idl: ModuleType, framed: bool, batch: int) -> None:
         self._idl, self._framed = idl, framed
         self._method = "infer_batch" if batch == 1 else "infer_many"
-        self._calls: dict[int, tuple[list[bytearray], list[bytes | bytearray]]] = {}
 
     def __str__(self) -> str:
         return f"ping ({'framed' if self._framed else 'buffered'} transport)"
 
-    def body(self, data: bytes) -> bytes:
-        """An image's part of a call: all of its ``InferenceParams`` that follows the uuid."""
-        return self._params(data).partition(_UUID_BLANK.encode())[2]
-
     def probe(self) -> Buffers:
         """A call that says whether there is a service."""
-        ping = encode_call(self._idl, "ping", {})
-        return [_INT.pack(len(ping)) + ping if self._framed else ping]
+        return self._message([encode_call(self._idl, "ping", {})])
 
     def request(self, client: int, sequence: int, bodies: Sequence[bytes]) -> Buffers:
-        """The buffers of a call with these bodies, one per image."""
-        if len(bodies) not in self._calls:
-            self._calls[len(bodies)] = self._template(len(bodies))
-        heads, buffers = self._calls[len(bodies)]
-        for slot, body in enumerate(bodies):
-            heads[slot][-len(_UUID_BLANK) :] = _UUID_FORMAT % (client, sequence, slot)
-            buffers[2 * slot + 1] = body
-        frame = _INT.size if self._framed else 0
-        _INT.pack_into(heads[0], frame + 8 + len(self._method), sequence)
-        if self._framed:
-            _INT.pack_into(heads[0], 0, sum(map(len, buffers)) - frame)
-        return buffers
+        """A call with these images."""
+        uuids = (f"{client:04x}-{sequence:08x}-{slot:04x}" for slot in range(len(bodies)))
+        params = [self._idl.InferenceParams(uuid=uuid, data=b"") for uuid in uuids]
+        arguments = {"params": params[0] if self._method == "infer_batch" else params}
+        first, *others = encode_call(self._idl, self._method, arguments, sequence).split(_EMPTY_DATA)
+        buffers = [first]
+        for body, rest in zip(bodies, others, strict=True):
+            buffers += [_EMPTY_DATA[: -_INT.size] + _INT.pack(len(body)), body, rest]
+        return self._message(buffers)
+
+    def _message(self, buffers: Buffers) -> Buffers:
+        return [_INT.pack(sum(map(len, buffers))), *buffers] if self._framed else buffers
 
     def reader(self, connection: Connection) -> Reader:
         """Of the replies on a connection; ``count`` 0 reads that of the probe."""
@@ -137,22 +119,6 @@ class ThriftWire:
             return answers_of(result, count) if count else [result]
 
         return read
-
-    def _params(self, data: bytes) -> bytes:
-        buffer = TCyMemoryBuffer()
-        self._idl.InferenceParams(uuid=_UUID_BLANK, data=data).write(TCyBinaryProtocol(buffer))
-        return bytes(buffer.getvalue())
-
-    def _template(self, count: int) -> tuple[list[bytearray], list[bytes | bytearray]]:
-        """Heads and all buffers of a call with ``count`` images, complete but for sequence id, uuids and bodies."""
-        blank = self._params(b"")
-        slot = blank[: blank.index(_UUID_BLANK.encode()) + len(_UUID_BLANK)]
-        params = [self._idl.InferenceParams(uuid=_UUID_BLANK, data=b"")] * count
-        call = encode_call(self._idl, self._method, {"params": params[0] if self._method == "infer_batch" else params})
-        prefix, _, tail = call.partition(blank * count)
-        first = bytes(_INT.size) + prefix + slot if self._framed else prefix + slot
-        heads = [bytearray(first), *(bytearray(slot) for _ in range(count - 1))]
-        return heads, [part for head in heads for part in (head, b"")] + [tail]
 
 
 def answers_of(result: Any, count: int) -> list[Any]:
@@ -181,10 +147,6 @@ class HttpWire:
 
     def __str__(self) -> str:
         return f"OPTIONS {self._path} over HTTP"
-
-    def body(self, data: bytes) -> bytes:
-        """The request's body."""
-        return data
 
     def probe(self) -> Buffers:
         """A request that any service answers, be it with an error."""
@@ -240,22 +202,15 @@ class Endpoint:
 
 
 class Connection:
-    """A connected socket and the reader of its replies. One call at a time; after an error only ``close`` is left.
-
-    The kernel keeps the time limit (SO_RCVTIMEO, SO_SNDTIMEO): a Python timeout would cost a poll() each time.
-    """
+    """A connected socket and the reader of its replies. One call at a time; after an error only ``close`` is left."""
 
     def __init__(self, wire: ThriftWire | HttpWire, endpoint: Endpoint) -> None:
         """Connects; raises ``OSError``."""
         self._timeout = endpoint.timeout
         self._sock = socket.create_connection((endpoint.host, endpoint.port), timeout=endpoint.timeout)
-        self._sock.settimeout(None)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._limit(socket.SO_SNDTIMEO, endpoint.timeout)
-        self._limit(socket.SO_RCVTIMEO, endpoint.timeout)
         self._reader = wire.reader(self)
         self._deadline = 0.0
-        self._in_pieces = False
 
     def call(self, sequence: int, count: int, buffers: Buffers) -> list[Any]:
         """Send one call and return what the wire's reader makes of the reply.
@@ -263,29 +218,19 @@ class Connection:
         Raises ``TimeoutError`` after the endpoint's timeout, ``OSError`` and what the reader raises.
         """
         self._deadline = time.perf_counter() + self._timeout
-        try:
-            if len(buffers) > _MAX_BUFFERS:
-                buffers = [b"".join(buffers)]
-            sent = self._sock.sendmsg(buffers)
-            if sent < sum(map(len, buffers)):  # the kernel took only a part
-                rest = memoryview(b"".join(buffers))[sent:]
-                while rest:
-                    self._limit(socket.SO_SNDTIMEO, self._left())
-                    rest = rest[self._sock.send(rest) :]
-                self._limit(socket.SO_SNDTIMEO, self._timeout)
-            self._in_pieces = False
-            return self._reader(sequence, count)
-        except BlockingIOError:
-            raise TimeoutError(f"no answer within {self._timeout:g} s") from None
+        self._limit()
+        if len(buffers) > _MAX_BUFFERS:
+            buffers = [b"".join(buffers)]
+        sent = self._sock.sendmsg(buffers)
+        if sent < sum(map(len, buffers)):  # the kernel took only a part
+            self._limit()
+            self._sock.sendall(memoryview(b"".join(buffers))[sent:])
+        return self._reader(sequence, count)
 
     def read(self, size: int) -> bytes:
         """Some bytes of a reply, at most ``size``: the wire's reader reads from here."""
-        if self._in_pieces:  # a reply that trickles in must not renew the limit with each piece
-            self._limit(socket.SO_RCVTIMEO, self._left())
+        self._limit()
         chunk = self._sock.recv(size)
-        if self._in_pieces:
-            self._limit(socket.SO_RCVTIMEO, self._timeout)
-        self._in_pieces = True
         if not chunk:
             raise ConnectionClosed("closed by the server")
         return chunk
@@ -298,15 +243,12 @@ class Connection:
         """Close the socket; may be called again."""
         self._sock.close()
 
-    def _left(self) -> float:
+    def _limit(self) -> None:
+        """No call outlives its time, however its reply trickles in."""
         left = self._deadline - time.perf_counter()
         if left <= 0:
             raise TimeoutError(f"no answer within {self._timeout:g} s")
-        return left
-
-    def _limit(self, option: int, seconds: float) -> None:
-        microseconds = max(1, round(seconds * 1e6))  # NOTE: 0 would mean no limit
-        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 1_000_000)))
+        self._sock.settimeout(left)
 
 
 class ServiceSession:
