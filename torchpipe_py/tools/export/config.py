@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,30 +96,13 @@ def _text(size: int | Sides) -> str:
     return str(size) if isinstance(size, int) else f"{size[0]}x{size[1]}"
 
 
-@dataclass(frozen=True)
 class Files:
     """NAME.onnx, NAME.toml and NAME.labels.txt, and NAME.trt, where TensorRT will keep its engine."""
 
-    name: Path
-
-    @property
-    def model(self) -> Path:
-        return self._with(".onnx")
-
-    @property
-    def toml(self) -> Path:
-        return self._with(".toml")
-
-    @property
-    def labels(self) -> Path:
-        return self._with(".labels.txt")
-
-    @property
-    def engine(self) -> Path:
-        return self._with(".trt")
-
-    def _with(self, suffix: str) -> Path:
-        return self.name.with_name(self.name.name + suffix)
+    def __init__(self, name: Path) -> None:
+        suffixes = (".onnx", ".toml", ".labels.txt", ".trt")
+        self.name = name
+        self.model, self.toml, self.labels, self.engine = (name.with_name(name.name + each) for each in suffixes)
 
     def check(self, force: bool) -> None:
         """``ToolError`` where one of them is there, unless it may be replaced, or where none can be written."""
@@ -151,24 +134,21 @@ def model_node(
     files: Files, transform: Transform, has_labels: bool, postprocessor: str = "SoftmaxMax"
 ) -> dict[str, Any]:
     """The node of the model, whose files lie beside the TOML."""
+    mean, std = (", ".join(f"{255 * value:.10g}" for value in each) for each in (transform.mean, transform.std))
     node = {
         "backend": ENGINE,
         "model": files.model.name,
         "model::cache": files.engine.name,
         "max": MOST,
         "batching_timeout": 2,
-        "mean": _of_255(transform.mean),
-        "std": _of_255(transform.std),
+        "mean": mean,
+        "std": std,
     }
     if postprocessor:
         node["postprocessor"] = postprocessor
     if has_labels:
         node["labels"] = files.labels.name
     return node
-
-
-def _of_255(values: Sequence[float]) -> str:
-    return ", ".join(f"{255 * value:.10g}" for value in values)
 
 
 def followed_by(tables: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,18 +198,14 @@ def _jpeg(height: int, width: int) -> bytes:
 
 def to_toml(config: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
     """Scalars of ``global`` first, then a table for each node; ``comments`` has some for keys."""
-    tables = ["\n".join(_lines(config.get(GLOBAL, {}), comments or {}))]
-    tables += [
-        "\n".join([f"[{_key(name)}]", *_lines(table, comments or {})])
-        for name, table in config.items()
-        if name != GLOBAL
-    ]
+    tables = []
+    for name in [GLOBAL, *(name for name in config if name != GLOBAL)]:
+        lines = [] if name == GLOBAL else [f"[{_key(name)}]"]
+        for key, value in config.get(name, {}).items():
+            line = f"{_key(key)} = {_value(value)}"
+            lines.append(f"{line:37} # {comments[key]}" if comments and key in comments else line)
+        tables.append("\n".join(lines))
     return "\n\n".join(filter(None, tables)) + "\n"
-
-
-def _lines(table: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items()]
-    return [f"{line:37} # {comments[key]}" if key in comments else line for key, line in zip(table, lines, strict=True)]
 
 
 def _key(key: str) -> str:

@@ -49,11 +49,20 @@ def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes
         raise ToolError("the weights exceed 2 GiB, more than a single ONNX file can hold")
     model.eval()
     example = torch.zeros(2, *_shape(size))  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
+    names = {"input_names": ["input"], "output_names": [name for name in axes if name != "input"]}
+    # NOTE: only the batch is named; a named width would have to state its multiple, which AUTO finds out.
+    free = {at: torch.export.Dim(name) if at == 0 else torch.export.Dim.AUTO for at, name in axes["input"].items()}
+    # The TorchScript exporter needs no onnxscript and keeps the opset asked for; that of torch.export is for a PyTorch
+    # that has dropped the first, or for an operator that it lacks.
+    traced: dict[str, Any] = {"dynamo": False, "opset_version": opset, "dynamic_axes": axes}
+    exported = {"dynamo": True, "opset_version": max(opset, DYNAMO_MIN_OPSET), "dynamic_shapes": (free,)}
+    exported |= {"external_data": False, "verbose": False}
+    has_onnxscript = importlib.util.find_spec("onnxscript") is not None
     failures = []
-    for exporter in _exporters():
+    for settings in (traced, exported) if has_onnxscript else (traced,):
         try:
-            with quiet(), _nothing_printed(), _plain_attention(), torch.no_grad():
-                exporter(model, path, example, opset, axes)
+            with _exporting():
+                torch.onnx.export(model, (example,), str(path), **names, **settings)
             return
         except Exception as error:
             failures.append(one_line(error))
@@ -190,78 +199,27 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_printed() -> Iterator[None]:
-    """Where it fails, the TorchScript exporter prints the graph, from C++."""
-    sys.stdout.flush()
-    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(nowhere)
+def _exporting() -> Iterator[None]:
+    """With what PyTorch's exporters need: silence, no gradients, and attention without its fused form.
 
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """The fused multi-head attention of eval mode has no ONNX counterpart; the unfused one has."""
+    The fused multi-head attention of eval mode has no ONNX counterpart. Where it fails, the TorchScript exporter prints
+    the graph, from C++.
+    """
     import torch
 
     enabled = torch.backends.mha.get_fastpath_enabled()
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with quiet(), torch.no_grad():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def _exporters() -> list[Callable[[Any, Path, Any, int, Axes], None]]:
-    """In order of preference; the second is for a torch that has dropped the first, or an operator it lacks."""
-    has_onnxscript = importlib.util.find_spec("onnxscript") is not None
-    return [_export_traced, _export_dynamo] if has_onnxscript else [_export_traced]
-
-
-def _export_traced(model: Any, path: Path, example: Any, opset: int, axes: Axes) -> None:
-    """The TorchScript exporter: needs no onnxscript and keeps the opset asked for."""
-    import torch
-
-    torch.onnx.export(
-        model,
-        (example,),
-        str(path),
-        dynamo=False,
-        opset_version=opset,
-        input_names=["input"],
-        output_names=_output_names(axes),
-        dynamic_axes=axes,
-    )
-
-
-def _export_dynamo(model: Any, path: Path, example: Any, opset: int, axes: Axes) -> None:
-    """The ``torch.export`` exporter: needs onnxscript."""
-    import torch
-
-    # NOTE: only the batch is named; a named width would have to state its multiple, which AUTO finds out
-    free = {
-        axis: torch.export.Dim(name) if axis == 0 else torch.export.Dim.AUTO for axis, name in axes["input"].items()
-    }
-    torch.onnx.export(
-        model,
-        (example,),
-        str(path),
-        dynamo=True,
-        opset_version=max(opset, DYNAMO_MIN_OPSET),
-        input_names=["input"],
-        output_names=_output_names(axes),
-        dynamic_shapes=(free,),
-        external_data=False,
-        verbose=False,
-    )
-
-
-def _output_names(axes: Axes) -> list[str]:
-    return [name for name in axes if name != "input"]
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
 
 
 def _shape(size: Size) -> tuple[int, int, int]:
