@@ -68,22 +68,47 @@ class Weights:
 
 def read_weights(path: Path) -> Weights:
     """What a file of ``torch.save`` holds, without running code; ``ToolError`` where that is no state dict."""
-    content = _load(path)
+    import torch
+
+    def is_state(value: Any) -> bool:
+        named = isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
+        return named and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
+
+    how = f"save the weights alone: torch.save(model.state_dict(), {path.name!r})"
+    if not os.path.isfile(path):
+        raise ToolError(f"{path}: no such file")
+    try:
+        with path.open("rb") as file:
+            if not file.read(4).startswith(SAVED):
+                kind = file_kind(path)
+                raise ToolError(f"{path}: no file of torch.save{kind and f': {kind}'}")
+        with suppress(zipfile.BadZipFile):
+            if archive_kind(str(path)) not in ("checkpoint", ""):
+                raise ToolError(f"{path}: TorchScript or a .pt2 file; the backend TorchTensor serves it as it is")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except ToolError:
+        raise
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL `?([\w.]+)", str(error))
+        if refused is None:
+            raise ToolError(f"{path}: no file of torch.save") from error
+        code = f"holds more than Tensors: {refused[1]}, and to load it could run any code"
+        raise ToolError(f"{path}: {code}; {how}") from error
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
+    except Exception as error:
+        raise ToolError(f"{path}: no file of torch.save: {one_line(error)}") from error
     if not isinstance(content, Mapping) or not content:
-        raise ToolError(f"{path}: holds a {type(content).__name__}; expected a state dict: {_how(path)}")
-    if _is_state(content):
+        raise ToolError(f"{path}: holds a {type(content).__name__}; expected a state dict: {how}")
+    if is_state(content):
         return Weights(path, content)
-    key = next((key for key in STATE_KEYS if _is_state(content.get(key))), None)
+    key = next((key for key in STATE_KEYS if is_state(content.get(key))), None)
     if key is None:
-        expected = ", ".join(map(repr, STATE_KEYS))
-        raise ToolError(
-            f"{path}: no state dict; it holds {_some(list(map(str, content)))}; "
-            f"expected Tensors by name, or those under one of {expected}"
-        )
+        expected = f"expected Tensors by name, or those under one of {', '.join(map(repr, STATE_KEYS))}"
+        raise ToolError(f"{path}: no state dict; it holds {_some(list(map(str, content)))}; {expected}")
     classes: Any = content.get("classes")
-    if not isinstance(classes, (list, tuple)) or not all(isinstance(name, str) for name in classes):
-        classes = ()
-    return Weights(path, content[key], key, tuple(classes))
+    has_names = isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)
+    return Weights(path, content[key], key, tuple(classes) if has_names else ())
 
 
 def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes: int) -> int:
@@ -136,48 +161,6 @@ def named_as(tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
         named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
 
 
-def _load(path: Path) -> Any:
-    import torch
-
-    if not os.path.isfile(path):
-        raise ToolError(f"{path}: no such file")
-    try:
-        with path.open("rb") as file:
-            if not file.read(4).startswith(SAVED):
-                kind = file_kind(path)
-                raise ToolError(f"{path}: no file of torch.save{kind and f': {kind}'}")
-        with suppress(zipfile.BadZipFile):
-            if archive_kind(str(path)) not in ("checkpoint", ""):
-                raise ToolError(f"{path}: TorchScript or a .pt2 file; the backend TorchTensor serves it as it is")
-    except OSError as error:
-        raise ToolError(f"{path}: {error.strerror}") from error
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL `?([\w.]+)", str(error))
-        if refused is None:
-            raise ToolError(f"{path}: no file of torch.save") from error
-        raise ToolError(
-            f"{path}: holds more than Tensors: {refused[1]}, and to load it could run any code; {_how(path)}"
-        ) from error
-    except Exception as error:
-        raise ToolError(f"{path}: no file of torch.save: {one_line(error)}") from error
-
-
-def _how(path: Path) -> str:
-    return f"save the weights alone: torch.save(model.state_dict(), {path.name!r})"
-
-
-def _is_state(value: Any) -> bool:
-    import torch
-
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in value.items())
-    )
-
-
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -186,14 +169,32 @@ def _some(names: Sequence[str]) -> str:
 def find_module(name: str, weights: str | None, transform: Transform, origin: str) -> Source:
     """What ``module:function`` or ``file.py:function`` returns, with the weights of a file if one is given.
 
-    The module is found as ``--import`` finds one; ``ConfigError`` where it cannot be imported, ``ToolError`` else.
+    On the CPU and in float32; a module itself is taken as it is, without what ``torch.compile`` and the parallel
+    wrappers put around it: no exporter takes them. The module is found as ``--import`` finds one; ``ConfigError`` where
+    it cannot be imported, ``ToolError`` else.
     """
+    import torch
+
     module_name, _, function_name = name.rpartition(":")
     module = import_code(module_name)
     if not hasattr(module, function_name):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ToolError(f"{module_name} has no {function_name!r}; {nearest(function_name, names)}")
-    model = _called(name, getattr(module, function_name))
+    function = getattr(module, function_name)
+    try:
+        model = function if isinstance(function, torch.nn.Module) else function()
+    except Exception as error:
+        parameters = inspect.signature(function).parameters.values() if callable(function) else ()
+        by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        needed = ", ".join(each.name for each in by_place if each.default is each.empty)
+        why = f"it is called without arguments, and needs {needed}" if needed else one_line(error)
+        raise ToolError(f"{name}: {why}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ToolError(f"{name}: returns a {type(model).__name__}; expected a torch.nn.Module")
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    model = model.cpu().float().eval()
     if weights is None:
         return Source(function_name, model, "its own weights", transform, origin)
     if weights in (PRETRAINED, UNTRAINED):
@@ -201,31 +202,6 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
     loaded = read_weights(Path(weights))
     load_into(model, loaded, name, f"{function_name} must build the model that the file was saved from")
     return Source(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
-
-
-def _called(name: str, function: Any) -> Any:
-    """The module that it returns, on the CPU and in float32; a module itself is taken as it is.
-
-    What ``torch.compile`` and the parallel wrappers put around it is taken away: no exporter takes them.
-    """
-    import torch
-
-    try:
-        model = function if isinstance(function, torch.nn.Module) else function()
-    except Exception as error:
-        needed = [
-            one.name
-            for one in (inspect.signature(function).parameters.values() if callable(function) else ())
-            if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-        ]
-        why = f"it is called without arguments, and needs {', '.join(needed)}" if needed else one_line(error)
-        raise ToolError(f"{name}: {why}") from error
-    if not isinstance(model, torch.nn.Module):
-        raise ToolError(f"{name}: returns a {type(model).__name__}; expected a torch.nn.Module")
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        model = model.module
-    return model.cpu().float().eval()
 
 
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
