@@ -90,18 +90,12 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Frame:
-    heading: str
-    rect: Rect
-
-
-@dataclass(frozen=True)
 class Layout:
-    """``frames`` only if there are several graphs; ``ends`` are where skips leave a graph."""
+    """``frames``, with their headings, only if there are several graphs; ``ends`` are where skips leave a graph."""
 
     boxes: tuple[PlacedBox, ...]
     ends: tuple[Rect, ...]
-    frames: tuple[Frame, ...]
+    frames: tuple[tuple[str, Rect], ...]
     routes: tuple[Route, ...]
     width: float
     height: float
@@ -152,7 +146,7 @@ def lay_out(picture: Picture) -> Layout:
     widths = [text_width(heading, SMALL_SIZE) for heading in headings]
     right = max([left + pad, *(graph.right for graph in placed), *(left + pad + width for width in widths)]) + pad
     frames = [
-        Frame(heading, Rect(left, graph.top - head, right - left, graph.bottom - graph.top + head + pad))
+        (heading, Rect(left, graph.top - head, right - left, graph.bottom - graph.top + head + pad))
         for heading, graph in zip(headings, placed, strict=False)
     ]
     routes = [route for graph in placed for route in graph.routes]

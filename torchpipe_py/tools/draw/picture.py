@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from html import escape
 from typing import Literal
 
 from torchpipe_py.filters import ALIASES, BUILT_IN, serial_skip, subgraph_skip
-from torchpipe_py.plan.build import NodePlan, Pipeline
-from torchpipe_py.plan.config import MapSource
+from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import Graph, Hidden
 
 Kind = Literal["next", "map", "jump", "skip"]
@@ -59,27 +56,11 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """``boxes`` in file order. ``ValueError`` for two boxes of one name, an arrow to nowhere, or a cycle."""
+    """``boxes`` in file order, with names of their own; arrows but jumps make no cycle."""
 
     title: str
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
-
-    def __post_init__(self) -> None:
-        names = {box.name for box in self.boxes}
-        if len(names) < len(self.boxes):
-            raise ValueError("two boxes have the same name")
-        before: dict[str, list[str]] = {box.name: [] for box in self.boxes}
-        for arrow in self.arrows:
-            missing = {arrow.start, arrow.start if arrow.to_end else arrow.end} - names
-            if missing:
-                raise ValueError(f"no box {min(missing)!r}, but an arrow of kind {arrow.kind}")
-            if arrow.kind != "jump" and not arrow.to_end:
-                before[arrow.end].append(arrow.start)
-        try:
-            TopologicalSorter(before).prepare()
-        except CycleError as error:
-            raise ValueError(f"a cycle: {' -> '.join(error.args[1])}") from None
 
 
 @dataclass(frozen=True)
@@ -126,51 +107,40 @@ def depict(pipeline: Pipeline, live: bool = False) -> Picture:
 
     ``live`` keeps room for figures in the boxes of nodes with instances of their own.
     """
-    graph, plans = pipeline.graph, pipeline.plans
-    return Picture(
-        pipeline.spec.place.source,
-        tuple(_box(plan, graph, live) for plan in plans.values()),
-        tuple(arrow for name, plan in plans.items() for arrow in _arrows(name, graph, plan)),
-    )
-
-
-def _box(plan: NodePlan, graph: Graph, live: bool) -> Box:
-    spec, limits = plan.spec, plan.batch_range()
-    return Box(
-        name=spec.name,
-        backend=plan.label,
-        instances="&".join(map(str, spec.instance_num)),
-        range="" if limits is None else f"{limits[0]}..{limits[1]}",
-        filter=spec.filter or "",
-        alias_of=spec.owner if spec.owner != spec.name else "",
-        is_root=spec.name in graph.roots,
-        live=live and spec.owner == spec.name,
-        shared=spec.shared,
-    )
-
-
-def _arrows(name: str, graph: Graph, plan: NodePlan) -> Iterator[Arrow]:
-    for after in graph.successors[name]:
-        yield Arrow(name, after, "next")
-    for source in plan.spec.map:
-        for before in (source.node,) if source.node else graph.predecessors[name]:
-            yield Arrow(before, name, "map", _pairs(source))
-    for target, labels in plan.jumps().items():
-        yield Arrow(name, target, "jump", "; ".join(dict.fromkeys(filter(None, labels))))
-    for hidden in _hidden(name, graph, plan.spec.filter or ""):
-        for way_out in hidden.exits:
-            yield Arrow(name, way_out.node, "skip", (plan.spec.filter or "").lower())
-        if hidden.is_end:
-            yield Arrow(name, "", "skip", (plan.spec.filter or "").lower())
-
-
-def _pairs(source: MapSource) -> str:
-    return ", ".join(f"{key}:{new}" for key, new in source.pairs)
+    graph = pipeline.graph
+    boxes, arrows = [], []
+    for name, plan in pipeline.plans.items():
+        spec, limits = plan.spec, plan.batch_range()
+        boxes.append(
+            Box(
+                name=spec.name,
+                backend=plan.label,
+                instances="&".join(map(str, spec.instance_num)),
+                range="" if limits is None else f"{limits[0]}..{limits[1]}",
+                filter=spec.filter or "",
+                alias_of=spec.owner if spec.owner != spec.name else "",
+                is_root=spec.name in graph.roots,
+                live=live and spec.owner == spec.name,
+                shared=spec.shared,
+            )
+        )
+        arrows += [Arrow(name, after, "next") for after in graph.successors[name]]
+        for source in spec.map:
+            pairs = ", ".join(f"{key}:{new}" for key, new in source.pairs)
+            sources = (source.node,) if source.node else graph.predecessors[name]
+            arrows += [Arrow(before, name, "map", pairs) for before in sources]
+        for target, labels in plan.jumps().items():
+            arrows.append(Arrow(name, target, "jump", "; ".join(dict.fromkeys(filter(None, labels)))))
+        filter_name = (spec.filter or "").lower()
+        for hidden in _hidden(name, graph, filter_name):
+            ends = [way_out.node for way_out in hidden.exits] + [""] * hidden.is_end
+            arrows += [Arrow(name, end, "skip", filter_name) for end in ends]
+    return Picture(pipeline.spec.place.source, tuple(boxes), tuple(arrows))
 
 
 def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
     """What the node's filter may skip; of a filter of the user's own both kinds, as far as they hide a node."""
-    word = ALIASES.get(filter_name.lower(), filter_name.lower())
+    word = ALIASES.get(filter_name, filter_name)
     built_in = BUILT_IN.get(word)
     if not word or built_in not in (None, serial_skip, subgraph_skip):
         return []
@@ -180,7 +150,9 @@ def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
 
 
 NAME_SIZE, CODE_SIZE, SMALL_SIZE = 14.0, 11.5, 12.0
-NAME_LINE, CODE_LINE, SMALL_LINE = 18.0, 15.0, 16.0
+SMALL_LINE = 16.0
+LINES = {"name": 18.0, "soft": SMALL_LINE, "code": 15.0}
+"""Heights of the kinds of text in a box."""
 LINE_COLUMNS, BADGE_COLUMNS = 28, 24
 PAD_X, PAD_Y, BADGE_PAD = 12.0, 9.0, 6.0
 LEAST_WIDTH = 110.0
@@ -243,43 +215,35 @@ def _em(char: str) -> float:
 
 @dataclass(frozen=True)
 class Face:
-    """The lines that stand in a box, from top to bottom, and the size they need in pixels."""
+    """The lines that stand in a box, from top to bottom, and the size they need in pixels.
 
-    name: tuple[str, ...]
-    alias: tuple[str, ...]
-    backend: tuple[str, ...]
+    ``texts`` have their kinds: ``name``, ``soft``, ``code``. Below, ``facts`` share their lines with the ``badge``.
+    """
+
+    texts: tuple[tuple[str, str], ...]
     facts: tuple[str, ...]
     badge: tuple[str, ...]
+    badge_width: float
     width: float
     height: float
-
-    @property
-    def badge_width(self) -> float:
-        return max(text_width(line, SMALL_SIZE - 1) for line in self.badge) + 2 * BADGE_PAD if self.badge else 0.0
 
 
 def face(box: Box) -> Face:
     """Instances and range share a line with the filter's badge; below it is the room for live figures."""
-    name = wrap(box.name)
     alias = wrap(f"= {box.alias_of}") if box.alias_of else ()
-    backend = wrap(box.backend)
-    facts = wrap(f"x{box.instances}") if not box.range else _facts(box)
+    texts = [("name", line) for line in wrap(box.name)]
+    texts += [("soft", line) for line in alias] + [("code", line) for line in wrap(box.backend)]
+    facts: tuple[str, ...] = (f"x{clean(box.instances)}  {clean(box.range)}".rstrip(),)
+    if columns(facts[0]) > LINE_COLUMNS:
+        facts = (*wrap(f"x{box.instances}"), *(wrap(box.range) if box.range else ()))
     facts += ("shared",) if box.shared else ()
     badge = wrap(box.filter, BADGE_COLUMNS) if box.filter else ()
-    bare = Face(name, alias, backend, facts, badge, 0.0, 0.0)
-    facts_width = max(text_width(line, SMALL_SIZE) for line in facts)
-    widths = [
-        *(text_width(line, NAME_SIZE) * 1.06 for line in name),
-        *(text_width(line, SMALL_SIZE) for line in alias),
-        *(code_width(line, CODE_SIZE) for line in backend),
-        facts_width + (12.0 + bare.badge_width if badge else 0.0),
-    ]
-    height = len(name) * NAME_LINE + len(alias) * SMALL_LINE + len(backend) * CODE_LINE + 4.0
+    badge_width = max(text_width(line, SMALL_SIZE - 1) for line in badge) + 2 * BADGE_PAD if badge else 0.0
+    widths = [code_width(line, CODE_SIZE) for kind, line in texts if kind == "code"]
+    widths += [text_width(line, NAME_SIZE) * 1.06 for kind, line in texts if kind == "name"]
+    widths += [text_width(line, SMALL_SIZE) for line in alias]
+    widths.append(max(text_width(line, SMALL_SIZE) for line in facts) + (12.0 + badge_width if badge else 0.0))
+    height = sum(LINES[kind] for kind, _ in texts) + 4.0
     height += max(len(facts), len(badge)) * SMALL_LINE + 2 * PAD_Y + (LIVE_HEIGHT if box.live else 0.0)
     least = LIVE_WIDTH if box.live else LEAST_WIDTH
-    return Face(name, alias, backend, facts, badge, max(least, max(widths) + 2 * PAD_X), height)
-
-
-def _facts(box: Box) -> tuple[str, ...]:
-    line = f"x{clean(box.instances)}  {clean(box.range)}"
-    return (line,) if columns(line) <= LINE_COLUMNS else (*wrap(f"x{box.instances}"), *wrap(box.range))
+    return Face(tuple(texts), facts, badge, badge_width, max(least, max(widths) + 2 * PAD_X), height)

@@ -10,9 +10,8 @@ from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.tools import report
 from torchpipe_py.tools.draw.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
 from torchpipe_py.tools.draw.picture import (
-    CODE_LINE,
+    LINES,
     LIVE_HEIGHT,
-    NAME_LINE,
     PAD_X,
     PAD_Y,
     SMALL_LINE,
@@ -35,7 +34,6 @@ KINDS: dict[Kind, str] = {
     "jump": "jump: runs another graph",
     "skip": "skip: what a filter may pass over",
 }
-CORNER = 9.0
 # A narrow page shows the drawing smaller, down to this, and then scrolls.
 LEAST_SCALE = 0.75
 LEGEND_LEAST, LEGEND_SAMPLE, LEGEND_LINE = 330.0, 40.0, 24.0
@@ -60,7 +58,7 @@ svg.drawing text.label { fill: var(--kind); stroke: var(--paper); stroke-width: 
   stroke-linejoin: round; paint-order: stroke; }
 svg.drawing path.arrow { fill: none; stroke-width: 1.5; }
 svg.drawing path.map { stroke-dasharray: 6 4; }
-svg.drawing path.jump { stroke-width: 2.5; }
+svg.drawing path.jump { stroke-width: 2.5; stroke-linejoin: round; }
 svg.drawing path.skip { stroke-dasharray: 1.5 4; stroke-width: 2; stroke-linecap: round; }
 """
 
@@ -108,9 +106,9 @@ def _head(kind: Kind) -> str:
 
 
 def _frames(layout: Layout) -> Iterator[str]:
-    for frame in layout.frames:
-        yield f'<rect class="frame" {_place(frame.rect)} rx="10"/>'
-        yield _text("soft", frame.rect.x + PAD_X, frame.rect.y + 20.0, frame.heading)
+    for heading, rect in layout.frames:
+        yield f'<rect class="frame" {_place(rect)} rx="10"/>'
+        yield _text("soft", rect.x + PAD_X, rect.y + 20.0, heading)
 
 
 def _place(rect: Rect) -> str:
@@ -123,7 +121,8 @@ def _text(kind: str, x: float, y: float, text: str, more: str = "") -> str:
 
 def _arrow(route: Route) -> str:
     kind = route.arrow.kind
-    path = _corners(route.points) if kind == "jump" else _curves(route.points)
+    straight = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in route.points)
+    path = straight if kind == "jump" else _curves(route.points)
     said = f"{route.arrow.start} → {route.arrow.end or 'end'} ({kind})" + (f": {route.arrow.label}" * bool(route.label))
     title = f"<title>{markup(said)}</title>"
     return f'<path class="arrow {kind}" marker-end="url(#drawing-{kind})" d="{path}">{title}</path>'
@@ -139,25 +138,6 @@ def _curves(points: Sequence[Point]) -> str:
     return " ".join(parts)
 
 
-def _corners(points: Sequence[Point]) -> str:
-    """Straight steps with rounded corners."""
-    parts = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
-    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
-        near = min(CORNER, _length(before, corner) / 2, _length(corner, after) / 2)
-        enter, leave = _towards(corner, before, near), _towards(corner, after, near)
-        parts.append(f"L{enter[0]:.1f} {enter[1]:.1f} Q{corner[0]:.1f} {corner[1]:.1f} {leave[0]:.1f} {leave[1]:.1f}")
-    return " ".join([*parts, f"L{points[-1][0]:.1f} {points[-1][1]:.1f}"])
-
-
-def _length(a: Point, b: Point) -> float:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])
-
-
-def _towards(start: Point, end: Point, distance: float) -> Point:
-    share = distance / (_length(start, end) or 1.0)
-    return start[0] + (end[0] - start[0]) * share, start[1] + (end[1] - start[1]) * share
-
-
 def _box(placed: PlacedBox) -> str:
     box, face, rect = placed.box, placed.face, placed.rect
     logical = " logical" if box.alias_of else ""
@@ -168,14 +148,9 @@ def _box(placed: PlacedBox) -> str:
         parts.append(f'<rect class="root" {_place(inner)} rx="1.5"/>')
     top = rect.y + (rect.height - face.height) / 2
     x, y = rect.x + PAD_X, top + PAD_Y
-    for lines, kind, step in (
-        (face.name, "name", NAME_LINE),
-        (face.alias, "soft", SMALL_LINE),
-        (face.backend, "code", CODE_LINE),
-    ):
-        for line in lines:
-            y += step
-            parts.append(_text(kind, x, y - 4.0, line))
+    for kind, line in face.texts:
+        y += LINES[kind]
+        parts.append(_text(kind, x, y - 4.0, line))
     y += 4.0
     for row, line in enumerate(face.facts):
         parts.append(_text("soft", x, y + SMALL_LINE * row + 12.0, line, ' xml:space="preserve"'))
