@@ -82,35 +82,45 @@ class Seen:
 # --- what is sent
 
 
-def test_every_image_is_sent_in_turn(bench: Bench, images: Callable[..., Path], register: Register) -> None:
-    seen = Seen()
-    config = f'backend = "{register(seen.backend)}"\n'
-    run = bench(config, images(a="a", b="b", c="c"), "--total_number", 31, "--request_client", 3, "--warmup", 0)
+ALONE = "--request_client 1 --warmup 0"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "most", "seen", "figures"),
+    [  # with three clients, which start apart, 11 of the images from a on, and 10 each from b and c on
+        ("abc", "--total_number 31 --request_client 3 --warmup 0", 1, {b"a": 10, b"b": 11, b"c": 10}, (31, 31, 31)),
+        ("a", "--total_number 10 --warmup 3", 1, {b"a": 16}, (10, 10, 10)),
+        (
+            "ab",
+            "--total_number 21 --request_batch 4 --request_client 1 --warmup 0",
+            4,
+            {b"a": 11, b"b": 10},
+            (21, 21, 6),
+        ),
+    ],
+    ids=["in turn", "warm-up is not counted", "several images a call"],
+)
+def test_what_is_sent(
+    files: str,
+    options: str,
+    most: int,
+    seen: dict[bytes, int],
+    figures: tuple[int, ...],
+    bench: Bench,
+    images: Callable[..., Path],
+    register: Register,
+) -> None:
+    backend = Seen(most)
+    run = bench(
+        f'backend = "{register(backend.backend)}"\n', images(**{name: name for name in files}), *options.split()
+    )
     assert run.status == 0, run.err
-    assert Counter(seen.data) == {b"a": 10, b"b": 11, b"c": 10}  # 11 from a on, 10 from b, 10 from c
-    assert (run.report["images_sent"], run.report["images_ok"], run.report["calls"]) == (31, 31, 31)
-    assert sum(run.report["images_ok_per_second"]) == run.report["latency_ms"]["count"] == 31
-
-
-def test_warm_up_is_not_counted(bench: Bench, images: Callable[..., Path], register: Register) -> None:
-    seen = Seen()
-    run = bench(f'backend = "{register(seen.backend)}"\n', images(a="a"), "--total_number", 10, "--warmup", 3)
-    assert len(seen.data) == 16
-    assert run.report["images_sent"] == 10
+    assert Counter(backend.data) == seen
+    assert tuple(run.report[name] for name in ("images_sent", "images_ok", "calls")) == figures
+    assert sum(run.report["images_ok_per_second"]) == figures[1]
     (node,) = run.report["nodes"].values()
-    assert (node["requests"], node["batch_sizes"]) == (10, {"1": 10})
-
-
-def test_calls_of_several_images(bench: Bench, images: Callable[..., Path], register: Register) -> None:
-    seen = Seen(most=4)
-    config = f'backend = "{register(seen.backend)}"\n'
-    options = ("--total_number", 21, "--request_batch", 4, "--request_client", 1, "--warmup", 0)
-    run = bench(config, images(a="a", b="b"), *options)
-    assert (run.status, len(seen.data)) == (0, 21)
-    assert (run.report["images_ok"], run.report["calls"]) == (21, 6)
-    (node,) = run.report["nodes"].values()
-    assert (node["requests"], node["max"]) == (21, 4)
-    assert 1 < node["mean_batch"] <= 4
+    assert (node["requests"], node["max"]) == (figures[1], most)
+    assert 1 <= node["mean_batch"] <= most
 
 
 # --- what is reported

@@ -104,43 +104,33 @@ def test_the_report_the_page_and_the_table_have_them(serve: Serve, images: Image
     for text in (done.stdout, path.read_text(encoding="utf-8")):
         for part in ("node model", "engine process 0", "in engine 5.00"):
             assert part in text
-
-
-def test_without_the_port_nothing_is_told(serve: Serve, images: Images) -> None:
-    done, report = load(images(a="ok:a"), serve().port, "--total_number", 4)
+    done, report = load(path.parent / "images", serve().port, "--total_number", 4)
     assert report["service"] is None
     assert "hand-over" not in done.stdout
 
 
-@pytest.mark.parametrize("answer", [{}, [], {"nodes": {}}])
-def test_another_server_is_refused(
-    answer: Any, serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("answer", "status", "why"),
+    [
+        *((answer, 200, "it is not a torchpipe-serve of this version\n") for answer in ({}, [], {"nodes": {}})),
+        (
+            {},
+            404,
+            "it answers 404, as the port that takes images does (torchpipe-serve --port); "
+            "give the port of torchpipe-serve --http-port\n",
+        ),
+        (None, 0, "Connection refused>\n"),
+    ],
+)
+def test_refuses_another_server(
+    answer: Any, status: int, why: str, serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stats_server(lambda _: answer) as port:
-        options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
-        why = refused(capsys, *options)
-    assert f"--http-port: http://127.0.0.1:{port}/stats does not report what the service does" in why
-    assert "it is not a torchpipe-serve of this version" in why
-
-
-def test_the_port_that_takes_images_is_told_from_that_of_the_figures(
-    serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with stats_server(status=404) as port:
-        why = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
-    assert why.endswith(
-        "it answers 404, as the port that takes images does (torchpipe-serve --port); "
-        "give the port of torchpipe-serve --http-port\n"
-    )
-
-
-def test_a_port_where_nobody_listens_is_refused(
-    serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as bound:
+    with stats_server(lambda _: answer, status) as port, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        options = ("--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", bound.getsockname()[1])
-        assert "Connection refused" in refused(capsys, *options)
+        port = port if status else bound.getsockname()[1]
+        said = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
+    assert f"--http-port: http://127.0.0.1:{port}/stats does not report what the service does: " in said
+    assert said.endswith(why)
 
 
 def test_no_proxy_is_asked(serve: Serve, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
