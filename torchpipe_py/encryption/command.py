@@ -10,9 +10,8 @@ import zipfile
 from typing import Any, BinaryIO
 
 from torchpipe_py.encryption.cipher import Cipher
-from torchpipe_py.encryption.external_data import outside_files
 from torchpipe_py.encryption.keys import new_key_file, read_key
-from torchpipe_py.encryption.model_file import ENDING
+from torchpipe_py.encryption.model_file import ENDING, outside_files
 from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.files import ENCRYPTED, ENGINE, ZIP, archive_kind, file_kind, replacing
 

@@ -85,7 +85,7 @@ def _floats(text: str) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-# --- torchpipe parity, export, quantize
+# --- torchpipe parity, export, quantize, encrypt
 
 
 def add_parity_options(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +169,18 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
     )
     keep = "look for layers that int8 harms most, and keep up to N of them in fp32 (default: none)"
     add("--keep", type=at_least(0), default=0, metavar="N", help=keep)
+
+
+def add_encrypt_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe encrypt``."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="an ONNX file, TorchScript, a .pt2 or a TensorRT engine")
+    keys = parser.add_mutually_exclusive_group(required=True).add_argument
+    keys("--key_file", default="", metavar="FILE", help="with the key: 32 bytes, raw, in hex or in base64")
+    keys("--key_env", default="", metavar="NAME", help="an environment variable with the key")
+    keys("--new_key", default="", metavar="FILE", help="make a key, and write it to FILE, which must not exist")
+    add("--out", metavar="FILE", help="the encrypted model (default: MODEL.enc)")
+    add("--force", action="store_true", help="replace it if it is there")
 
 
 # --- torchpipe bench and torchpipe load

@@ -17,19 +17,9 @@ from typing import Any
 
 from torchpipe_py.errors import counted
 from torchpipe_py.tools import report as shared
+from torchpipe_py.tools.load import judge
 from torchpipe_py.tools.load.arrivals import Load, Payload
 from torchpipe_py.tools.load.client import NO_REPLY, Outcome, Records
-from torchpipe_py.tools.load.judge import (
-    histogram,
-    late_sends,
-    late_warnings,
-    ok_per_second,
-    per_second,
-    percentile_curve,
-    stability,
-    summarize,
-    verdict,
-)
 from torchpipe_py.tools.load.measure import cpu_model, node_rows, service_rows
 from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis, rule, value_axis
 
@@ -111,9 +101,9 @@ def make_report(
         "errors": dict(outcome.errors.most_common()),
         "error_examples": outcome.examples,
         "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
-        "latency_ms": summarize(records.good("latency")),
-        "latency_failed_ms": summarize(records.latency[records.ok <= 0]),
-        "images_ok_per_second": ok_per_second(records),
+        "latency_ms": judge.summarize(records.good("latency")),
+        "latency_failed_ms": judge.summarize(records.latency[records.ok <= 0]),
+        "images_ok_per_second": judge.ok_per_second(records),
         **cpu,
         "interrupted": outcome.interrupted,
         "warnings": warnings,
@@ -124,9 +114,9 @@ def make_report(
 def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[str, Any]:
     """What charts show; and of an open loop, whose ``latency_ms`` is from when calls were due, whether it kept up."""
     fields = {
-        "per_second": per_second(records, load.offered_images()),
-        "percentiles_ms": percentile_curve(records.good("latency")),
-        "histogram_ms": histogram(records.good("latency")),
+        "per_second": judge.per_second(records, load.offered_images()),
+        "percentiles_ms": judge.percentile_curve(records.good("latency")),
+        "histogram_ms": judge.histogram(records.good("latency")),
     }
     if not load.is_open:
         return fields
@@ -135,14 +125,14 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
     unsent = 0 if report["interrupted"] else max(0, (load.total or 0) - report["images_sent"] - owed)
     offered = load.offered_rate or report["qps"]  # of a single call there is no rate
     mean = float(records.actual.mean()) / 1e6 if len(records.actual) else 0.0
-    late = late_sends(records)
+    late = judge.late_sends(records)
     return {
         **fields,
-        "percentiles_actual_ms": percentile_curve(records.good("actual")),
-        "latency_actual_ms": summarize(records.good("actual")),
-        **stability(records.good("latency"), offered, report["images_answered"], report["window_s"], unsent),
+        "percentiles_actual_ms": judge.percentile_curve(records.good("actual")),
+        "latency_actual_ms": judge.summarize(records.good("actual")),
+        **judge.stability(records.good("latency"), offered, report["images_answered"], report["window_s"], unsent),
         "late_sends": late,
-        "warnings": report["warnings"] + late_warnings(late, len(load.plans), report["calls_per_s"], mean),
+        "warnings": report["warnings"] + judge.late_warnings(late, len(load.plans), report["calls_per_s"], mean),
     }
 
 
@@ -253,7 +243,7 @@ def run_cells(report: dict[str, Any]) -> tuple[str, ...]:
         *(f"{latency[name]:.2f}" if name in latency else "-" for name in ("p50", "p90", "p99", "p99_9")),
         str(report["images_failed"]),
         "-" if late is None else f"{late['share']:.1%}",
-        verdict(report),
+        judge.verdict(report),
     )
 
 
@@ -312,7 +302,7 @@ def csv_text(reports: Sequence[dict[str, Any]]) -> str:
         row |= {name: report[name] for name in _CSV_CPU}
         row["slo_met"] = report["slo"] and report["slo"]["met"]
         row |= {name: report.get(name) for name in _CSV_VERDICTS}
-        rows.append({**row, "verdict": verdict(report)})
+        rows.append({**row, "verdict": judge.verdict(report)})
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [])
     writer.writeheader()
@@ -338,7 +328,7 @@ def page(report: dict[str, Any]) -> str:
         parts.append(shared.table(HEADS, map(run_cells, runs), f"Runs ({len(runs)})", range(1, len(HEADS) - 1)))
         parts.append(shared.charts(_runs_charts([run for run in runs if run["latency_ms"] is not None])))
         for run in runs:
-            summary = f"<summary>{escape(run['point'])}: {escape(verdict(run))}</summary>"
+            summary = f"<summary>{escape(run['point'])}: {escape(judge.verdict(run))}</summary>"
             parts += [f"<details>{summary}", *_run_parts(run), "</details>"]
     about = {**last["machine"], **{f"{name} version": version for name, version in last["versions"].items()}}
     about |= {name: value for name, value in last["settings"].items() if value is not None}
@@ -358,7 +348,7 @@ def _run_parts(report: dict[str, Any]) -> list[str]:
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.get("unstable_because", ()))
     shown = [_percentile_chart(report), _latency_chart(report), _throughput_chart(report), _series_chart(report)]
     return [
-        _verdict_line(verdict(report), is_good),
+        _verdict_line(judge.verdict(report), is_good),
         f"<ul>{notes}</ul>" if notes else "",
         shared.charts(figure for figure in shown if figure),
         shared.table((), run_rows(report)),

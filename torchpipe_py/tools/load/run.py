@@ -15,30 +15,10 @@ from typing import Any
 
 from torchpipe_py.idl import load_idl
 from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.tools.load import judge, measure
 from torchpipe_py.tools.load.arrivals import load_images, make_load, make_plans
 from torchpipe_py.tools.load.client import CallLog, ClientProcesses, ClientThreads, collect
 from torchpipe_py.tools.load.compare import compare_main
-from torchpipe_py.tools.load.judge import (
-    EXIT_CANNOT_RUN,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_SLO_MISSED,
-    judge,
-    late_limits,
-    late_sends,
-    verdict,
-    worst,
-)
-from torchpipe_py.tools.load.measure import (
-    CpuMeter,
-    GpuMeter,
-    ServiceMeter,
-    cpu_fields,
-    cpu_limits,
-    find_server,
-    is_local,
-    node_figures,
-)
 from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, make_report, page, print_report
 from torchpipe_py.tools.options import parse_load
 from torchpipe_py.tools.report import ToolError, check_output, write_json, write_text
@@ -80,13 +60,13 @@ def run_bench(args: argparse.Namespace) -> int:
         report = _bench(args)
     except KeyboardInterrupt:
         print("torchpipe: interrupted before there was anything to report", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return judge.EXIT_INTERRUPTED
     print_report(report)
     if args.json is not None:
         write_json(args.json, report)
     if report["interrupted"]:
-        return EXIT_INTERRUPTED
-    return EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED
+        return judge.EXIT_INTERRUPTED
+    return judge.EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED
 
 
 def _bench(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +81,8 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
     try:
         clients.warm_up()
         before = run.stats()
-        meter = CpuMeter(server=[os.getpid()], not_server=[])  # less this process: backends in processes of their own
+        # Less this process: that of backends in processes of their own.
+        meter = measure.CpuMeter(server=[os.getpid()], not_server=[])
         with progress_bar(args.total_number, args.progress) as progress:
             meter.start()
             outcome = clients.run(progress)
@@ -112,7 +93,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
         cpu = {"process_cpu_percent": 100 * ours / use.wall, **use.fields(ours)}
         records = collect(outcome.logs, plans, outcome.released)
         report = make_report(outcome, records, about, cpu, limits, args.labels_from_names)
-        nodes = node_figures(before, run.stats(), use.wall)
+        nodes = measure.node_figures(before, run.stats(), use.wall)
         return report | {"tester_share_of_clients": outside, "nodes": nodes}
     finally:
         clients.stop()
@@ -147,10 +128,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
             write_text(options.html, page(report))
     except ToolError as error:
         print(f"{program}: {error}", file=sys.stderr)
-        return EXIT_CANNOT_RUN
+        return judge.EXIT_CANNOT_RUN
     except KeyboardInterrupt:
         print(f"{program}: interrupted before there was anything to report", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return judge.EXIT_INTERRUPTED
     return int(report["exit_status"])
 
 
@@ -188,19 +169,19 @@ class LoadRunner:
         self._payload = load_images(options.img_dir, options.labels_from_names)
         wire.probe(speaks, endpoint)
         self._connect = partial(wire.ServiceSession, speaks, endpoint)
-        self._is_local = is_local(options.host)
-        self._service = ServiceMeter(options.host, options.http_port, self._is_local)
+        self._is_local = measure.is_local(options.host)
+        self._service = measure.ServiceMeter(options.host, options.http_port, self._is_local)
         self._service.start()  # so that a wrong port is reported before anything is sent
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
         """One run and its report; ``ToolError`` when that is not possible."""
-        server = find_server(options.host, options.port, options.server_pid)
+        server = measure.find_server(options.host, options.port, options.server_pid)
         about = describe_run(vars(options), self._payload, ["thriftpy2"])
         about |= {"host_is_local": self._is_local, "server_pids": server}
         load = make_load(options, len(self._payload.bodies))
-        gpu = GpuMeter(wanted=self._is_local)
+        gpu = measure.GpuMeter(wanted=self._is_local)
         clients = ClientProcesses(load, self._connect, self._payload)
-        cpu = CpuMeter(server, clients.pids)
+        cpu = measure.CpuMeter(server, clients.pids)
         try:
             clients.wait_ready()
             gpu.start()
@@ -213,11 +194,11 @@ class LoadRunner:
             gpu.stop()
             clients.stop()
         records = collect(outcome.logs, load.plans, outcome.released)
-        fields = cpu_fields(outcome.logs, use)
-        limits = cpu_limits(fields) + (late_limits(late_sends(records)) if load.is_open else [])
+        fields = measure.cpu_fields(outcome.logs, use)
+        limits = measure.cpu_limits(fields) + (judge.late_limits(judge.late_sends(records)) if load.is_open else [])
         report = make_report(outcome, records, about, fields, limits, options.labels_from_names)
         report |= {"tester_limited": bool(limits), **load_fields(records, report, load)}
-        return judge(report, options.slo_p99) | {"gpus": gpus, "service": figures}
+        return judge.judge(report, options.slo_p99) | {"gpus": gpus, "service": figures}
 
 
 # --- several runs
@@ -275,15 +256,16 @@ class _Series:
             if not self.reports:
                 raise
             by_hand = isinstance(error, KeyboardInterrupt)
-            why, status = ("interrupted", EXIT_INTERRUPTED) if by_hand else (str(error), EXIT_CANNOT_RUN)
+            why = "interrupted" if by_hand else str(error)
+            status = judge.EXIT_INTERRUPTED if by_hand else judge.EXIT_CANNOT_RUN
             raise _Stopped(f"{why} before {name}", status) from error
         report["point"] = name
         self.reports.append(report)
         latency = report["latency_ms"]
         p99 = "no result" if latency is None else f"p99 {latency['p99']:.2f} ms"
-        print(f"{name}: {report['qps']:.1f} images/s, {p99}, {verdict(report)}", file=sys.stderr)
+        print(f"{name}: {report['qps']:.1f} images/s, {p99}, {judge.verdict(report)}", file=sys.stderr)
         if report["interrupted"]:
-            raise _Stopped(f"interrupted at {name}", EXIT_INTERRUPTED)
+            raise _Stopped(f"interrupted at {name}", judge.EXIT_INTERRUPTED)
         return report
 
     def report(self, kind: str, about: Any, status: int, stopped: _Stopped | None) -> dict[str, Any]:
@@ -302,7 +284,7 @@ def run_sweep(run: Run, options: argparse.Namespace, name: str, values: Sequence
             series.run(f"{name} {value:g}", **{VARIABLES[name]: value})
     except _Stopped as error:
         stopped = error
-    status = worst(report["exit_status"] for report in series.reports) if stopped is None else EXIT_OK
+    status = judge.worst(report["exit_status"] for report in series.reports) if stopped is None else judge.EXIT_OK
     return series.report("sweep", {"name": name, "values": list(values)}, status, stopped)
 
 
@@ -339,7 +321,7 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     too_much: float | None = None
 
     def holds(rate: float) -> bool:
-        return bool(series.run(f"rate {rate:.4g}", rate=rate)["exit_status"] == EXIT_OK)
+        return bool(series.run(f"rate {rate:.4g}", rate=rate)["exit_status"] == judge.EXIT_OK)
 
     try:
         closed = series.run("closed loop", arrivals="closed", rate=None, slo_p99=None)
@@ -356,4 +338,4 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "tolerance": TOLERANCE,
         "valid": all(report["valid"] for report in series.reports),
     }
-    return series.report("search", about, EXIT_SLO_MISSED if best is None else EXIT_OK, stopped)
+    return series.report("search", about, judge.EXIT_SLO_MISSED if best is None else judge.EXIT_OK, stopped)
