@@ -281,6 +281,10 @@ def test_an_unknown_layer_is_told(write: Write, refused: Refused) -> None:
 # -- mistakes -----------------------------------------------------------------------------------------------------
 
 NODE = f'backend = "OnnxTensor"\nmodel = "{MODEL}"\n'
+TWO = f'{DECODE}next = "a"\n[a]\n{NODE}next = "b"\n[b]\n{NODE}'
+COMPOSED = f'{DECODE}next = "a"\n[a]\nbackend = "OnnxTensor&OnnxTensor"\nmodel = "{MODEL}"\n'
+JUMPED = f'{DECODE}next = "go"\n[go]\nbackend = "Jump"\njump = "model"\n[model]\n{NODE}'
+OTHER = DEMO.replace(str(MODEL), "{}")
 TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\ntrusted = true\n'
 
 
@@ -288,42 +292,18 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
     ("text", "options", "said"),
     [
         (DECODE, [], "pipe.toml: no node runs a model; expected OnnxTensor or TensorrtTensor in one of them"),
-        (
-            f'{DECODE}next = "a"\n[a]\n{NODE}next = "b"\n[b]\n{NODE}',
-            [],
-            "pipe.toml: several nodes run a model; choose one with --node: a, b",
-        ),
-        (
-            f'{DECODE}next = "a"\n[a]\n{NODE}next = "b"\n[b]\n{NODE}',
-            ["--node", "c"],
-            "--node c: it is not in the file; ",
-        ),
+        (TWO, [], "pipe.toml: several nodes run a model; choose one with --node: a, b"),
+        (TWO, ["--node", "c"], "--node c: it is not in the file; "),
         (DEMO, ["--node", "decode"], "--node decode: it runs no model; valid: model"),
         (TORCH, [], "node 'net' runs TorchTensor, not an ONNX model: torchpipe export writes one, for OnnxTensor"),
-        (
-            f'{DECODE}next = "a"\n[a]\nbackend = "OnnxTensor&OnnxTensor"\nmodel = "{MODEL}"\n',
-            [],
-            "node 'a' is composed of several by '&'",
-        ),
-        (
-            f'{DECODE}next = "go"\n[go]\nbackend = "Jump"\njump = "model"\n[model]\n{NODE}',
-            [],
-            "node 'model' is reached by a jump only",
-        ),
-        (
-            DEMO.replace(str(MODEL), "net.pt2"),
-            [],
-            "model net.pt2: not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor",
-        ),
-        (
-            DEMO.replace(str(MODEL), "secret.onnx") + 'key_env = "KEY"\n',
-            [],
-            "node 'model' has key_env: its model is encrypted; quantise the plain one, and torchpipe encrypt the int8",
-        ),
+        (COMPOSED, [], "node 'a' is composed of several by '&'"),
+        (JUMPED, [], "node 'model' is reached by a jump only"),
+        (OTHER.format("net.pt2"), [], "net.pt2: not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor"),
+        (OTHER.format("secret.onnx") + 'key_env = "KEY"\n', [], "node 'model' has key_env: its model is encrypted; "),
         (DEMO, ["--out", "folder.onnx"], "--out folder.onnx: is a directory; folder.onnx/model.int8.onnx, say"),
         (DEMO, ["--out", "no/such.onnx"], "--out no/such.onnx: no such folder: no"),
         (DEMO, ["--out", "model.onnx"], "--out model.onnx: there already; --force replaces it"),
-        (DEMO.replace(str(MODEL), "model.onnx"), ["--out", "model.onnx", "--force"], "this is the model to quantise"),
+        (OTHER.format("model.onnx"), ["--out", "model.onnx", "--force"], "this is the model to quantise"),
         (DEMO, ["--img_dir", "none"], "--img_dir none: no such directory"),
         (
             DEMO,
