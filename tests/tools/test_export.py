@@ -247,7 +247,7 @@ def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None
 
 MENDABLE = [
     ("tinny", "torchvision has no classifier 'tinny'; did you mean 'tiny'?"),
-    ("tiny", "the weights Tiny_Weights.V1 cannot be had (OSError: no way to weights.invalid); download"),
+    ("tiny", "the weights Tiny_Weights.V1 cannot be downloaded (OSError: no way to weights.invalid); download"),
     ("tiny", f"--weights {FILE}"),
     ("tiny --weights no.pt", "--weights no.pt: no such file; tiny has pretrained, random, V1"),
     ("tiny --weights random --transforms V2", "--transforms V2: no weights of torchvision's; expected V1"),

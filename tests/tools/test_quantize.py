@@ -308,12 +308,12 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
         (
             DEMO,
             ["--img_dir", "few"],
-            "3 images to calibrate with and 4 to check with are too few: at least 8 of each; ",
+            "3 images to calibrate with and 4 to check with are too few: at least 8 of each, better hundreds",
         ),
         (
             DEMO,
             ["--calibrate", "7"],
-            "7 images to calibrate with and 41 to check with are too few: at least 8 of each; ",
+            "7 images to calibrate with and 41 to check with are too few: at least 8 of each, better hundreds",
         ),
         (
             DEMO,

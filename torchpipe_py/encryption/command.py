@@ -110,7 +110,7 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
 
 
 def _check_archive(file: BinaryIO, path: str) -> None:
-    """``ConfigError`` for a zip archive that is none of PyTorch's models, or one that is unpacked to files."""
+    """``ConfigError`` for a zip archive that is not one of PyTorch's models, or that is unpacked to files."""
     try:
         kind = archive_kind(file)
     except zipfile.BadZipFile:
@@ -125,11 +125,11 @@ def _check_archive(file: BinaryIO, path: str) -> None:
 
 
 def _no_model(path: str) -> ConfigError:
-    return ConfigError(f"{path}: {file_kind(path) or 'it is no model'}; {TAKEN}")
+    return ConfigError(f"{path}: {file_kind(path) or 'it is not a model'}; {TAKEN}")
 
 
 def _parsed(onnx: Any, file: BinaryIO) -> Any:
-    """An ONNX model without the weights that lie beside it; ``None`` for what is none."""
+    """An ONNX model without the weights that lie beside it; ``None`` for anything else."""
     try:
         model = onnx.load(file, format="protobuf", load_external_data=False)
     except Exception:

@@ -1,4 +1,4 @@
-"""The file of a model, plain or encrypted: whoever reads one does it here."""
+"""The file of a model, plain or encrypted; every reader of models uses this."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelFile:
             return f"{self.path}: {error.strerror}"
         if start == ENCRYPTED and not self.has_key:
             return f"{self.path} is encrypted, and there is no key: give key_file or key_env"
-        if self.has_key and not ENCRYPTED.startswith(start):  # one that is cut off is told as such
+        if self.has_key and not ENCRYPTED.startswith(start):  # one that is cut off has a message of its own
             key = "key_file" if self.key_file else "key_env"
             hint = f"torchpipe encrypt {self.path} makes an encrypted one; without {key} it is loaded as it is"
             return f"{self.path} is not encrypted: {hint}"

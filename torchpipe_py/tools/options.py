@@ -139,7 +139,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 CALIBRATE = 128
-"""Images to calibrate with, unless told: what a layer gives hardly goes beyond what that many have shown."""
+"""Images to calibrate with by default: more hardly widen the ranges of the layers."""
 
 
 def add_quantize_options(parser: argparse.ArgumentParser) -> None:

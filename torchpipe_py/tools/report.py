@@ -255,7 +255,7 @@ class Bars:
 
 
 def rule(name: str, at: float, x: Axis, y: Axis) -> Line:
-    """A limit across the chart; one above it stands in the legend alone."""
+    """A limit across the chart; one above the chart is only in its legend."""
     return Line(name, [(x.low, at), (x.high, at)] if at <= y.high else [], "red", dashed=True)
 
 

@@ -264,7 +264,7 @@ class _Placed:
 
 
 def _columns(graph: Component) -> list[list[str | None]]:
-    """Names by column, which is the longest way to them; the end, ``None``, is behind all."""
+    """Names by column, which is the longest way to them; the end, ``None``, comes last."""
     before: dict[str, list[str]] = {box.name: [] for box in graph.boxes}
     for arrow in graph.arrows:
         if not arrow.to_end:

@@ -215,7 +215,7 @@ def _em(char: str) -> float:
 
 @dataclass(frozen=True)
 class Face:
-    """The lines that stand in a box, from top to bottom, and the size they need in pixels.
+    """The lines of text in a box, from top to bottom, and the size they need in pixels.
 
     ``texts`` have their kinds: ``name``, ``soft``, ``code``. Below, ``facts`` share their lines with the ``badge``.
     """

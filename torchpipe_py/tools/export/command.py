@@ -129,7 +129,7 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def _changed(source: Source, args: argparse.Namespace) -> tuple[Transform, str]:
-    """The preprocessing with what the options say, and whose the rest is, in words.
+    """The preprocessing with what the options say, and where the rest comes from, in words.
 
     Of a new size the crop is that size too, or there is none.
     """

@@ -127,7 +127,7 @@ class Files:
 
 ENGINE = "SyncTensor[FirstAvailable[TensorrtTensor,OnnxTensor]]"
 MOST = 8  # items of a batch
-TRIALS = ((240, 320), (375, 250))  # height and width of images that tell what a preprocessing makes of any
+TRIALS = ((240, 320), (375, 250))  # height and width of trial images: they show what a preprocessing makes of any
 
 
 def model_node(
@@ -152,7 +152,7 @@ def model_node(
 
 
 def followed_by(tables: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables with ``node`` behind the one that ends; ``ToolError`` where several do."""
+    """The tables with ``node`` after the last one; ``ToolError`` where several are last."""
     nodes = {name: dict(table) for name, table in tables.items() if isinstance(table, Mapping) and name != GLOBAL}
     ends = [name for name, table in nodes.items() if not table.get("next")]
     if len(ends) != 1:

@@ -67,7 +67,7 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """What a file of ``torch.save`` holds, without running code; ``ToolError`` where that is no state dict."""
+    """What a file of ``torch.save`` holds, without running code; ``ToolError`` unless that is a state dict."""
     import torch
 
     def is_state(value: Any) -> bool:
@@ -114,7 +114,7 @@ def read_weights(path: Path) -> Weights:
 def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes: int) -> int:
     """How many classes the weights are of, where the architecture of these ``shapes`` is built for ``classes``.
 
-    It is the one size that stands in the file wherever a first dimension is ``classes`` and does not fit.
+    It is the one size that the file has wherever a first dimension is ``classes`` and does not fit.
     """
     tensors = named_as(weights.tensors, shapes)
     sizes = {
@@ -207,7 +207,7 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
 CLASSES = 1000  # that torchvision builds where nobody says how many
 NOT_IN_A_FILE = ("googlenet", "inception_v3")
-"""Whose weights do not tell whether pixels are normalised once more inside (``transform_input``)."""
+"""Their weights do not show whether pixels are normalised once more inside (``transform_input``)."""
 
 
 def find_classifier(name: str, weights: str | None, transforms: str | None) -> Source:
@@ -317,7 +317,7 @@ def _pretrained(models: Any, name: str, weights: Any) -> Any:
             return models.get_model(name, weights=weights).eval()
     except (OSError, RuntimeError) as error:
         raise ToolError(
-            f"the weights {weights} cannot be had ({one_line(error)}); "
+            f"the weights {weights} cannot be downloaded ({one_line(error)}); "
             f"download {weights.url} elsewhere, and name the file: --weights {os.path.basename(weights.url)}"
         ) from error
 
@@ -325,7 +325,7 @@ def _pretrained(models: Any, name: str, weights: Any) -> Any:
 def _from_file(models: Any, name: str, weights: Weights) -> Any:
     if name in NOT_IN_A_FILE:
         raise ToolError(
-            f"--weights {weights.path}: no file tells all of {name} (transform_input, aux_logits); "
+            f"--weights {weights.path}: a file does not hold all of {name} (transform_input, aux_logits); "
             f"write a function that builds yours: torchpipe export my_model.py:build --weights {weights.path}"
         )
     import torch
@@ -339,7 +339,7 @@ def _from_file(models: Any, name: str, weights: Weights) -> Any:
 
 
 def _untrained(models: Any, name: str) -> Any:
-    """Random weights whose outputs differ, so that a comparison with the ONNX file means something."""
+    """Random weights with outputs that differ, so that comparing them with the ONNX file means something."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

@@ -95,7 +95,7 @@ def noise(size: Size, batches: Sequence[int]) -> list[Any]:
 
 
 def outputs_of(model: Callable[[Any], Any], images: Any) -> list[Any]:
-    """A module's outputs for a batch; ``ToolError`` for what is no Tensor, nor a tuple or list of Tensors."""
+    """A module's outputs for a batch; ``ToolError`` unless they are a Tensor, or a tuple or list of Tensors."""
     import torch
 
     with torch.inference_mode():

@@ -281,7 +281,7 @@ class Load:
 
     @property
     def total(self) -> int | None:
-        """Images that will be sent; None where only time tells."""
+        """Images that will be sent; None where time ends the run."""
         return None if self.times is None and self.until is not None else sum(plan.share for plan in self.plans)
 
     @property

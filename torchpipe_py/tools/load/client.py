@@ -153,7 +153,7 @@ class Answer:
 
 
 def error_name(error: Any) -> str:
-    """What an error is counted as: ``timeout``, its class, or its class and what tells more: the code that a service
+    """What an error is counted as: ``timeout``, its class, or its class and a detail: the code that a service
     gave (``InferenceError:overloaded``), the kind of a Thrift error, the class of a defect's cause.
     """
     name = type(error).__name__
@@ -483,7 +483,7 @@ class ClientProcesses:
     # --- in a client process
 
     def _is_stopping(self) -> bool:
-        """Whether to end, told to or orphaned."""
+        """Whether to end: the parent said so, or is gone."""
         return self._shared[0] == STOPPING or os.getppid() != self._parent
 
     def _main(self, plan: Plan, log: CallLog, channel: Channel) -> None:

@@ -155,7 +155,7 @@ def stability(latencies: np.ndarray, offered: float, answered: int, window: floa
     """
     half, achieved, reasons = len(latencies) // 2, answered / window if window else 0.0, []
     if unsent:
-        reasons.append(f"never sent: {counted(unsent, 'image')}, as the run was too far behind its schedule")
+        reasons.append(f"never sent: {counted(unsent, 'image')}, as the run was too late")
     if achieved < ACHIEVED_LIMIT * offered:
         reasons.append(f"{achieved:.1f} images/s were answered of {offered:.1f} offered")
     halves: list[float | None] = [None, None]

@@ -206,7 +206,7 @@ def _load_rows(report: dict[str, Any]) -> Rows:
     rows += [("server CPU", _cpu(report["server_cpu_percent"])), ("tester CPU", cost)]
     if report["host_is_local"] and report["tester_share_of_cpu"] is not None:
         share = f"{report['tester_share_of_cpu']:.0%} of the CPU time spent on this machine"
-        rows.append(("tester share", f"{share}, whose cores server and tester share"))
+        rows.append(("tester share", f"{share}; server and tester share its cores"))
     for gpu in report["gpus"] or ():
         names = ("utilization_mean", "utilization_max", "memory_used_max_mib", "memory_total_mib")
         busy, most, used, total = ("n/a" if gpu[name] is None else f"{gpu[name]:.0f}" for name in names)

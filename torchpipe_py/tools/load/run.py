@@ -158,7 +158,7 @@ class LoadRunner:
     """Runs loads on one server, one after the other; owns what they have in common: the images and where they go."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Read the images and probe the server; ``ToolError`` when either is not there."""
+        """Read the images and probe the server; ``ToolError`` when either is missing."""
         from torchpipe_py.tools.load import wire
 
         if options.transport == "http":

@@ -171,7 +171,7 @@ class HttpWire:
             while len(data) < size:
                 data += connection.read(_RECEIVE_BYTES)
             if len(data) > size:
-                raise ReplyError(f"{len(data) - size} bytes behind the answer")
+                raise ReplyError(f"{len(data) - size} bytes after the answer")
             try:
                 members = json.loads(data[end + 4 :])
             except ValueError:

@@ -173,7 +173,7 @@ def html_report(parity: Parity) -> str:
         figures += [f"class {image.a} in A, {image.b} in B"] if image.a and image.b else []
         captions = ("A", "B", f"|B - A| × {AMPLIFICATION}")
         shown = "".join(
-            f'<figure><img src="{_data_url(picture)}" alt="{escape(f"{image.name}: {caption}")}">'
+            f'<figure><img src="{_data_url(picture)}" alt="{escape(f"{image.name}: {caption}")}"/>'
             f"<figcaption>{caption}</figcaption></figure>"
             for picture, caption in zip(parity.views[image.name], captions, strict=True)
         )

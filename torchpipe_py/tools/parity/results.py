@@ -39,7 +39,7 @@ def refusal(item: dict[str, Any]) -> str:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is a PyTorch tensor; where PyTorch was never imported, there is none."""
+    """Whether this is a PyTorch tensor; False where PyTorch was never imported."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

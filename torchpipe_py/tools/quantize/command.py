@@ -75,7 +75,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     calibration, held_out = divide(images_of(args.img_dir), args.calibrate)
     if len(calibration) < FEWEST:
         few = f"{counted(len(calibration), 'image')} to calibrate with and {len(held_out)} to check with are too few"
-        raise ToolError(f"--img_dir {args.img_dir}: {few}: at least {FEWEST} of each; hundreds tell more")
+        raise ToolError(f"--img_dir {args.img_dir}: {few}: at least {FEWEST} of each, better hundreds")
     with tempfile.TemporaryDirectory() as name:
         candidate = Path(name, args.out.name)
         _quantise(target, args, calibration, candidate)
@@ -153,5 +153,5 @@ def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], cand
     if not all(bar.ok for bar in parity.bars):
         raise ToolError(
             f"{args.out}: not written: {what}, --max-drop {args.max_drop:g} allows less; "
-            f"more images (--calibrate), or layers in fp32 (--keep {max(1, 2 * args.keep)}), may mend it"
+            f"more images (--calibrate), or layers in fp32 (--keep {max(1, 2 * args.keep)}), may help"
         )

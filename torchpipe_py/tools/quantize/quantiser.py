@@ -30,7 +30,7 @@ BETWEEN = ("Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool")
 OPSET = 13  # the first with scales for each channel
 
 OPTIONS = {
-    # Symmetric, with weights as floats behind a pair of nodes and biases as they are: all that TensorRT 8.6 reads.
+    # Symmetric, with weights as floats before a pair of nodes and biases as they are: all that TensorRT 8.6 reads.
     "ActivationSymmetric": True,
     "WeightSymmetric": True,
     "AddQDQPairToWeight": True,
@@ -45,7 +45,7 @@ OPTIONS = {
 class Quantiser:
     """Quantises one model; files in between lie in ``folder``. ``calibrate`` comes before ``write``.
 
-    ``ToolError`` for what is no ONNX model in float32, or is quantised already.
+    ``ToolError`` unless it is an ONNX model in float32 that is not quantised yet.
     """
 
     def __init__(self, path: str, folder: Path) -> None:
@@ -78,7 +78,7 @@ class Quantiser:
         self.inputs = inputs
 
     def check_names(self, names: Sequence[str]) -> None:
-        """``ToolError`` for what is no node of the model."""
+        """``ToolError`` for a name that no node of the model has."""
         for name in names:
             if name not in self._nodes:
                 raise ToolError(f"precision::fp32: no layer {name!r}; {nearest(name, self.layers)}")

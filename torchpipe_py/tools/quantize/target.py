@@ -76,7 +76,7 @@ class Target:
         return tables
 
     def _of_postprocessor(self) -> list[str]:
-        """Keys of the node that a postprocessor of one's own takes, and the model does not."""
+        """Keys of the node that a custom postprocessor takes, and the model does not."""
         name = str(next((value for key in _AFTER[:2] if (value := self.tables[self.node].get(key))), ""))
         cls = registry.default.find_postprocessor(name)
         own = () if cls is None else declared(cls)
