@@ -20,8 +20,8 @@ from torchpipe_py import Backend, ItemBackend
 from torchpipe_py.cli import main
 from torchpipe_py.tools.load import measure
 from torchpipe_py.tools.load import run as command
-from torchpipe_py.tools.load.client import CallLog
 from torchpipe_py.tools.load.measure import node_figures, node_rows
+from torchpipe_py.tools.load.records import CallLog
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_IMAGES = ROOT / "configs" / "demo" / "images"

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchpipe_py.errors import counted
 from torchpipe_py.tools.load.arrivals import NS_PER_S
-from torchpipe_py.tools.load.client import Records
+from torchpipe_py.tools.load.records import Records
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130

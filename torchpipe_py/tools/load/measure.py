@@ -22,7 +22,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 from torchpipe_py.errors import counted
-from torchpipe_py.tools.load.client import CallLog
+from torchpipe_py.tools.load.records import CallLog
 from torchpipe_py.tools.report import ToolError
 
 try:

@@ -19,8 +19,8 @@ from torchpipe_py.errors import counted
 from torchpipe_py.tools import report as shared
 from torchpipe_py.tools.load import judge
 from torchpipe_py.tools.load.arrivals import Load, Payload
-from torchpipe_py.tools.load.client import NO_REPLY, Outcome, Records
 from torchpipe_py.tools.load.measure import cpu_model, node_rows, service_rows
+from torchpipe_py.tools.load.records import NO_REPLY, Outcome, Records
 from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis, rule, value_axis
 
 OTHERS_LIMIT = 25.0  # percent of a core, for all processes that have no part in the run
@@ -166,7 +166,11 @@ def run_rows(report: dict[str, Any]) -> Rows:
             rows.append((title, "n/a"))
     rows.append(("errors", counted(report["images_failed"], "image")))
     rows += [(f"  {kind}", str(count)) for kind, count in report["errors"].items()]
-    rows += _bench_rows(report) if "config" in settings else _load_rows(report)
+    if "config" in settings:
+        rows += node_rows(report["nodes"])
+        rows.append(("process CPU", f"{_cpu(report['process_cpu_percent'])}, pipe and clients"))
+    else:
+        rows += _load_rows(report)
     if report["other_cpu_percent"] is not None:
         rows.append(("other processes", _cpu(report["other_cpu_percent"])))
     more = f" ... ({len(images)} seconds)" if len(images) > 60 else ""
@@ -180,10 +184,6 @@ def run_rows(report: dict[str, Any]) -> Rows:
     else:
         rows.append(("run", f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"))
     return rows
-
-
-def _bench_rows(report: dict[str, Any]) -> Rows:
-    return [*node_rows(report["nodes"]), ("process CPU", f"{_cpu(report['process_cpu_percent'])}, pipe and clients")]
 
 
 def _load_rows(report: dict[str, Any]) -> Rows:

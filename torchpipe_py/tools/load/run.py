@@ -17,8 +17,9 @@ from torchpipe_py.idl import load_idl
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.load import judge, measure
 from torchpipe_py.tools.load.arrivals import load_images, make_load, make_plans
-from torchpipe_py.tools.load.client import CallLog, ClientProcesses, ClientThreads, collect
+from torchpipe_py.tools.load.client import ClientProcesses, ClientThreads
 from torchpipe_py.tools.load.compare import compare_main
+from torchpipe_py.tools.load.records import CallLog, collect
 from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, make_report, page, print_report
 from torchpipe_py.tools.options import parse_load
 from torchpipe_py.tools.report import ToolError, check_output, write_json, write_text
