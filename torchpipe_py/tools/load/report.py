@@ -35,9 +35,6 @@ _CSV_LATENCIES = ("mean", "p50", "p90", "p99", "p99_9", "max", "min")
 _CSV_CPU = ("server_cpu_percent", "tester_cpu_percent", "tester_busiest_client_percent", "other_cpu_percent")
 _CSV_VERDICTS = ("stable", "valid", "exit_status")
 
-Rows = list[tuple[str, str]]
-"""Names and values."""
-
 
 # --- one dict
 
@@ -139,7 +136,7 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
 # --- the table
 
 
-def run_rows(report: dict[str, Any]) -> Rows:
+def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """One run of ``load`` or ``bench`` as names and values, from what was tested to what it cost."""
     settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
@@ -186,8 +183,8 @@ def run_rows(report: dict[str, Any]) -> Rows:
     return rows
 
 
-def _load_rows(report: dict[str, Any]) -> Rows:
-    rows: Rows = []
+def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
     if "stable" in report:
         late = report["late_sends"]
         blame = f"{late['share_by_waiting']:.1%} behind a reply, {late['share_by_tester']:.1%} the tester's own"
