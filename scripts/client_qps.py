@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 
-from torchpipe_py.loadtest.command import main
+from torchpipe_py.tools.load.run import main
 
 if __name__ == "__main__":
     sys.exit(main(program="client_qps.py"))

@@ -27,9 +27,9 @@ pages=tests/test_docs.py
 "$bin/mypy" > "$logs/types" 2>&1 & types=$!
 run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision & first=$!
 run server tests/server --ignore=$supervision & second=$!
-run pages $pages tests/test_working_directory.py tests/loadtest & third=$!
+run pages $pages tests/test_working_directory.py tests/tools & third=$!
 status=0
-run rest tests --ignore=tests/{server,loadtest,chaos,training,scripts,fuzz,images} --ignore=$pages \
+run rest tests --ignore=tests/{server,tools,chaos,training,scripts,fuzz,images} --ignore=$pages \
   --ignore=tests/test_working_directory.py || status=$?
 wait $first || status=$?
 wait $second || status=$?

@@ -14,7 +14,7 @@ from fakes import PROGRAM_WAIT
 import torchpipe_py
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cli import DEPENDENCIES, main
-from torchpipe_py.loadtest.options import ELSEWHERE
+from torchpipe_py.tools.options import ELSEWHERE
 
 GOOD = """
 [decode]
@@ -226,7 +226,9 @@ def test_commands_take_a_flag_either_way(good: str, capsys: pytest.CaptureFixtur
     for command in commands:
         with pytest.raises(SystemExit):
             main(command)
-        assert capsys.readouterr().err.endswith("argument --request_batch: 0: must be between 1 and 10000\n")
+        assert capsys.readouterr().err.endswith(
+            "argument --request_batch: expected a whole number from 1 to 10000, got '0'\n"
+        )
 
 
 def test_help_and_suggestions_have_a_flag_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "cores errors files html idl keys malloc",
+    "cores errors files idl keys malloc",
     "arguments values filters",
     "encryption",
     "http images backends.params backends.signature",
@@ -27,8 +27,10 @@ PACKAGE = [
     "plan",
     "backends",
     "runtime",
-    "drawing engine export loadtest parity training",
-    "quantize ray",
+    "tools tools.report",
+    "tools.options",
+    "engine training tools.draw tools.export tools.load tools.parity",
+    "ray tools.quantize",
     "cli",
 ]
 CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
@@ -51,7 +53,7 @@ SERVER_MAY_IMPORT = {
         "http.json_values",
         "http.values",
     ),
-    *("runtime.deadlines", "runtime.statistics", "drawing.depict", "engine", "plan.build", "plan.sharing"),
+    *("runtime.deadlines", "runtime.statistics", "tools.draw.render", "engine", "plan.build", "plan.sharing"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

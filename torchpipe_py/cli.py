@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torchpipe_py
 from torchpipe_py import registry
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import REQUIRED, Param
-from torchpipe_py.encryption import options as encryption_options
 from torchpipe_py.errors import ConfigError, TorchpipeError, counted
-from torchpipe_py.export import options as export_options
 from torchpipe_py.idl import idl_path
-from torchpipe_py.loadtest import options as loadtest_options
-from torchpipe_py.parity import options as parity_options
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.unknown import backend_instead_of
-from torchpipe_py.quantize import options as quantize_options
+from torchpipe_py.tools import options
 
 DEPENDENCIES = ("PIL", "cv2", "numpy", "onnx", "onnxruntime", "tomli", "torch")
 """Import names of the libraries that come with the package, unless ``pip install --no-deps`` left them out."""
@@ -48,31 +46,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     backends.add_argument("--markdown", action="store_true", help="as the table in docs/backends.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
     export = commands.add_parser("export", help="write a PyTorch model as ONNX, with the TOML that serves it")
-    export_options.add_options(export)
+    options.add_export_options(export)
     _add_imports(export)
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_tool("tools.export.command", "run_export"))
     encrypt = commands.add_parser("encrypt", help="encrypt a model, or make a key")
-    encryption_options.add_options(encrypt)
-    encrypt.set_defaults(run=_encrypt)
+    options.add_encrypt_options(encrypt)
+    encrypt.set_defaults(run=_tool("encryption.command", "run_encrypt"))
     parity = commands.add_parser("parity", help="compare two configurations on a directory of images")
-    parity_options.add_options(parity)
+    options.add_parity_options(parity)
     _add_imports(parity)
-    parity.set_defaults(run=_parity)
+    parity.set_defaults(run=_tool("tools.parity.command", "run_parity"))
     quantize = commands.add_parser("quantize", help="write an int8 copy of a configuration's model, if it is as good")
-    quantize_options.add_options(quantize)
+    options.add_quantize_options(quantize)
     _add_imports(quantize)
-    quantize.set_defaults(run=_quantize)
+    quantize.set_defaults(run=_tool("tools.quantize.command", "run_quantize"))
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
-    loadtest_options.add_options(bench, clients="client threads")
-    bench.set_defaults(run=_bench, error_status=2)
+    options.add_load_options(bench, clients="client threads")
+    bench.set_defaults(run=_tool("tools.load.run", "run_bench"), error_status=2)
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
     idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
     idl.set_defaults(run=lambda args: print(idl_path().read_text(encoding="utf-8"), end=""))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr: a path may be no UTF-8
     arguments = sys.argv[1:] if argv is None else argv
-    load.set_defaults(run=lambda _: _load(arguments[1:]))
+    load.set_defaults(run=lambda _: _tool("tools.load.run", "main")(arguments[1:]))
     # Its options are parsed by itself, for scripts/client_qps.py has them too.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
@@ -124,10 +122,8 @@ def _check(config: str) -> None:
 
 
 def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
-    from torchpipe_py.drawing.depict import depict
-    from torchpipe_py.drawing.mermaid import mermaid
-    from torchpipe_py.drawing.page import page
-    from torchpipe_py.drawing.svg import svg
+    from torchpipe_py.tools.draw.picture import depict
+    from torchpipe_py.tools.draw.render import mermaid, page, svg
 
     kinds = {".html": page, ".svg": svg, ".mmd": mermaid}
     kind = mermaid if out is None else kinds.get(os.path.splitext(out)[1].lower())
@@ -145,40 +141,9 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> Non
     print(out)
 
 
-def _parity(args: argparse.Namespace) -> int:
-    from torchpipe_py.parity.command import run_parity
-
-    return run_parity(args)
-
-
-def _export(args: argparse.Namespace) -> int:
-    from torchpipe_py.export.command import run_export
-
-    return run_export(args)
-
-
-def _encrypt(args: argparse.Namespace) -> int:
-    from torchpipe_py.encryption.command import run_encrypt
-
-    return run_encrypt(args)
-
-
-def _quantize(args: argparse.Namespace) -> int:
-    from torchpipe_py.quantize.command import run_quantize
-
-    return run_quantize(args)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from torchpipe_py.loadtest.bench import run_bench
-
-    return run_bench(args)
-
-
-def _load(arguments: Sequence[str]) -> int:
-    from torchpipe_py.loadtest.command import main as load
-
-    return load(arguments)
+def _tool(module: str, function: str) -> Callable[[Any], int]:
+    """A command whose module is imported when it runs."""
+    return lambda args: int(getattr(importlib.import_module(f"torchpipe_py.{module}"), function)(args))
 
 
 def _backends(name: str | None, markdown: bool) -> None:

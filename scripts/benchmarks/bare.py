@@ -82,7 +82,7 @@ def measure_nodes(
 
     Each takes a JPEG ``batch`` times and runs one node after the other. Latencies are those of a batch.
     """
-    from torchpipe_py.export.toml import to_toml
+    from torchpipe_py.tools.export.config import to_toml
 
     with TemporaryDirectory() as folder:
         Path(folder, "nodes.toml").write_text(to_toml(config), encoding="utf-8")

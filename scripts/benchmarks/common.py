@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
-from torchpipe_py.loadtest.measure.cpu import cpu_model
+from torchpipe_py.tools.load.measure import cpu_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

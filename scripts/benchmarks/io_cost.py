@@ -20,8 +20,8 @@ from torchpipe_server.worker.http_handler import HttpHandler
 
 from benchmarks.common import Load, Report, picture
 from torchpipe_py.idl import load_idl
-from torchpipe_py.loadtest.client.wire import encode_call
 from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_py.tools.load.wire import encode_call
 
 PARTS = ("bytes to request", "journal", "route, arguments", "start", "outcome to result", "result to bytes")
 _HEADS = {

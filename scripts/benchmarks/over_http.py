@@ -20,7 +20,7 @@ from benchmarks.common import REPOSITORY, Load, Report, Subject, image_folder
 from benchmarks.peers import is_installed, serving_classifier
 from benchmarks.services import run_clients, serving
 from torchpipe_py import parse_toml
-from torchpipe_py.export.toml import to_toml
+from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (1, 10, 40)
 DEMO = REPOSITORY / "configs" / "demo.toml"

@@ -23,8 +23,7 @@ import psutil
 
 from benchmarks.common import REPOSITORY, Load, python
 from benchmarks.inside.sitecustomize import address
-from torchpipe_py.loadtest.measure.nodes import node_figures
-from torchpipe_py.loadtest.measure.service import HAND_OVER_TIMES, hand_over_figures
+from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, node_figures
 
 MIB = 2**20
 PLACES = 25  # of a thread, in a profile

@@ -27,7 +27,7 @@ from benchmarks.services import (
     stats,
 )
 from torchpipe_py import parse_toml
-from torchpipe_py.export.toml import to_toml
+from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (10, 40)  # of the benchmark on a CPU
 WORKERS = 2

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.export.onnx_file import export_checked, open_session
+from torchpipe_py.tools.export.onnx_file import export_checked, open_session
 
 Random = np.random.Generator
 Polygons = list[np.ndarray]  # each float32 K×2, (x, y) within the unit disc

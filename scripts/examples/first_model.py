@@ -18,7 +18,7 @@ from PIL import Image
 from examples.textures import class_name, write_set
 from torchpipe_py import parse_toml, pipe
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.export.zoo import torchvision_models
+from torchpipe_py.tools.export.models import torchvision_models
 
 CLASSES, TRAIN, VAL = 8, 20, 13  # 104 images to compare
 EPOCHS, BATCH = 3, 16

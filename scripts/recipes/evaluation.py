@@ -27,7 +27,7 @@ from recipes.options import guarded, whole
 from recipes.serving import PRECISIONS, check_preprocessing, load_model, serving_config
 from torchpipe_py import pipe
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.parity.compare import wilson
+from torchpipe_py.tools.parity.figures import wilson
 from torchpipe_py.training import ImageFolder, UnreadableFile, wrap_dataloader_torchpipe
 
 SOLUTIONS = ("pipe", "torch")

@@ -11,10 +11,15 @@ import torch
 from torch import nn
 
 from torchpipe_py.errors import nearest
-from torchpipe_py.export.errors import ExportError
-from torchpipe_py.export.source import PRETRAINED
-from torchpipe_py.export.weights import load_into, named_as, read_weights
-from torchpipe_py.export.zoo import pretrained_weights, torchvision_models
+from torchpipe_py.tools.export.models import (
+    PRETRAINED,
+    load_into,
+    named_as,
+    pretrained_weights,
+    read_weights,
+    torchvision_models,
+)
+from torchpipe_py.tools.report import ToolError as ExportError
 from torchpipe_py.training import TrainingError
 
 SMALL = "small"

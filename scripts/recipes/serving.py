@@ -16,11 +16,8 @@ from torchpipe_py import parse_toml
 from torchpipe_py.backends.models.engine.half import half_model
 from torchpipe_py.backends.models.onnx_graph import normalized_model
 from torchpipe_py.encryption.model_file import ModelFile
-from torchpipe_py.export.config import ENGINE, followed_by, model_node
-from torchpipe_py.export.files import Files
-from torchpipe_py.export.onnx_file import TOLERANCE, compare_outputs, save_onnx
-from torchpipe_py.export.toml import to_toml
-from torchpipe_py.export.transforms import Transform
+from torchpipe_py.tools.export.config import ENGINE, Files, Transform, followed_by, model_node, to_toml
+from torchpipe_py.tools.export.onnx_file import TOLERANCE, compare_outputs, save_onnx
 from torchpipe_py.training import TrainingError
 from torchpipe_py.training.batches.decoder import Config, Decoder
 from torchpipe_py.training.devices import choose_devices

@@ -100,7 +100,7 @@ def test_what_a_user_can_mend(folder: Path, refused: Refused) -> None:
     assert refused("m.onnx", *key) == "m.onnx.enc: there already; --force replaces it, --out gives another name"
     assert refused("m.onnx.enc", *key) == "m.onnx.enc: it is empty"
     (folder / "text.onnx").write_text("text")
-    assert refused("text.onnx", *key) == f"text.onnx: it is no model; {TAKEN}"
+    assert refused("text.onnx", *key) == f"text.onnx: it is not a model; {TAKEN}"
     assert main(["encrypt", "m.onnx", *key, "--force"]) == 0
     assert refused("m.onnx.enc", *key) == (
         "m.onnx.enc: it is encrypted already; to change its key, encrypt the plain model again"
@@ -130,7 +130,7 @@ def test_a_model_is_taken_whatever_its_name_is(folder: Path, save: Callable[[Pat
 @pytest.mark.parametrize(
     ("save", "said"),
     [
-        (lambda path: path.write_bytes(bytes(range(256))), "it is no model; "),
+        (lambda path: path.write_bytes(bytes(range(256))), "it is not a model; "),
         (lambda path: path.write_text("<html>"), "it is an HTML page, as a download leaves that was refused; "),
         (lambda path: path.write_bytes(onnx.ModelProto(ir_version=8).SerializeToString()), "it begins as an ONNX file"),
         (lambda path: torch.save({"weight": torch.zeros(2)}, path), "it is a PyTorch checkpoint: torchpipe export "),

@@ -81,7 +81,7 @@ def test_what_is_no_file_with_a_key(key_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Is a directory"):
         read_key(str(tmp_path), "")
     os.mkfifo(key_file)
-    with pytest.raises(ConfigError, match=r"model\.key: it is no regular file"):
+    with pytest.raises(ConfigError, match=r"model\.key: it is not a regular file"):
         read_key(str(key_file), "")
 
 

@@ -109,7 +109,7 @@ def resnet(arch: str) -> tuple[torch.nn.Module, str]:
     """A torchvision ResNet with random weights and settled batch statistics, and the ONNX file of it."""
     import torchvision
 
-    from torchpipe_py.export.onnx_file import save_onnx
+    from torchpipe_py.tools.export.onnx_file import save_onnx
 
     torch.manual_seed(0)
     model = torchvision.models.get_model(arch, weights=None).train()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fakes import PROGRAM_WAIT
 
-from torchpipe_py.export.options import add_options
+from torchpipe_py.tools.options import add_export_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED = """\
@@ -103,6 +103,6 @@ def test_what_the_quickstart_says_to_do_next_is_there() -> None:
     assert len(pages) >= 3
     assert [page for page in pages if not (ROOT / page).is_file()] == []
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_export_options(parser)
     command = text.partition("torchpipe export ")[2].partition(" (docs")[0]
     assert parser.parse_args(shlex.split(command)).source == "net.py:build"

@@ -10,9 +10,8 @@ import zipfile
 from typing import Any, BinaryIO
 
 from torchpipe_py.encryption.cipher import Cipher
-from torchpipe_py.encryption.external_data import outside_files
 from torchpipe_py.encryption.keys import new_key_file, read_key
-from torchpipe_py.encryption.model_file import ENDING
+from torchpipe_py.encryption.model_file import ENDING, outside_files
 from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.files import ENCRYPTED, ENGINE, ZIP, archive_kind, file_kind, replacing
 
@@ -111,7 +110,7 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
 
 
 def _check_archive(file: BinaryIO, path: str) -> None:
-    """``ConfigError`` for a zip archive that is none of PyTorch's models, or one that is unpacked to files."""
+    """``ConfigError`` for a zip archive that is not one of PyTorch's models, or that is unpacked to files."""
     try:
         kind = archive_kind(file)
     except zipfile.BadZipFile:
@@ -126,11 +125,11 @@ def _check_archive(file: BinaryIO, path: str) -> None:
 
 
 def _no_model(path: str) -> ConfigError:
-    return ConfigError(f"{path}: {file_kind(path) or 'it is no model'}; {TAKEN}")
+    return ConfigError(f"{path}: {file_kind(path) or 'it is not a model'}; {TAKEN}")
 
 
 def _parsed(onnx: Any, file: BinaryIO) -> Any:
-    """An ONNX model without the weights that lie beside it; ``None`` for what is none."""
+    """An ONNX model without the weights that lie beside it; ``None`` for anything else."""
     try:
         model = onnx.load(file, format="protobuf", load_external_data=False)
     except Exception:

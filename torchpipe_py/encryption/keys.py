@@ -74,7 +74,7 @@ def _of_file(path: str) -> bytes:
         # NOTE: O_NONBLOCK, or a FIFO would keep us here. Links are followed: Kubernetes mounts secrets as such.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"key_file {path}: it is no regular file")
+                raise ConfigError(f"key_file {path}: it is not a regular file")
             content = file.read(_MOST + 1)
     except OSError as error:
         raise ConfigError(f"key_file {path}: {error.strerror}") from None

@@ -1,11 +1,13 @@
-"""The file of a model, plain or encrypted: whoever reads one does it here."""
+"""The file of a model, plain or encrypted; every reader of models uses this."""
 
 from __future__ import annotations
 
 import io
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torchpipe_py.encryption.cipher import Cipher, CipherError
 from torchpipe_py.encryption.keys import read_key
@@ -44,7 +46,7 @@ class ModelFile:
             return f"{self.path}: {error.strerror}"
         if start == ENCRYPTED and not self.has_key:
             return f"{self.path} is encrypted, and there is no key: give key_file or key_env"
-        if self.has_key and not ENCRYPTED.startswith(start):  # one that is cut off is told as such
+        if self.has_key and not ENCRYPTED.startswith(start):  # one that is cut off has a message of its own
             key = "key_file" if self.key_file else "key_env"
             hint = f"torchpipe encrypt {self.path} makes an encrypted one; without {key} it is loaded as it is"
             return f"{self.path} is not encrypted: {hint}"
@@ -101,3 +103,20 @@ class ModelFile:
         problem = self.mismatch()
         if problem:
             raise ConfigError(f"model {problem}")
+
+
+def outside_files(model: Any) -> list[str]:
+    """The files beside an ``onnx.ModelProto`` that hold some of its tensors."""
+    outside = (tensor for tensor in _tensors(model) if tensor.data_location == tensor.EXTERNAL)
+    return sorted({entry.value for tensor in outside for entry in tensor.external_data if entry.key == "location"})
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    """Each ``onnx.TensorProto`` in it, however deep."""
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        for part in (value,) if hasattr(value, "ListFields") else value:
+            if field.message_type.name == "TensorProto":
+                yield part
+            yield from _tensors(part)

@@ -35,7 +35,7 @@ class Engines:
             import torch
             import torchvision
 
-            from torchpipe_py.export.onnx_file import save_onnx
+            from torchpipe_py.tools.export.onnx_file import save_onnx
 
             torch.manual_seed(0)
             save_onnx(torchvision.models.resnet50(weights=None), path, SIDE)

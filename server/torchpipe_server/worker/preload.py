@@ -26,8 +26,8 @@ with contextlib.suppress(ImportError):
 import cv2  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
-import torchpipe_py.drawing.depict  # noqa: E402
-import torchpipe_py.engine  # noqa: E402, F401
+import torchpipe_py.engine  # noqa: E402
+import torchpipe_py.tools.draw.render  # noqa: E402, F401
 import torchpipe_server.serving.server  # noqa: E402
 import torchpipe_server.worker.handler  # noqa: E402
 import torchpipe_server.worker.http_handler  # noqa: E402

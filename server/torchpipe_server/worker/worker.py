@@ -338,7 +338,7 @@ def say_failed(sock: socket.socket, error: Exception) -> None:
 
 def _draw(plan: Pipeline) -> str:
     """The graph as SVG, empty where it cannot be drawn."""
-    from torchpipe_py.drawing.depict import live_svg
+    from torchpipe_py.tools.draw.render import live_svg
 
     try:
         return live_svg(plan)

@@ -15,10 +15,9 @@ import torchpipe_server
 from browser import CHROMIUM, Browser, labels, text_of
 
 from torchpipe_py import Registry, import_code
-from torchpipe_py.drawing.depict import depict
-from torchpipe_py.drawing.picture import Arrow, Box, Picture
-from torchpipe_py.drawing.svg import svg
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.tools.draw.picture import Arrow, Box, Picture, depict
+from torchpipe_py.tools.draw.render import svg
 
 ROOT = Path(__file__).parents[3]
 PAGE = Path(torchpipe_server.__file__).parent / "supervisor" / "page"

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.encryption.external_data import outside_files
-from torchpipe_py.encryption.model_file import UNSAID, ModelFile
+from torchpipe_py.encryption.model_file import UNSAID, ModelFile, outside_files
 from torchpipe_py.errors import ConfigError, counted, nearest
 
 

@@ -1,0 +1,323 @@
+"""``torchpipe bench``: what is sent, counted and reported, and the exit status."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import Register
+from fakes import Gate
+
+from torchpipe_py import Backend, ItemBackend
+from torchpipe_py.cli import main
+from torchpipe_py.tools.load import measure
+from torchpipe_py.tools.load import run as command
+from torchpipe_py.tools.load.measure import node_figures, node_rows
+from torchpipe_py.tools.load.records import CallLog
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_IMAGES = ROOT / "configs" / "demo" / "images"
+
+IDENTITY = 'backend = "Identity"\n'
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    err: str
+    report: dict[str, Any]
+
+
+Bench = Callable[..., Run]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Runs the command on a configuration, given as text, and a directory."""
+
+    def run(config: str, directory: Path, *options: object) -> Run:
+        toml, path = tmp_path / "bench.toml", tmp_path / "report.json"
+        toml.write_text(config, encoding="utf-8")
+        fixed = [str(toml), "--img_dir", str(directory), "--json", str(path), "--request_client", "2"]
+        status = main(["bench", *fixed, *map(str, options)])
+        printed = capsys.readouterr()
+        return Run(status, printed.out, printed.err, json.loads(path.read_text()) if path.exists() else {})
+
+    return run
+
+
+class Seen:
+    """A backend that remembers what it was given."""
+
+    def __init__(self, most: int = 1) -> None:
+        self.data: list[bytes] = []
+        lock, data = threading.Lock(), self.data
+
+        class Recorder(Backend):
+            """Result is ``(label, score)``, the label being the data; ``bad`` is a defect, ``none`` has no result."""
+
+            def forward(self, items: list[dict[str, Any]]) -> None:
+                with lock:
+                    data.extend(item["data"] for item in items)
+                if any(item["data"] == b"bad" for item in items):
+                    raise ValueError("a defect\nand its second line")
+                for item in items:
+                    if item["data"] != b"none":
+                        item["result"] = (item["data"].decode(), 0.5)
+
+            def max(self) -> int:
+                return most
+
+        self.backend = Recorder
+
+
+# --- what is sent
+
+
+ALONE = "--request_client 1 --warmup 0"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "most", "seen", "figures"),
+    [  # with three clients, which start apart, 11 of the images from a on, and 10 each from b and c on
+        ("abc", "--total_number 31 --request_client 3 --warmup 0", 1, {b"a": 10, b"b": 11, b"c": 10}, (31, 31, 31)),
+        ("a", "--total_number 10 --warmup 3", 1, {b"a": 16}, (10, 10, 10)),
+        (
+            "ab",
+            "--total_number 21 --request_batch 4 --request_client 1 --warmup 0",
+            4,
+            {b"a": 11, b"b": 10},
+            (21, 21, 6),
+        ),
+    ],
+    ids=["in turn", "warm-up is not counted", "several images a call"],
+)
+def test_what_is_sent(
+    files: str,
+    options: str,
+    most: int,
+    seen: dict[bytes, int],
+    figures: tuple[int, ...],
+    bench: Bench,
+    images: Callable[..., Path],
+    register: Register,
+) -> None:
+    backend = Seen(most)
+    run = bench(
+        f'backend = "{register(backend.backend)}"\n', images(**{name: name for name in files}), *options.split()
+    )
+    assert run.status == 0, run.err
+    assert Counter(backend.data) == seen
+    assert tuple(run.report[name] for name in ("images_sent", "images_ok", "calls")) == figures
+    assert sum(run.report["images_ok_per_second"]) == figures[1]
+    (node,) = run.report["nodes"].values()
+    assert (node["requests"], node["max"]) == (figures[1], most)
+    assert 1 <= node["mean_batch"] <= most
+
+
+# --- what is reported
+
+
+def test_report_has_the_fields_of_the_load_tester(bench: Bench, images: Callable[..., Path]) -> None:
+    run = bench(IDENTITY, images(a="a"), "--total_number", 10)
+    assert set(run.report) >= {"command", "started_at", "settings", "versions", "machine", "window_s", "qps", "goodput"}
+    assert set(run.report) >= {"calls_per_s", "errors", "latency_failed_ms", "warnings", "other_cpu_percent"}
+    assert set(run.report["latency_ms"]) == {"count", "mean", "p50", "p90", "p99", "p99_9", "max", "min"}
+    assert run.report["process_cpu_percent"] > 0
+    assert run.report["settings"]["request_client"] == 2
+    assert "run" not in run.report["settings"]
+    assert (run.report["accuracy"], run.report["interrupted"]) == (None, False)
+    assert all(name in run.out for name in ("config ", "QPS", "goodput", "p99.9", "process CPU", "per second"))
+
+
+def test_clients_that_are_the_limit(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CallLog(2)
+    log.record(latency=30, end=0, ok=1)
+    log.record(latency=45, end=0, ok=1)
+    log.close(cpu_ns=0, wall_ns=100)
+    assert command.time_outside([log, CallLog(1)]) == 0.25
+    assert command.time_outside([]) == 0.0
+    monkeypatch.setattr(command, "time_outside", lambda logs: 0.25)
+    run = bench(IDENTITY, images(a="a"), "--total_number", 10)
+    assert (run.status, run.report["valid"]) == (0, False)
+    assert "clients spent 25% of their time between calls" in run.err
+
+
+def test_without_psutil(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "psutil", None)
+    run = bench(IDENTITY, images(a="a"), "--total_number", 10)
+    assert run.status == 0
+    assert run.report["process_cpu_percent"] > 0
+    assert run.report["other_cpu_percent"] is run.report["machine_busy"] is None
+
+
+def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "report.json"
+    options = ["--img_dir", str(DEMO_IMAGES), "--total_number", "200", "--labels_from_names", "--json", str(path)]
+    assert main(["bench", "configs/demo.toml", *options]) == 0
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    report = json.loads(path.read_text())
+    assert report["accuracy"] > 0.9
+    assert {name: node["requests"] for name, node in report["nodes"].items()} == {"decode": 200, "model": 200}
+    assert "ms each; 2 instances" in lines["node decode"]
+    assert "ms each; 1 instance," in lines["node model"]
+    assert lines["load"].endswith("20 clients, closed loop, 1 image per call")
+
+
+def test_labels(bench: Bench, images: Callable[..., Path], register: Register) -> None:
+    directory = images(circle_01="circle", red_square_02="red_square", disc_03="circle", star="star")
+    config = f'backend = "{register(Seen().backend)}"\n'
+    assert bench(config, directory, "--total_number", 40, "--labels_from_names").report["accuracy"] == 0.75
+
+
+def stats(**changes: Any) -> dict[str, Any]:
+    """The stats of a pipe with one node of two instances that has seen 10 requests in 5 batches."""
+    node = {"instances": 2, "min": 1, "max": 4, "requests": 10, "batches": 5, "failed": 1, "expired": 0}
+    times = {"queue_ms": 100.0, "batch_wait_ms": 10.0, "compute_ms": 50.0}
+    return {"nodes": {"crop": node | times | {"batch_sizes": {1: 1, 2: 4}} | changes}}
+
+
+def test_node_figures_are_of_the_run_alone() -> None:
+    after = stats(
+        requests=18, batches=7, queue_ms=104.0, batch_wait_ms=10.0, compute_ms=850.0, batch_sizes={1: 1, 2: 4, 4: 2}
+    )
+    nodes = node_figures(stats(), after, seconds=1.0)
+    expected = {"requests": 8, "batches": 2, "failed": 0, "mean_batch": 4.0, "batch_sizes": {4: 2}, "busy": 0.4}
+    expected |= {"queue_ms": 0.5, "batch_wait_ms": 0.0, "compute_ms": 100.0}  # busy: 800 ms of two instances' second
+    assert expected.items() <= nodes["crop"].items()
+    line = "8 requests, mean batch 4.00; queue 0.50  batch wait 0.00  compute 100.00  ms each; 2 instances, 40% busy"
+    assert node_rows(nodes) == [("node crop", line)]
+
+
+def test_a_node_that_ran_nothing() -> None:
+    nodes = node_figures(stats(), stats(failed=3), seconds=1.0)
+    assert nodes["crop"]["mean_batch"] is nodes["crop"]["queue_ms"] is None
+    assert node_rows(nodes) == [("node crop", "0 requests, 2 failed")]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_images_that_fail_are_counted_by_type(
+    batch: int, bench: Bench, images: Callable[..., Path], register: Register
+) -> None:
+    config = f'backend = "{register(Seen(most=batch).backend)}"\n'
+    options = ("--total_number", 16, "--request_batch", batch)
+    run = bench(config, images(a="a", b="bad", c="none", d="d"), *options)
+    assert run.status == 0
+    assert run.report["errors"] == {"BackendError:ValueError": 4, "NoResult": 4}
+    assert (run.report["images_answered"], run.report["images_ok"], run.report["images_failed"]) == (16, 8, 8)
+    if batch == 1:
+        assert (run.report["latency_ms"]["count"], run.report["latency_failed_ms"]["count"]) == (8, 8)
+    assert "8 images failed" in run.err
+    assert run.err.count("a defect") == 1
+    assert "second line" not in run.err
+
+
+def test_every_call_failed(bench: Bench, images: Callable[..., Path]) -> None:
+    run = bench('backend = "DecodeMat"\n', images(a="no image", b="nor this"), "--total_number", 10)
+    assert run.status == 1
+    assert run.report["errors"] == {"DecodeError": 10}
+    assert run.report["latency_ms"] is None
+    assert "DecodeError, for example: " in run.err
+
+
+def test_interrupt_reports_what_was_done(
+    bench: Bench, images: Callable[..., Path], register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(blocks=lambda data: data == b"stall")
+
+    @contextmanager
+    def interrupted(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+        def on_progress(sent: int) -> None:
+            gate.wait_entered()
+            gate.opened.set()  # the call under way ends, and no other begins
+            raise KeyboardInterrupt
+
+        yield on_progress
+
+    monkeypatch.setattr(command, "progress_bar", interrupted)
+    options = ("--total_number", 1_000_000, "--request_client", 1, "--warmup", 0)
+    with gate:
+        run = bench(f'backend = "{register(gate.backend)}"\n', images(a="a", b="stall"), *options)
+    assert run.status == 130
+    assert (run.report["interrupted"], run.report["valid"]) == (True, False)
+    assert 1 <= run.report["images_ok"] < 1_000_000
+    assert "INTERRUPTED" in run.out
+
+
+# --- refusals
+
+
+def refused(run: Run) -> str:
+    """What a run says that could not start."""
+    assert (run.status, run.out, run.report) == (2, "", {})
+    assert run.err.count("\n") == 1
+    return run.err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--img_dir", "ROOT"), "no image in it"),
+        (("--img_dir", "ROOT/missing"), "torchpipe: --img_dir ROOT/missing: no such directory"),
+        (("--json", "ROOT/none/x.json"), "--json ROOT/none/x.json: cannot be written: no such folder: ROOT/none"),
+    ],
+)
+def test_runs_that_cannot_start(
+    options: tuple[str, str], why: str, bench: Bench, images: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = str(tmp_path / "root")
+    Path(root).mkdir()
+    run = bench(IDENTITY, images(a="a"), *(text.replace("ROOT", root) for text in options))
+    assert why.replace("ROOT", root) in refused(run)
+
+
+def test_a_report_that_cannot_be_written_is_printed(bench: Bench, images: Callable[..., Path], tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    run = bench(IDENTITY, images(a="a"), "--total_number", 4, "--json", loop)
+    assert run.status == 2
+    assert "4 sent, 4 answered" in run.out
+    assert run.err.endswith(f"torchpipe: {loop}: cannot be written: {os.strerror(errno.ELOOP)}\n")
+
+
+def test_configurations_that_are_wrong(
+    bench: Bench, images: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = refused(bench('backend = "Identty"\n', images(a="a")))
+    assert main(["check", str(tmp_path / "bench.toml")]) == 1
+    assert capsys.readouterr().err == said
+    assert "Identity" in said
+    assert main(["bench", "missing.toml", "--img_dir", str(tmp_path / "images")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_be_set_up(bench: Bench, images: Callable[..., Path], register: Register) -> None:
+    class Broken(ItemBackend):
+        """No use."""
+
+        def setup(self) -> None:
+            raise OSError("no such thing here")
+
+    assert "no such thing here" in refused(bench(f'backend = "{register(Broken)}"\n', images(a="a")))
+
+
+@pytest.mark.parametrize(
+    "options", [("--request_client", 0), ("--request_batch", 0), ("--total_number", "x"), ("--warmup", -1)]
+)
+def test_wrong_options(options: tuple[str, object], bench: Bench, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench(IDENTITY, tmp_path, *options)
+    assert caught.value.code == 2
+    assert options[0] in capsys.readouterr().err

@@ -1,0 +1,339 @@
+"""Pictures of pipelines: no box is hit, every text is there and harmless, and the same picture is drawn the same."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations, pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchpipe_py import Backend, register_backend
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.tools.draw.layout import Layout, Rect, lay_out
+from torchpipe_py.tools.draw.picture import LINE_COLUMNS, Arrow, Box, Picture, clean, columns, depict, wrap
+from torchpipe_py.tools.draw.render import mermaid, page, quoted, svg
+
+HOSTILE = (
+    'a "quoted" name',
+    "</svg><script>alert(1)</script>",
+    "]]>&amp;<!--",
+    "a|b[c]{d}(e)#35;",
+    "style:#35;",
+    "%%{init: {}}%% end --> x",
+    "line\nbreak\ttab",
+    "\x00\x1b\ud800\uffff",
+    "漢字" * 20,
+    "x" * 200,
+    "`code` *bold* __dunder__ $$x$$ fa:fa-car",
+    "1. list",
+    " ",
+    "",
+)
+SLACK = 1e-6
+LABELS = st.sampled_from(["", "result:data", "data:image, result:boxes, score:score, more:more", *HOSTILE])
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> Picture:
+    """Graphs whose forward arrows lead from a box to a later one; jumps lead from anywhere to a root."""
+    size = draw(st.integers(1, 14))
+    pool = [*HOSTILE, *(f"node{index}" for index in range(size))]
+    names = draw(st.lists(st.sampled_from(pool), min_size=size, max_size=size, unique=True))
+    texts = st.sampled_from(
+        ["", "2", "1..8", "SubGraphSkip", "S[DecodeMat,ResizeMat,cvtColorMat,SyncTensor]", *HOSTILE]
+    )
+    boxes = tuple(
+        Box(name, *(draw(texts) for _ in range(5)), *(draw(st.booleans()) for _ in range(3)))
+        for name in draw(st.permutations(names))
+    )
+    arrows, jumps = [], []
+    for _ in range(draw(st.integers(0, 2 * size))):
+        start, end = sorted((draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))))
+        kind = draw(st.sampled_from(["next", "next", "map", "skip", "jump"]))
+        if kind == "jump":
+            jumps.append((names[start], draw(LABELS)))
+            continue
+        if kind == "skip" and names[end] == "":
+            continue
+        elif start == end:
+            if kind == "skip":
+                arrows.append(Arrow(names[start], "", "skip", draw(LABELS)))
+            continue
+        arrows.append(Arrow(names[start], names[end], kind, draw(LABELS)))
+    entered = {arrow.end for arrow in arrows if arrow.end or arrow.kind != "skip"}  # a skip to "" ends the request
+    roots = [name for name in names if name not in entered]
+    for start_name, label in jumps:
+        arrows.append(Arrow(start_name, draw(st.sampled_from(roots)), "jump", label))
+    return Picture(draw(LABELS), boxes, tuple(arrows))
+
+
+def overlap(a: Rect, b: Rect) -> bool:
+    """By more than what floats lose; a line has no width or no height, and counts."""
+    beside = a.x + SLACK < b.right and b.x + SLACK < a.right
+    return beside and a.y + SLACK < b.bottom and b.y + SLACK < a.bottom
+
+
+def spans(layout: Layout) -> list[Rect]:
+    """What each step of each route takes up; an S-curve stays between its two points."""
+    return [
+        Rect(min(a[0], b[0]), min(a[1], b[1]), abs(a[0] - b[0]), abs(a[1] - b[1]))
+        for route in layout.routes
+        for a, b in pairwise(route.points)
+    ]
+
+
+@given(pictures())
+@settings(max_examples=150)
+def test_nothing_hides_a_box_and_arrows_lead_to_later_columns(picture: Picture) -> None:
+    layout = lay_out(picture)
+    shapes = [*(placed.rect for placed in layout.boxes), *layout.ends]
+    assert not any(overlap(a, b) for a, b in combinations(shapes, 2))
+    assert not any(overlap(box, span) for box in shapes for span in spans(layout))
+    labels = [route.label.rect for route in layout.routes if route.label]
+    assert not any(overlap(box, label) for box in shapes for label in labels)
+    assert not any(overlap(a, b) for a, b in combinations(labels, 2))
+    assert not any(overlap(a, b) for (_, a), (_, b) in combinations(layout.frames, 2))
+    for rect in [*shapes, *labels, *spans(layout)]:
+        assert rect.x >= 0
+        assert rect.y >= 0
+        assert rect.right <= layout.width
+        assert rect.bottom <= layout.height
+    placed = {box.box.name: box for box in layout.boxes}
+    assert sorted(map(repr, picture.arrows)) == sorted(repr(route.arrow) for route in layout.routes)
+    for route in layout.routes:
+        (x, y), (to_x, to_y) = route.points[0], route.points[-1]
+        start = placed[route.arrow.start].rect
+        ends = layout.ends if route.arrow.to_end else [placed[route.arrow.end].rect]
+        assert x == pytest.approx(start.right)
+        assert start.y - SLACK <= y <= start.bottom + SLACK
+        assert any(to_x == pytest.approx(end.x) and end.y - SLACK <= to_y <= end.bottom + SLACK for end in ends)
+        if route.arrow.kind == "jump":
+            assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(route.points))
+        else:
+            assert all(a[0] < b[0] for a, b in pairwise(route.points))
+        if route.arrow.kind != "jump" and not route.arrow.to_end:
+            before, after = placed[route.arrow.start], placed[route.arrow.end]
+            assert before.graph == after.graph
+            assert before.column < after.column
+
+
+@given(pictures())
+@settings(max_examples=60)
+def test_every_text_is_there_and_harmless(picture: Picture) -> None:
+    drawing = svg(picture)
+    root = ElementTree.fromstring(drawing)
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {
+        *("svg", "style", "defs", "marker", "rect", "path", "circle", "g", "title", "text"),
+    }
+    assert root.get("aria-label") == clean(picture.title)
+    boxes = [element for element in root.iter() if element.tag.endswith("}g") and len(element) > 3]
+    for box, element in zip((placed.box for placed in lay_out(picture).boxes), boxes, strict=True):
+        shown = squeezed("".join(element.itertext()))
+        assert element.get("data-node") == clean(box.name)
+        for text in (box.name, box.alias_of, box.backend, box.instances, box.range, box.filter):
+            assert squeezed(clean(text)) in shown
+        assert ("shared" in shown) >= box.shared
+    words = squeezed("".join(root.itertext()))
+    assert all(squeezed(clean(arrow.label)) in words for arrow in picture.arrows)
+
+
+@given(pictures())
+@settings(max_examples=40)
+def test_a_page_is_well_formed_and_stays_the_same(picture: Picture) -> None:
+    text = page(picture)
+    assert text == page(Picture(picture.title, tuple(picture.boxes), tuple(picture.arrows)))
+    text.encode("utf-8")
+    _, _, body = text.partition("<body>")
+    root = ElementTree.fromstring("<body>" + body.rpartition("</body>")[0] + "</body>")
+    assert not [element for element in root.iter() if element.tag.rpartition("}")[2] in ("script", "img", "a", "link")]
+    rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
+    assert [row[1] for row in rows[1:]] == [clean(box.backend) for box in picture.boxes]
+    assert next(root.iter("pre")).text == mermaid(picture)
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_mermaid_texts_can_be_read_back(text: str) -> None:
+    """By the rules of Mermaid's lexer: nothing ends the quotes, and ``#…;`` is always a code point."""
+    written = quoted(text)
+    assert not re.search(r'["<>&`$%;\\]', re.sub(r"#\d+;", "", written))
+    assert not re.search(r"style|classDef|:fa", written)
+    assert re.sub(r"#(\d+);", lambda match: chr(int(match[1])), written) == clean(text)
+
+
+@given(pictures())
+@settings(max_examples=60)
+def test_mermaid_lines_are_only_of_the_known_forms(picture: Picture) -> None:
+    quote, name = r'"[^"]*"', r"(?:n\d+|e\d+)"
+    forms = (
+        "flowchart LR",
+        rf"  subgraph g\d+\[{quote}\]",
+        "  end",
+        rf" +n\d+(?:\[{quote}\]|\(\[{quote}\]\))",
+        r' +e\d+\(\("end"\)\)',
+        rf" +{name} (?:-->|-\.->|==>|-\.-o)(?:\|{quote}\|)? {name}",
+        r"  linkStyle \d+(?:,\d+)* stroke-dasharray:2 5",
+        "  classDef logical stroke-dasharray:5 3",
+        r"  class n\d+(?:,n\d+)* logical",
+    )
+    lines = mermaid(picture).splitlines()
+    assert all(any(re.fullmatch(form, line) for form in forms) for line in lines)
+    assert sum(bool(re.match(r" +n\d+\(?\[", line)) for line in lines) == len(picture.boxes)
+
+
+def test_mermaid_of_a_chain() -> None:
+    picture = Picture(
+        "chain",
+        (
+            Box("decode", "DecodeMat", "8", "1..1", is_root=True),
+            Box("net", "S[A,B]", "2&1", "", filter="or", shared=True),
+        ),
+        (Arrow("decode", "net", "next"), Arrow("decode", "net", "map", "data:image, box:box")),
+    )
+    assert mermaid(picture) == (
+        "flowchart LR\n"
+        '  n0(["<b>decode</b><br/>DecodeMat<br/>x8 1..1"])\n'
+        '  n1["<b>net</b><br/>S[A,B]<br/>x2#38;1<br/>shared<br/>filter or"]\n'
+        "  n0 --> n1\n"
+        '  n0 -.->|"data:image, box:box"| n1\n'
+    )
+
+
+def test_mermaid_of_two_graphs() -> None:
+    picture = Picture(
+        "crops",
+        (Box("all", "MapReduce", "1", "1..1"), Box("rec", "R", "2", "1..8"), Box("rec.2", "R", "2", "1..8", "", "rec")),
+        (
+            Arrow("all", "rec", "jump", 'split "crops"'),
+            Arrow("rec", "rec.2", "next"),
+            Arrow("rec", "", "skip"),
+        ),
+    )
+    assert mermaid(picture) == (
+        "flowchart LR\n"
+        '  subgraph g0["root all"]\n'
+        '    n0["<b>all</b><br/>MapReduce<br/>x1 1..1"]\n'
+        "  end\n"
+        '  subgraph g1["root rec"]\n'
+        '    n1["<b>rec</b><br/>R<br/>x2 1..8"]\n'
+        '    n2["<b>rec.2</b><br/>= rec<br/>R<br/>x2 1..8"]\n'
+        '    e1(("end"))\n'
+        "    n1 --> n2\n"
+        "    n1 -.-o e1\n"
+        "  end\n"
+        '  n0 ==>|"split #34;crops#34;"| n1\n'
+        "  linkStyle 1 stroke-dasharray:2 5\n"
+        "  classDef logical stroke-dasharray:5 3\n"
+        "  class n2 logical\n"
+    )
+
+
+def test_mermaid_of_hostile_names() -> None:
+    picture = Picture("", (Box('a"]|#<b>', "1. x", "%%{", "style:#"),), ())
+    assert mermaid(picture) == (
+        'flowchart LR\n  n0["<b>a#34;]|#35;#60;b#62;</b><br/>#49;. x<br/>x#37;#37;{ #115;tyle:#35;"]\n'
+    )
+
+
+def test_a_chain_stays_straight_beside_maps_and_skips() -> None:
+    names = [f"step{index}" for index in range(8)]
+    picture = Picture(
+        "chain",
+        tuple(Box(name, "Identity", "1", "1..1") for name in names),
+        (
+            *(Arrow(a, b, "next") for a, b in pairwise(names)),
+            Arrow("step1", "step6", "map", "data:image"),
+            Arrow("step2", "step5", "skip"),
+        ),
+    )
+    layout = lay_out(picture)
+    chain = [placed.rect.middle for placed in layout.boxes]
+    assert max(chain) - min(chain) < 0.5
+    mapped, skipped = (next(r for r in layout.routes if r.arrow.kind == kind) for kind in ("map", "skip"))
+    assert len(mapped.points) == 5
+    assert min(y for _, y in skipped.points) < min(placed.rect.y for placed in layout.boxes)
+    assert max(y for _, y in mapped.points) > max(placed.rect.bottom for placed in layout.boxes)
+
+
+def test_columns_follow_the_order_of_what_leads_to_them() -> None:
+    boxes = tuple(Box(name, "Identity", "1", "") for name in ("a", "b", "d", "c", "e"))
+    arrows = tuple(Arrow(*pair, "next") for pair in (("a", "c"), ("b", "d"), ("c", "e"), ("d", "e")))
+    place = {placed.box.name: placed.rect.y for placed in lay_out(Picture("", boxes, arrows)).boxes}
+    assert (place["a"] < place["b"]) == (place["c"] < place["d"])
+
+
+@given(pictures())
+@settings(max_examples=60)
+def test_live_boxes_have_room_below_their_texts(picture: Picture) -> None:
+    names = []
+    for group in ElementTree.fromstring(svg(picture)).iter("{http://www.w3.org/2000/svg}g"):
+        rects = [element for element in group if element.tag.endswith("}rect")]
+        if [element for element in rects if element.get("class") == "live"]:
+            box, room = place(rects[0]), place(rects[-1])
+            assert box.x < room.x
+            assert room.right < box.right
+            assert room.bottom < box.bottom
+            assert min(room.width, room.height) > 30
+            assert max(float(element.get("y", 0)) for element in group if element.tag.endswith("}text")) < room.y
+            names.append(group.get("data-node"))
+    assert sorted(names) == sorted(clean(box.name) for box in picture.boxes if box.live)
+
+
+def place(rect: ElementTree.Element) -> Rect:
+    return Rect(*(float(rect.get(key, 0)) for key in ("x", "y", "width", "height")))
+
+
+def test_the_legend_has_the_kinds_that_occur() -> None:
+    boxes = (Box("a", "Identity", "1", ""), Box("b", "Identity", "1", ""))
+    assert "map: keys" not in svg(Picture("", boxes, (Arrow("a", "b", "next"),)))
+    assert "map: keys" in svg(Picture("", boxes, (Arrow("a", "b", "map"),)))
+    assert "next: the" not in svg(Picture("", boxes, ()))
+
+
+@pytest.mark.parametrize("size", [0, 1, 60])
+def test_few_and_many_boxes(size: int) -> None:
+    names = [f"node{index}" for index in range(size)]
+    arrows = [Arrow(names[index // 2], name, "next") for index, name in enumerate(names) if index]
+    arrows += [Arrow(names[index // 3], name, "map", "result:data") for index, name in enumerate(names) if index]
+    picture = Picture("many", tuple(Box(name, "Identity", "1", "1..1") for name in names), tuple(arrows))
+    assert len(lay_out(picture).boxes) == size
+    ElementTree.fromstring(svg(picture))
+
+
+@given(st.text())
+def test_wrapping_loses_nothing(text: str) -> None:
+    lines = wrap(text)
+    assert all(columns(line) <= LINE_COLUMNS for line in lines)
+    assert squeezed("".join(lines)) == squeezed(clean(text))
+
+
+def test_expressions_break_after_commas_and_brackets() -> None:
+    assert wrap("S[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]") == (
+        "S[ResizeMat,cvtColorMat,",
+        "Mat2Tensor,SyncTensor]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        ({"backend": "Identity"}, "1..1"),
+        ({"backend": "S[DecodeMat,Mat2Tensor]"}, "1..1"),
+        ({"backend": "Range[Identity]", "range": "2,9"}, "2..9"),
+        ({"backend": "DecodeTensor&S[DecodeMat,Mat2Tensor]", "max": "4&1"}, "1..4"),
+        ({"backend": "FirstAvailable[DecodeTensor,DecodeMat]", "max": 8, "color": "rgb"}, "1..8"),
+        ({"backend": "Process[Halves]"}, ""),
+        ({"backend": "S[Identity,Ranged]"}, ""),
+    ],
+)
+@pytest.mark.usefixtures("register")
+def test_boxes_say_the_range_of_batches_as_far_as_it_is_known(config: dict[str, object], limits: str) -> None:
+    register_backend(type("Halves", (), {"max": 2, "forward": lambda self, items: None}), "Halves")
+    register_backend(type("Ranged", (Backend,), {"max": lambda self: 2}), "Ranged")
+    assert [box.range for box in depict(plan_pipeline(config)).boxes] == [limits]

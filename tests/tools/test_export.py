@@ -1,0 +1,315 @@
+"""``torchpipe export``: what it writes serves, with PyTorch's results on the same pixels."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import tomli
+import torch
+from conftest import encode, picture
+from PIL import Image
+from small_zoo import FILE, MEAN, STD, saved, tiny, use_small_zoo
+from torch import nn
+
+from torchpipe_py import parse_toml, pipe
+from torchpipe_py.cli import main
+
+Refused = Callable[..., str]
+LABELS = ["cat", "dog", "fly", "hen", "owl"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    use_small_zoo(monkeypatch)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], folder: Path) -> Refused:
+    """What an export that must fail says; it leaves no file."""
+
+    def files() -> list[Path]:
+        return [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
+
+    def export(*arguments: str) -> str:
+        before = files()
+        capsys.readouterr()
+        assert main(["export", *arguments]) == 1
+        assert files() == before
+        return capsys.readouterr().err
+
+    return export
+
+
+def code(folder: Path, name: str, text: str) -> str:
+    """A file of the user's, under a name that no other test has: modules stay imported."""
+    path = folder / f"{name}_{os.getpid()}_{abs(hash(str(folder)))}.py"
+    path.write_text(f"import torch\nfrom torch import nn\n{text}\n", encoding="utf-8")
+    return path.name
+
+
+def expected(model: nn.Module, mat: np.ndarray) -> torch.Tensor:
+    """Resize(40), CenterCrop(32), ToTensor, Normalize as torchvision does them with Pillow, then the model."""
+    image = Image.fromarray(mat)
+    scale = 40 / min(image.size)
+    image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.BILINEAR)
+    left, top = round((image.width - 32) / 2), round((image.height - 32) / 2)
+    pixels = torch.from_numpy(np.array(image.crop((left, top, left + 32, top + 32)))).permute(2, 0, 1) / 255
+    with torch.inference_mode():
+        return model(((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None])[None])
+
+
+def test_from_weights_of_ones_own_to_pytorchs_results(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny(5, seed=3)
+    saved(folder / "mine.pt", {"model": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}})
+    (folder / "labels.txt").write_text("\n".join(LABELS), encoding="utf-8")
+    assert main(["export", "tiny", "--weights", "mine.pt", "--labels", "labels.txt", "--out", "served/mine.toml"]) == 0
+    printed = capsys.readouterr().out
+    assert "served/mine.onnx: tiny, 5 classes, weights of mine.pt['model'], input Nx3x32x32" in printed
+    assert "in batches of 1, 3, 7" in printed
+    assert "Resize(40, bilinear), CenterCrop(32), mean 0.4, 0.5, 0.6, std 0.2, 0.25, 0.3 (Tiny_Weights.V1)" in printed
+    assert printed.splitlines()[-1] == "torchpipe-serve served/mine.toml serves it"
+    assert sorted(path.name for path in (folder / "served").iterdir()) == ["mine.labels.txt", "mine.onnx", "mine.toml"]
+
+    (folder / "served").rename(folder / "moved")
+    jpegs = [encode(picture(60 + 9 * index, 90 - 7 * index, seed=index)) for index in range(5)]
+    decoded = [cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR_RGB) for jpeg in jpegs]
+    logits = [expected(model, mat) for mat in decoded]
+    tables = parse_toml("moved/mine.toml")
+    del tables["model"]["postprocessor"], tables["model"]["labels"]
+    with pipe(tables) as run, pipe("moved/mine.toml") as labelled:
+        run(items := [{"data": jpeg} for jpeg in jpegs])
+        labelled(named := [{"data": jpeg} for jpeg in jpegs])
+    for item, name, right in zip(items, named, logits, strict=True):
+        torch.testing.assert_close(item["result"], right, atol=1e-3, rtol=0)
+        assert name["result"][0] == LABELS[int(right.argmax())]
+
+
+def test_the_labels_and_the_pixels_of_torchvisions_own_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_small_zoo(monkeypatch, downloaded=tiny(seed=4))
+    assert main(["export", "tiny"]) == 0
+    assert "weights V1" in capsys.readouterr().out
+    assert (folder / "model.labels.txt").read_text("utf-8").splitlines()[999] == "thing 999"
+    assert main(["export", "tiny", "--out", "plain", "--postprocessor", "SoftmaxCpu"]) == 0
+    assert not (folder / "plain.labels.txt").exists()
+    saved(folder / FILE, tiny(seed=4).state_dict())  # the same, downloaded by hand
+    assert main(["export", "tiny", "--weights", FILE, "--out", "again"]) == 0
+    assert (folder / "again.labels.txt").read_bytes() == (folder / "model.labels.txt").read_bytes()
+    node = tomli.loads((folder / "again.toml").read_text("utf-8"))["model"]
+    assert (node["mean"], node["std"]) == ("102, 127.5, 153", "51, 63.75, 76.5")
+
+
+def test_files_that_are_there_stay_unless_forced(
+    folder: Path, refused: Refused, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["export", "tiny", "--weights", "random"]) == 0
+    written = (folder / "model.onnx").read_bytes()
+    assert "model.onnx, model.toml: there already; --force replaces" in refused("tiny", "--weights", "random")
+    saved(folder / "mine.pt", tiny(5, seed=3).state_dict())
+    assert main(["export", "tiny", "--weights", "mine.pt", "--force"]) == 0
+    assert (folder / "model.onnx").read_bytes() != written
+    (folder / "model.onnx").write_bytes(b"another, of the name of what is made")
+    assert main(["export", "tiny", "--weights", "random", "--force"]) == 0
+    assert "in the working directory and beside" not in caplog.text
+
+
+def test_a_function_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file or a module of the working directory, with weights or without, in training mode or not."""
+    text = "def build():\n return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Dropout(), nn.Linear(48, 3))"
+    name = code(folder, "network", text)
+    options = ["--resize", "32x32", "--mean", "0,0,0", "--std", "1,1,1"]
+    assert main(["export", f"{name}:build", *options]) == 0
+    assert "build, 3 classes, its own weights, input Nx3x32x32" in capsys.readouterr().out
+    assert tomli.loads((folder / "model.toml").read_text("utf-8"))["decode"]["backend"] == (
+        "S[DecodeMat,PillowResizeMat,cvtColorMat]"
+    )
+    model = nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Dropout(), nn.Linear(48, 3))
+    saved(folder / "mine.pt", model.state_dict())
+    module = name.removesuffix(".py")
+    assert main(["export", f"{module}:build", *options, "--weights", "mine.pt", "--out", "mine"]) == 0
+    jpeg = encode(picture(32, 32))
+    with pipe("mine.toml") as run:
+        run(data := {"data": jpeg})
+    mat = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR_RGB)
+    scores = model.eval().requires_grad_(False)(torch.from_numpy(mat).permute(2, 0, 1)[None] / 255).softmax(1)
+    assert data["result"][1] == pytest.approx(float(scores.max()), abs=1e-5)
+    assert data["result"][0] == int(scores.argmax())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "(torchvision's usual values; are they yours?)"),
+        ("--resize 8x8", "(mean, std: torchvision's usual values; are they yours?)"),
+        ("--crop 8 --mean 0 --std 1", "(resize: torchvision's usual values; are they yours?)"),
+        ("--mean 0 --std 1", "(resize, crop: torchvision's usual values; are they yours?)"),
+        ("--resize 8 --mean 0 --std 1", "(as the options say)"),
+        ("--preprocess train.toml", "(mean, std: torchvision's usual values; are they yours?)"),
+        ("--preprocess train.toml --mean 0 --std 1", "(as the options say)"),
+    ],
+)
+def test_what_of_the_pixels_no_option_says_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
+    (folder / "train.toml").write_text('[a]\nbackend = "S[DecodeMat,ResizeMat]"\nresize_h = 8\nresize_w = 8\n', "utf-8")
+    name = code(folder, "pooled", "def build():\n return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())")
+    assert main(["export", f"{name}:build", *options.split()]) == 0
+    assert f" {said}\n" in capsys.readouterr().out
+
+
+def test_a_size_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("96,96", "0x96", "96x", "-1", "4.5"):
+        with pytest.raises(SystemExit):
+            main(["export", "tiny", f"--resize={size}"])
+        assert (
+            f"--resize: expected pixels, as 224, or height and width, as 224x160, got {size!r}"
+            in capsys.readouterr().err
+        )
+
+
+def test_several_outputs_are_a_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "class Two(nn.Module):\n def forward(self, x):\n  return x.mean((2, 3)), x.mean(1)"
+    assert main(["export", f"{code(folder, 'two', text)}:Two", "--resize", "8x16"]) == 0
+    assert "no classifier" in capsys.readouterr().out
+    with pipe("model.toml") as run:
+        run(data := {"data": encode(picture(20, 20))})
+    assert [tuple(output.shape) for output in data["result"]] == [(1, 3), (1, 8, 16)]
+
+
+def test_one_channel_and_several_labels(folder: Path, refused: Refused) -> None:
+    text = "def build():\n return nn.Sequential(nn.AvgPool2d(14), nn.Flatten())"
+    options = (f"{code(folder, 'gray', text)}:build", "--resize", "28x28", "--color", "gray")
+    assert "--mean: 3 numbers" in refused(*options)
+    (folder / "labels.txt").write_text("\n".join(LABELS[:4]), encoding="utf-8")
+    options += ("--mean", "0.5", "--std", "0.5", "--labels", "labels.txt")
+    assert main(["export", *options, "--postprocessor", "Sigmoid"]) == 0
+    jpeg = encode(picture(28, 28))
+    with pipe("model.toml") as run:
+        run(data := {"data": jpeg})
+    mat = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_GRAYSCALE)
+    quarters = mat.reshape(2, 14, 2, 14).mean((1, 3)).ravel()
+    scores = 1 / (1 + np.exp(-(quarters / 255 - 0.5) / 0.5))
+    assert dict(data["result"]) == pytest.approx(
+        {label: score for label, score in zip(LABELS, scores, strict=False) if score >= 0.5}, abs=1e-5
+    )
+    assert data["result"]
+
+
+def test_a_model_that_ends_in_a_softmax(folder: Path, refused: Refused) -> None:
+    text = "def build():\n return nn.Sequential(nn.AvgPool2d(14), nn.Flatten(), nn.Softmax(1))"
+    options = (
+        f"{code(folder, 'ends', text)}:build",
+        *["--resize", "28x28", "--color", "gray", "--mean", "0", "--std", "1"],
+    )
+    said = "build ends in a softmax, and {} would take that of its probabilities: leave it out of the model"
+    assert said.format("SoftmaxMax") in refused(*options)
+    assert said.format("TopK") in refused(*options, "--postprocessor", "TopK")
+    assert main(["export", *options, "--postprocessor", "ArgMax"]) == 0
+    with pipe("model.toml") as run:
+        run(data := {"data": encode(np.full((28, 28, 3), 128, np.uint8))})
+    assert data["score"] == pytest.approx(0.25)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
+@pytest.mark.parametrize("wrapper", ["torch.compile", "nn.DataParallel"])
+def test_what_is_around_a_model_is_taken_away(folder: Path, wrapper: str) -> None:
+    text = f"import torch\ndef build():\n return {wrapper}(nn.Sequential(nn.AvgPool2d(14), nn.Flatten()))"
+    assert main(["export", f"{code(folder, 'wrapped', text)}:build", "--resize", "28x28"]) == 0
+
+
+def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None:
+    text = '[resize]\nbackend = "S[DecodeMat,ResizeMat,Mat2Tensor]"\nresize_h = 20\nresize_w = 32\n'
+    (folder / "train.toml").write_text(text, encoding="utf-8")
+    assert main(["export", "tiny", "--weights", "random", "--preprocess", "train.toml"]) == 0
+    tables = tomli.loads((folder / "model.toml").read_text("utf-8"))
+    assert tables["resize"] == {**tomli.loads(text)["resize"], "next": "model"}
+    with pipe("model.toml") as run:
+        run(data := {"data": encode(picture(20, 20))})
+    assert data["result"][0] in range(1000)
+
+    more = ("tiny", "--weights", "random", "--out", "served", "--preprocess", "other.toml")
+    (folder / "other.toml").write_text('[a]\nbackend = "DecodeMat"\n', encoding="utf-8")
+    assert "makes images of several sizes, 3x240x320 and 3x375x250 for two" in refused(*more)
+    (folder / "other.toml").write_text('[a]\nbackend = "Identity"\n', encoding="utf-8")
+    assert "other.toml: makes bytes of a JPEG; expected a Mat or a Tensor" in refused(*more)
+    assert "--resize: --preprocess other.toml decodes and resizes" in refused(*more, "--resize", "8")
+
+
+MENDABLE = [
+    ("tinny", "torchvision has no classifier 'tinny'; did you mean 'tiny'?"),
+    ("tiny", "the weights Tiny_Weights.V1 cannot be downloaded (OSError: no way to weights.invalid); download"),
+    ("tiny", f"--weights {FILE}"),
+    ("tiny --weights no.pt", "--weights no.pt: no such file; tiny has pretrained, random, V1"),
+    ("tiny --weights random --transforms V2", "--transforms V2: no weights of torchvision's; expected V1"),
+    ("tiny --weights random --labels two.txt", "--labels two.txt: 2 lines, tiny has 1000 classes"),
+    ("tiny --weights random --out two.txt/model", "--out two.txt/model: no such folder: two.txt"),
+    ("tiny --weights random --postprocessor Sigmoidd", "--postprocessor Sigmoidd: did you mean 'Sigmoid'?"),
+    ("tiny --weights random --crop 64", "--crop 64: more than --resize 40 leaves"),
+    ("tiny --weights random --mean 123.675,116.28,103.53", "divide yours by 255"),
+    ("tiny --weights random --std 0,1,1", "--std: holds a zero"),
+    ("no_such_module:build", "cannot be imported"),
+    ("fixed.py", "fixed.py: name the function in it that returns the model: fixed.py:function; MODEL is"),
+    ("whole.pt", "a file of weights goes with the model that it is of: torchpipe export MODEL --weights whole.pt"),
+    ("model.onnx", "model.onnx: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model"),
+    ("fixed.Fixed", "fixed.Fixed: perhaps fixed:Fixed is meant; MODEL is file.py:function, package.module:function"),
+    ("a/model", "a/model: no such model; MODEL is file.py:function"),
+]
+
+
+@pytest.mark.parametrize(("command", "problem"), MENDABLE)
+def test_what_a_user_can_mend(folder: Path, refused: Refused, command: str, problem: str) -> None:
+    (folder / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
+    assert problem in refused(*command.split())
+
+
+def test_without_torchvision(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    version = torch.__version__.partition("+")[0]
+    assert f"torchvision is not installed: pip install torchvision 'torch=={version}'" in refused("tiny")
+
+
+def test_an_operator_that_only_the_newer_exporter_knows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    name = code(folder, "pool", "def build():\n return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())")
+    capfd.readouterr()
+    assert main(["export", f"{name}:build", "--resize", "7x7"]) == 1
+    printed = capfd.readouterr()
+    assert "the newer exporter may do it, which needs onnxscript (pip install onnxscript)" in printed.err
+    assert printed.out == ""
+
+
+OUTPUTS = {
+    "view": ("x.view(4, -1)[:, :5]", "build does not take|depends on|is 4x5 for a batch of 3"),
+    "mixed": ("x.mean((2, 3)) - x.mean()", "output 0 of an image depends on the others of its batch"),
+    "one": ("x.mean()", "output 0 is a scalar for a batch of 3; it must begin with 3"),
+    "dict": ("{'out': x}", "forward returns a dict; expected a Tensor, or a tuple of Tensors"),
+    "nan": ("x.mean((2, 3)) / 0 * 0", "output 0 holds NaN or infinity for random images"),
+    "size": ("x @ torch.zeros(9, 9)", "; --resize HxW says what it takes"),
+    "constant": ("torch.stack([one.mean((1, 2)) for one in x])", "does not run at batches of 1, 3, 7"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_model_that_is_not_what_it_seems(folder: Path, refused: Refused, name: str) -> None:
+    expression, problem = OUTPUTS[name]
+    text = f"class Model(nn.Module):\n def forward(self, x):\n  return {expression}\nnumber = 3\ndef needs(path): ..."
+    file = code(folder, name, text)
+    said = refused(f"{file}:Model", "--resize", "8x8")
+    assert any(part in said for part in problem.split("|")), said
+    if name == "view":
+        assert f"{file} has no 'modell'; did you mean 'Model'?" in refused(f"{file}:modell")
+        assert f"{file}:number: TypeError: 'int' object is not callable" in refused(f"{file}:number")
+        assert f"{file}:needs: it is called without arguments, and needs path" in refused(f"{file}:needs")
+        assert f"{file}:Model: returns" not in said

@@ -1,0 +1,503 @@
+"""The pure parts of the load tester: schedules, judgements, sweeps and searches, comparisons, files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchpipe_py import files
+from torchpipe_py.tools.load import compare, judge, run
+from torchpipe_py.tools.load.arrivals import (
+    LagMeter,
+    Pace,
+    constant_times,
+    cut,
+    deal,
+    make_load,
+    make_plans,
+    poisson_times,
+    rate_of,
+    read_replay,
+    rescale,
+)
+from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
+from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Records, collect, shared_words
+from torchpipe_py.tools.report import ToolError, write_json
+
+MS = 1_000_000
+SECOND = 1000 * MS
+
+
+# --- schedules
+
+
+def test_schedules_are_dealt_out_whole_and_end_by_number_or_time() -> None:
+    times = cut(constant_times(10), None, 1.0)
+    assert list(times) == [tenth * 100 * MS for tenth in range(10)]
+    assert [[at // MS for at in share[:2]] for share in deal(times, 4)] == [
+        [0, 400],
+        [100, 500],
+        [200, 600],
+        [300, 700],
+    ]
+    for clients in (1, 3, 20):
+        times = cut(poisson_times(50, seed=4), 100, None)
+        assert sorted(time for share in deal(times, clients) for time in share) == list(times)
+    assert len(cut(poisson_times(1000, 0), 7, None)) == 7
+    assert max(cut(poisson_times(1000, 0), None, 0.5)) < SECOND / 2
+    assert len(cut(constant_times(10), 100, 1.0)) == 10
+
+
+def test_poisson_times_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
+    times = cut(poisson_times(200, seed=1), 20_000, None)
+    gaps = [(after - before) / SECOND for before, after in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert mean == pytest.approx(1 / 200, rel=0.03)
+    assert deviation == pytest.approx(mean, rel=0.03)  # as of exponential gaps
+    whole = np.bincount([time // SECOND for time in times])[:-1]
+    assert 120 < np.mean((whole - 200.0) ** 2) < 300  # the variance of a Poisson count is its mean
+    first, same, other = (cut(poisson_times(50, seed), 50, None) for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_replay_at_another_rate() -> None:
+    times = rescale([1.0, 1.5, 3.0], rate=4.0)
+    assert times == [0.25, 0.375, 0.75]
+    assert rate_of(cut(times, None, None)) == pytest.approx(4.0)
+    with pytest.raises(ToolError, match="--rate: the times of --replay are all the same"):
+        rescale([2.0, 2.0], 1.0)
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    usual = {"arrivals": "constant", "rate": 100.0, "seed": 0, "replay": None, "replay_column": None}
+    usual |= {"request_client": 3, "request_batch": 1, "total_number": None, "duration": None, "warmup": 0}
+    return argparse.Namespace(**{**usual, "timeout": 10.0, "slo_p99": None, **changes})
+
+
+@pytest.mark.parametrize("arrivals", ["constant", "poisson"])
+@pytest.mark.parametrize(("total", "batch"), [(103, 8), (100, 1), (2, 5), (8, 8)])
+def test_open_loads_have_their_total(arrivals: str, total: int, batch: int) -> None:
+    load = make_load(options(arrivals=arrivals, total_number=total, request_batch=batch), 5)
+    assert load.total == sum(plan.share for plan in load.plans) == sum(load.offered_images()) == total
+    assert load.times is not None
+    assert len(load.times) == -(-total // batch)
+    assert [plan.calls for plan in load.plans] == [len(share) for share in deal(load.times, 3)]
+
+
+def test_loads_by_rate_and_by_time() -> None:
+    load = make_load(options(rate=100.0, request_batch=4, duration=2.0), 1)
+    assert load.times is not None
+    assert len(load.times) == 50
+    assert load.offered_rate == pytest.approx(100.0)
+    assert load.offered_images() == [100, 100]
+    load = make_load(options(arrivals="closed", rate=None, duration=2.0), 1)
+    assert (load.total, load.unsent(7), load.until) == (None, 0, 2 * SECOND)
+    load = make_load(options(arrivals="closed", rate=None, total_number=10), 1)
+    assert (load.total, load.unsent(7), load.until) == (10, 7, None)
+
+
+@pytest.mark.parametrize(("clients", "batch", "total"), [(4, 8, 103), (20, 1, 10_000), (7, 3, 5), (1, 1, 1)])
+def test_work_is_divided_exactly(clients: int, batch: int, total: int) -> None:
+    plans = make_plans(clients, batch, total, 5, None)
+    shares = [plan.share for plan in plans]
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+    assert all(1 <= plan.warmup <= 50 for plan in plans)
+
+
+@pytest.mark.parametrize("rate", [1e-300, 5e-324, 1e-9])
+@pytest.mark.parametrize("arrivals", ["constant", "poisson", "replay"])
+def test_refuses_a_call_that_is_never_due(rate: float, arrivals: str, tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    path.write_text("0\n1\n2\n")
+    with pytest.raises(ToolError, match="a call is due more than 116 days after the start: the rate is too low"):
+        make_load(options(rate=rate, arrivals=arrivals, total_number=20, replay=path, request_batch=2), 1)
+    path.write_text("0\n1e300\n")
+    with pytest.raises(ToolError, match="more than 116 days"):
+        make_load(options(rate=None, arrivals="replay", replay=path), 1)
+
+
+def test_records_of_a_run_of_days_take_no_memory_in_advance() -> None:
+    words = shared_words(2**40)
+    words[2**39] = 7
+    assert (words[0], words[2**39]) == (0, 7)
+
+
+# --- replay files
+
+
+def test_replay_of_lines_and_of_a_column(tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    path.write_text("# a comment\n0\n\n0.5  # half\n0.5\n2e0\n")
+    assert read_replay(path, None) == [0, 0.5, 0.5, 2.0]
+    path.write_text("id,at\nx,0.25\ny,1\n")
+    assert read_replay(path, "at") == [0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "why"),
+    [
+        ("0\nhalf\n", None, r"times, line 2: 'half' is not a number of seconds"),
+        ("0\nnan\n", None, r"times, line 2: 'nan' is not a number"),
+        ("0\n2\n1\n", None, r"times, line 3: 1 is before 2"),
+        ("-1\n", None, r"times, line 1: -1 is before 0"),
+        ("# nothing\n", None, r"times: no time in it"),
+        ("1700000000\n", None, r"times: the first time is 1700000000 s; times count from the start"),
+        ("id,at\nx,\n", "at", r"times, line 2: '' is not a number"),
+        ("id,at\nx,1\n", "when", r"--replay_column when: .*it has: id, at"),
+        ("", "when", r"it has: none"),
+        ('id,at\n"x,1\n' + "y" * 200_000, "at", r"times, after line 1: field larger than field limit"),
+    ],
+)
+def test_replay_errors_name_file_and_line(text: str, column: str | None, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    path.write_text(text)
+    with pytest.raises(ToolError, match=why):
+        read_replay(path, column)
+
+
+# --- pace and late sends
+
+
+def test_open_loop_sends_late_calls_at_once_and_gives_up_in_the_end() -> None:
+    late = Pace([0, 5], 1, 2**62, lambda: False)  # it started long ago
+    turn = late.wait_next()
+    assert turn is not None
+    assert turn[0] == 1 < turn[1]
+    assert late.wait_next() is not None
+    assert late.wait_next() is None
+    assert Pace([0], 1, 5, lambda: False).wait_next() is None
+    assert Pace([2**61], 1, 2**62, lambda: True).wait_next() is None
+
+
+def test_closed_loop_ends_by_time() -> None:
+    assert Pace(None, 0, 5, lambda: False).wait_next() is None
+    turn = Pace(None, 0, None, lambda: False).wait_next()
+    assert turn is not None
+    assert turn[0] == turn[1]
+
+
+@pytest.mark.parametrize(
+    ("calls", "lags"),
+    [  # due, sent and done; waiting for a reply is not the tester's fault, its own delay lasts until it is made up for
+        (((0, 0, 90), (10, 90, 95), (20, 95, 96), (200, 200, 201)), [(0, 0), (80, 0), (75, 0), (0, 0)]),
+        (((0, 50, 51), (10, 51, 52), (20, 52, 53), (60, 60, 61)), [(50, 50), (41, 41), (32, 32), (0, 0)]),
+    ],
+)
+def test_lag_of_late_sends(calls: tuple[tuple[int, int, int], ...], lags: list[tuple[int, int]]) -> None:
+    meter, measured = LagMeter(), []
+    for due, sent, done in calls:
+        measured.append(meter.sent(due, sent))
+        meter.free(done)
+    assert measured == lags
+
+
+def made_records(*rows: tuple[int, int]) -> Records:
+    """From ``(late, lag)`` in ms: calls that took 1 ms."""
+    count = len(rows)
+    late, lag = ([row[at] * MS for row in rows] for at in (0, 1))
+    due = [number * 10 * MS for number in range(count)]
+    end = [at + wait + MS for at, wait in zip(due, late, strict=True)]
+    columns = (due, end, [wait + MS for wait in late], [MS] * count, [1] * count, [1] * count, late, lag)
+    return Records(*(np.array(column, int) for column in columns))
+
+
+def test_late_sends_are_blamed_on_the_greater_part() -> None:
+    late = judge.late_sends(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
+    assert (late["calls"], late["share_by_tester"], late["share_by_waiting"], late["worst_ms"]) == (
+        4,
+        2 / 6,
+        2 / 6,
+        100,
+    )
+    assert "33.3% of the sends" in judge.late_limits(late)[0]
+    assert "raise --request_client" in judge.late_warnings(late, 4, 400, 10.0)[0]
+    assert "single answers took long" in judge.late_warnings(late, 4, 40, 1.0)[0]
+    for records in (made_records(*[(0, 0)] * 200, (5, 5), (5, 0)), made_records()):
+        late = judge.late_sends(records)
+        assert (judge.late_limits(late), judge.late_warnings(late, 4, 400, 10.0)) == ([], [])
+
+
+NOISE = random.Random(0)
+
+
+@pytest.mark.parametrize(
+    ("latencies_ms", "changes", "reason"),
+    [
+        ([NOISE.uniform(5, 15) for _ in range(1000)], {}, None),
+        ([5.0] * 450 + [1000.0 - 10 * call for call in range(100)] + [5.0] * 450, {}, None),  # a stall in the middle
+        ([5 + call / 10 for call in range(1000)], {}, "a queue builds up"),
+        ([5.0] * 1000, {"window": 11.0}, "90.9 images/s were answered of 100.0 offered"),
+        ([5.0] * 1000, {"window": 10.4}, None),
+        ([5.0] * 1000, {"unsent": 3}, "never sent: 3 images"),
+        ([1.0, 1000.0], {}, None),  # two calls are no trend
+        ([0.1] * 50 + [5.0] * 50, {}, None),  # a growth of less than 10 ms is none
+    ],
+    ids=["steady", "stall", "growth", "slow", "a little slow", "unsent", "two calls", "small growth"],
+)
+def test_stability(latencies_ms: list[float], changes: dict[str, float], reason: str | None) -> None:
+    figures: dict[str, Any] = {"offered": 100.0, "answered": 1000, "window": 10.0, "unsent": 0, **changes}
+    fields = judge.stability(np.array(latencies_ms) * MS, **figures)
+    assert fields["stable"] is (reason is None)
+    assert [reason in text for text in fields["unstable_because"] if reason is not None] == [True] * (
+        reason is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"tester_busiest_client_percent": 91.0}, "a client process used 91%"),
+        ({"tester_share_of_cpu": 0.6}, "saturated"),
+        ({"tester_share_of_cpu": 0.6, "machine_busy": 0.7}, ""),
+    ],
+)
+def test_the_tester_reports_when_it_is_the_limit(changes: dict[str, float], reason: str) -> None:
+    usual = {"tester_busiest_client_percent": 50.0, "tester_share_of_cpu": 0.4, "machine_busy": 1.0}
+    limits = cpu_limits({**usual, **changes})
+    assert len(limits) == bool(reason)
+    assert reason in "".join(limits)
+
+
+# --- percentiles and series
+
+
+def test_summaries_are_in_milliseconds() -> None:
+    summary = judge.summarize(np.array([3, 1, 2]) * MS)
+    assert summary is not None
+    assert [summary[name] for name in ("count", "mean", "p50", "min", "max")] == [3, 2.0, 2.0, 1.0, 3.0]
+    assert judge.summarize(np.array([])) is None
+
+
+def test_per_second_counts_images_where_they_belong() -> None:
+    logs, plans = [CallLog(3), CallLog(1)], make_plans(2, 2, 7, 1, 0)
+    logs[0].delay(100 * MS, 0)
+    logs[0].record(1200 * MS, SECOND + 1100 * MS, 2)  # due at -0.1 s of the second second, sent in it, done later
+    logs[0].record(100 * MS, SECOND + 1300 * MS, NO_REPLY)
+    logs[1].record(50 * MS, SECOND + 100 * MS, 1)
+    records = collect(logs, plans, start=SECOND)
+    assert records.due.tolist() == [-100 * MS, 50 * MS, 1200 * MS]
+    assert records.actual.tolist() == [1100 * MS, 50 * MS, 100 * MS]
+    rows = judge.per_second(records, [4, 3])
+    assert [(row["offered"], row["sent"], row["ok"], row["failed"]) for row in rows] == [(4, 4, 1, 1), (3, 2, 2, 2)]
+
+
+def test_percentile_curve_and_histogram_have_every_call() -> None:
+    curve = judge.percentile_curve(np.arange(1, 1001) * MS)
+    assert curve[0] == (0, 1.0)
+    assert curve[-1][0] == pytest.approx(99.9)
+    assert [percent for percent, _ in curve] == sorted(percent for percent, _ in curve)
+    assert judge.percentile_curve(np.array([])) == judge.histogram(np.array([])) == []
+    assert judge.percentile_curve(np.array([5 * MS])) == [(0.0, 5.0)]
+    latencies = np.random.default_rng(0).integers(1, 10**9, 500)
+    bins = judge.histogram(latencies)
+    assert sum(count for *_, count in bins) == 500
+    assert bins[0][0] == pytest.approx(latencies.min() / MS)
+    assert sum(count for *_, count in judge.histogram(np.array([5 * MS] * 9))) == 9
+
+
+def test_gpu_samples() -> None:
+    lines = ["1, NVIDIA X, 10, 500, 1000", "0, NVIDIA Y, [N/A], 5, 10", "1, NVIDIA X, 30, 700, 1000", "1, NVIDIA X, 9"]
+    first, second = summarize_gpus(lines)
+    assert (first["name"], first["utilization_mean"], first["memory_used_max_mib"]) == ("NVIDIA Y", None, 5)
+    assert (second["samples"], second["utilization_mean"], second["utilization_max"]) == (2, 20, 30)
+    assert summarize_gpus([]) == []
+
+
+# --- sweeps and searches
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("clients=1,2,5", [1, 2, 5]),
+        ("rate=100:400:100", [100, 200, 300, 400]),
+        ("rate=0.1:0.3:0.1,5", [0.1, 0.2, 0.3, 5]),
+        ("clients=2:7:2", [2, 4, 6]),
+        *((text, None) for text in ("clients", "clients=", "batch=1", "clients=0", "clients=1.5", "rate=-1")),
+        *((text, None) for text in ("rate=5:1:1", "rate=1:5:0", "rate=1:100000:0.001", "rate=nan", "rate=1:inf:1")),
+    ],
+)
+def test_points_of_a_sweep(text: str, values: list[float] | None) -> None:
+    if values is None:
+        with pytest.raises(ToolError, match=r"--sweep "):
+            run.parse_sweep(text)
+    else:
+        name, points = run.parse_sweep(text)
+        assert name == text.partition("=")[0]
+        assert points == pytest.approx(values)
+
+
+@pytest.mark.parametrize("limit", [1.0, 40.0, 95.0, 101.0, 400.0])
+@pytest.mark.parametrize("estimate", [100.0, 120.0])
+def test_search_finds_the_limit(limit: float, estimate: float) -> None:
+    probes: list[float] = []
+    best, _ = run.search_rate(lambda rate: bool(probes.append(rate)) or rate <= limit, estimate)
+    assert best is not None
+    assert best <= limit <= best * (1 + run.TOLERANCE) + 1e-9
+    assert len(set(probes)) == len(probes) <= run.MOST_PROBES
+
+
+def test_search_ends_without_a_limit_and_with_noise() -> None:
+    assert run.search_rate(lambda _: False, 100.0)[0] is None
+    best, too_much = run.search_rate(lambda _: True, 100.0)
+    assert too_much is None
+    assert best is not None
+    assert best > 1000
+    noise = random.Random(3)
+    best, _ = run.search_rate(lambda rate: rate * noise.uniform(0.9, 1.1) <= 100, 130.0)
+    assert best is not None
+    assert 80 < best < 120
+
+
+def made_report(p99: float = 10.0, **changes: Any) -> dict[str, Any]:
+    latency = dict.fromkeys(("mean", "p50", "p90", "p99", "p99_9", "max", "min"), p99)
+    usual = {"qps": 100.0, "calls_per_s": 100.0, "goodput": 100.0, "latency_ms": latency, "errors": {}, "warnings": []}
+    usual |= {"images_ok": 100, "images_failed": 0, "images_ok_per_second": [100] * 12, "interrupted": False}
+    usual |= {"valid": True, "machine": {"cores": 2}, "versions": {"python": "3.11"}, "settings": {"request_client": 5}}
+    return {**usual, "image_files": 4, "image_bytes_mean": 10.0, **changes}
+
+
+class FakeRunner:
+    """Runs that cost nothing: latency follows from the load, up to a limit of 100 images a second."""
+
+    def __init__(self, interrupted_at: int | None = None, fails_after: int = 1000, error: Any = None) -> None:
+        self.seen: list[argparse.Namespace] = []
+        self._interrupted_at, self._fails_after, self._error = interrupted_at, fails_after, error
+
+    def __call__(self, settings: argparse.Namespace) -> dict[str, Any]:
+        if len(self.seen) == self._fails_after:
+            raise self._error
+        self.seen.append(settings)
+        rate = settings.rate or 100.0
+        interrupted = len(self.seen) == self._interrupted_at
+        report = made_report(p99=rate, interrupted=interrupted, goodput=min(rate, 100.0), stable=rate <= 100)
+        return judge.judge(report, settings.slo_p99)
+
+
+def test_search_of_a_rate_that_holds_the_slo(capsys: pytest.CaptureFixture[str]) -> None:
+    runner = FakeRunner()
+    report = run.run_search(runner, options(rate=None, slo_p99=60.0))
+    assert report["exit_status"] == judge.EXIT_OK
+    assert report["search"]["best_rate"] == pytest.approx(60.0, rel=0.03)
+    assert runner.seen[0].arrivals == "closed"
+    assert {settings.arrivals for settings in runner.seen[1:]} == {"constant"}
+    assert len(report["runs"]) == len(runner.seen) == len(capsys.readouterr().err.splitlines())
+    report = run.run_search(FakeRunner(), options(rate=None, slo_p99=0.001))
+    assert (report["exit_status"], report["search"]["best_rate"]) == (judge.EXIT_SLO_MISSED, None)
+    report = run.run_search(FakeRunner(interrupted_at=3), options(rate=None, slo_p99=60.0))
+    assert (report["exit_status"], len(report["runs"])) == (judge.EXIT_INTERRUPTED, 3)
+    with pytest.raises(ToolError, match="no image has a result in a closed loop"):
+        run.run_search(lambda _: judge.judge(made_report(images_ok=0), None), options(rate=None, slo_p99=60.0))
+
+
+@pytest.mark.parametrize(("error", "status"), [(ToolError("gone"), 1), (KeyboardInterrupt(), 130)])
+def test_runs_that_are_done_survive_one_that_cannot_start(error: BaseException, status: int) -> None:
+    report = run.run_sweep(FakeRunner(fails_after=2, error=error), options(), "rate", [10, 20, 30])
+    assert (report["exit_status"], len(report["runs"])) == (status, 2)
+    assert "before rate 30" in report["stopped"]
+    report = run.run_sweep(FakeRunner(interrupted_at=2), options(), "rate", [10, 20, 30])
+    assert (report["exit_status"], report["stopped"]) == (judge.EXIT_INTERRUPTED, "interrupted at rate 20")
+    with pytest.raises(type(error)):
+        run.run_search(FakeRunner(fails_after=0, error=error), options(rate=None, slo_p99=60.0))
+
+
+@pytest.mark.parametrize(
+    ("slo_ms", "changes", "status"),
+    [
+        (None, {}, 0),
+        (1, {"errors": {"timeout": 1}}, 2),
+        (None, {"stable": False}, 2),
+        (9.9, {}, 3),
+        (10, {}, 0),
+        (10, {"latency_ms": None}, 3),
+        (10, {"images_unsent": 1}, 3),
+        (None, {"interrupted": True, "errors": {"timeout": 1}}, 130),
+    ],
+)
+def test_exit_status(slo_ms: float | None, changes: dict[str, Any], status: int) -> None:
+    assert judge.judge(made_report(**changes), slo_ms)["exit_status"] == status
+    assert (judge.worst([0, 3, 2]), judge.worst([])) == (2, 0)
+
+
+# --- comparisons and files
+
+
+def test_interval_shows_a_difference_that_is_there() -> None:
+    noise = random.Random(0)
+    base = [noise.randrange(90, 110) for _ in range(30)]
+    interval = compare.ratio_interval(base, [round(1.3 * images) for images in base])
+    assert interval is not None
+    low, high = interval
+    assert 1.2 < low < 1.3 < high < 1.4
+    same = compare.ratio_interval(base, base[::-1])
+    assert same is not None
+    assert same[0] < 1 < same[1]
+    assert compare.ratio_interval([1, 2], base) is None
+
+
+def test_comparison_reports_what_is_different() -> None:
+    other = made_report(p99=20.0, settings={"request_client": 6}, machine={"cores": 4}, image_files=5, valid=False)
+    text = compare.comparison(made_report(), other)
+    for line in (
+        "DIFFERENT settings: request_client is 5 in A, 6 in B",
+        "DIFFERENT machine: cores is 2 in A, 4 in B",
+        "DIFFERENT images: image_files is 4 in A, 5 in B",
+        "B: the run is not valid",
+        "includes 1: no difference is shown",
+    ):
+        assert line in text
+    assert "DIFFERENT" not in compare.comparison(made_report(), made_report())
+    assert "n/a" in compare.comparison(made_report(), made_report(latency_ms=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        *[({}, 0), ({"qps": 94.0}, 1), ({"goodput": 50.0}, 1), ({"p99": 10.6}, 1), ({"qps": 96.0, "p99": 10.4}, 0)],
+        ({"latency_ms": None, "goodput": 0.0}, 2),
+    ],
+)
+def test_regressions(changes: dict[str, Any], count: int) -> None:
+    assert len(compare.regressions(made_report(), made_report(**changes), 5.0)) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not a JSON file"),
+        ("[" * 200_000, "not a JSON file"),
+        ("\ufeff[]", "not a report"),
+        ('{"runs": [], "kind": "sweep"}', "of a sweep"),
+    ],
+)
+def test_compare_refuses_files_without_a_report(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ToolError, match=why):
+        compare.read_report(path)
+
+
+@pytest.mark.parametrize("read", [compare.read_report, lambda path: read_replay(path, None)])
+def test_refuses_a_file_without_an_end(read: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_READ", 2**20)
+    with pytest.raises(ToolError, match="/dev/zero: it has more than 1 MiB"):
+        read(Path("/dev/zero"))
+
+
+def test_a_report_is_utf_8_whatever_its_paths_are(tmp_path: Path) -> None:
+    report, file = {"images": "größe/\udcff"}, tmp_path / "report.json"
+    write_json(file, report)
+    assert '"images": "größe/\\udcff"' in file.read_text(encoding="utf-8")
+    assert json.loads(file.read_text(encoding="utf-8")) == report

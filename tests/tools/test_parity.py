@@ -1,0 +1,701 @@
+"""``torchpipe parity``: figures against hand computation, every outcome of an image, the reports, the exit status."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import Register, encode, picture
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchpipe_py import ItemBackend
+from torchpipe_py.cli import main
+from torchpipe_py.tools.parity.figures import (
+    Compared,
+    Difference,
+    Prediction,
+    accuracy,
+    agreement,
+    difference,
+    disagreeing,
+    labelled,
+    paired,
+    pictures,
+    shrink,
+    spreads,
+    wilson,
+)
+from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
+from torchpipe_py.tools.parity.run import BATCH, Settings, compare_configs, shown_name
+from torchpipe_py.tools.report import ToolError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SIZE = "resize_h = 64\nresize_w = 64\n"
+BILINEAR = f'backend = "S[DecodeMat,ResizeMat]"\n{SIZE}'
+AREA = f'{BILINEAR}interpolation = "area"\n'
+PILLOW = f'backend = "S[DecodeMat,PillowResizeMat]"\n{SIZE}'
+RGB_TENSOR = f'backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"\ncolor = "rgb"\n{SIZE}'
+BGR_TENSOR = f'backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"\ncolor = "bgr"\n{SIZE}'
+AS_DECODED = 'backend = "DecodeMat"\n'
+DEMO_MODEL = f"""
+backend = "OnnxTensor"
+model = "{ROOT / "configs" / "demo" / "model.onnx"}"
+max = 8
+threads = 1
+mean = "123.675, 116.28, 103.53"
+std = "58.395, 57.12, 57.375"
+"""
+LABELLED = f"""{DEMO_MODEL}
+postprocessor = "SoftmaxMax"
+labels = "{ROOT / "configs" / "demo" / "labels.txt"}"
+"""
+
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a configuration; returns its path."""
+
+    def write_config(name: str, text: str) -> str:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write_config
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Five JPEGs of different sizes, one in a folder of its own."""
+    folder = tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
+    for index in range(5):
+        name = f"{index}.jpg" if index < 4 else "more/4.JPEG"
+        (folder / name).write_bytes(encode(picture(100 + 10 * index, 150 - 20 * index, index)))
+    return folder
+
+
+class Run:
+    """One call of the command: its status, what it printed, its JSON and HTML."""
+
+    def __init__(self, status: int, out: str, err: str, json_file: Path, html_file: Path) -> None:
+        self.status, self.out, self.err = status, out, err
+        self.json: dict[str, Any] = json.loads(json_file.read_text("utf-8")) if json_file.exists() else {}
+        self.html = html_file.read_text("utf-8") if html_file.exists() else ""
+
+
+Parity = Callable[..., Run]
+
+
+@pytest.fixture
+def parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parity:
+    """Runs ``torchpipe parity`` with both files written."""
+
+    def run(a: str, b: str, img_dir: Path, *options: str) -> Run:
+        json_file, html_file = tmp_path / "out.json", tmp_path / "out.html"
+        files = ("--json", str(json_file), "--html", str(html_file))
+        status = main(["parity", a, b, "--img_dir", str(img_dir), *files, *options])
+        printed = capsys.readouterr()
+        assert max(map(len, printed.out.splitlines()), default=0) <= 120
+        return Run(status, printed.out, printed.err, json_file, html_file)
+
+    return run
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_difference_of_two_tiny_arrays() -> None:
+    a = np.array([[[10], [20]], [[30], [40]]], np.float32)
+    b = np.array([[[10], [21]], [[26], [45.5]]], np.float32)
+    assert difference(a, b) == Difference(max=5.5, mean=(0 + 1 + 4 + 5.5) / 4, share=0.5, shift=(0 + 1 - 4 + 5.5) / 4)
+    values = {"x": 1.0, "y": -5.0, "z": 3.0}
+    figure = spreads([Compared(name, Difference(0, 0, 0, value)) for name, value in values.items()])["shift"]
+    assert (figure.median, figure.worst, figure.worst_name) == (1.0, -5.0, "y")
+    assert figure.mean == pytest.approx(-1 / 3)
+    assert spreads([]) == {}
+
+
+def test_intervals_from_the_literature() -> None:
+    """Newcombe 1998, tables I and II."""
+    for counts, interval in (
+        ((81, 263), (0.2553, 0.3662)),
+        ((15, 148), (0.0624, 0.1605)),
+        ((0, 20), (0.0, 0.1611)),
+        ((29, 29), (1 - 0.1170, 1.0)),
+    ):
+        assert wilson(*counts) == pytest.approx(interval, abs=1e-4)
+    assert paired(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=1e-4)
+    assert paired(2, 0, 0, 0)[0] < 0 < paired(2, 0, 0, 0)[1]
+
+
+@given(st.tuples(*[st.integers(0, 400)] * 4).filter(any))
+def test_intervals_hold_the_share_and_the_difference(counts: tuple[int, int, int, int]) -> None:
+    both, only_a, only_b, neither = counts
+    low, high = wilson(both, sum(counts))
+    assert 0 <= low <= both / sum(counts) <= high <= 1
+    assert high > low
+    low, high = paired(*counts)
+    assert -1 - 1e-9 <= low <= (only_a - only_b) / sum(counts) <= high <= 1 + 1e-9
+    mirrored = paired(both, only_b, only_a, neither)
+    assert (-mirrored[1], -mirrored[0]) == pytest.approx((low, high))
+
+
+def test_agreement_counts_labels_and_compares_scores_of_the_same() -> None:
+    rows = (("p", "x", "x", 0.9, 0.8), ("q", "x", "y", 0.6, 0.1), ("r", "y", "y", 0.5, 0.8), ("s", "z", "z", 0.5, 0.5))
+    compared = [Compared(name, None, Prediction(a, one), Prediction(b, two)) for name, a, b, one, two in rows]
+    agreed = agreement([*compared, Compared("unclassified", Difference(0, 0, 0, 0))])
+    assert agreed is not None
+    assert (agreed.same, agreed.total, agreed.share) == (3, 4, 0.75)
+    assert agreed.score_mean == pytest.approx(0.4 / 3)
+    assert agreed.score_max == pytest.approx(0.3)
+    assert disagreeing(compared) == [("q", Prediction("x", 0.6), Prediction("y", 0.1))]
+    assert agreement([]) is None
+
+
+def named(*rows: tuple[str, Any, Any]) -> list[Compared]:
+    return [Compared(name, None, Prediction(a), Prediction(b)) for name, a, b in rows]
+
+
+def test_accuracy_is_that_of_names_or_folders() -> None:
+    compared = labelled(
+        named(("x_1.jpg", "x", "x"), ("x/2.jpg", "x", "y"), ("y_3.jpg", "x", "y"), ("y_4.jpg", "y", "x"))
+    )
+    right = accuracy(compared)
+    assert right is not None
+    assert (right.a.hits, right.b.hits, right.a.total, right.drop) == (3, 2, 4, 25)
+    assert right.low < 25 < right.high
+    assert [image.truth for image in labelled(named(("7/a.jpg", 7, 7), ("8/a.jpg", 7, 7)))] == ["7", "8"]
+    for name in ("IMG_1.jpg", "1.jpg", "more/1.jpg"):  # which say no class
+        assert accuracy(labelled(named((name, 1, 1), (name, 2, 2)))) is None
+    assert accuracy([]) is None
+
+
+def test_pictures_are_made_of_blocks_and_show_the_difference_sixteen_times_as_strong() -> None:
+    pixels = np.arange(24, dtype=np.float32).reshape(4, 6, 1)
+    assert shrink(pixels, np.max, 3)[:, :, 0].tolist() == [[7, 9, 11], [19, 21, 23]]
+    assert shrink(pixels, np.mean, 3)[0, 0, 0] == (0 + 1 + 6 + 7) / 4
+    assert shrink(pixels[:, :5], np.max, 3).shape == (2, 3, 1)
+    assert shrink(pixels, np.mean, 6) is pixels
+    a = np.full((2, 2, 3), 100, np.float32)
+    shown = pictures(a, a + np.array([0, -2, 40], np.float32))
+    assert [each[0, 0].tolist() for each in shown] == [[100, 100, 100], [100, 98, 140], [0, 32, 255]]
+    assert {each.dtype for each in shown} == {np.dtype(np.uint8)}
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+RED = np.full((2, 3, 3), (0, 0, 255), np.uint8)
+"""A red Mat in BGR."""
+
+
+def values(item: dict[str, Any]) -> np.ndarray:
+    return read_pixels(item, "x.toml").values
+
+
+def test_pixels_are_rgb_whatever_they_came_as() -> None:
+    red = np.full((2, 3, 3), (255, 0, 0), np.float32)
+    planes = torch.from_numpy(red.transpose(2, 0, 1).copy())[None]
+    for item in (
+        {"result": RED, "color": "bgr"},
+        {"result": RED},
+        {"result": RED[:, :, ::-1], "color": "rgb"},
+        {"result": planes},
+        {"result": planes[0]},
+        {"result": planes.to(torch.uint8), "color": "rgb"},
+        {"result": planes.flip(1).to(torch.bfloat16), "color": "bgr"},
+        {"result": planes.to(torch.float16)},
+    ):
+        pixels = values(item)
+        assert pixels.dtype == np.float32
+        assert np.array_equal(pixels, red)
+
+
+@pytest.mark.parametrize(
+    ("item", "origin"),
+    [
+        ({"result": RED, "color": "bgr"}, "Mat, BGR, converted to RGB before comparing"),
+        ({"result": RED}, "Mat, BGR assumed: its dict names no color, converted to RGB before comparing"),
+        ({"result": torch.zeros(1, 3, 2, 2), "color": "rgb"}, "Tensor, RGB"),
+        ({"result": torch.zeros(1, 3, 2, 2)}, "Tensor, RGB assumed: its dict names no color"),
+        ({"result": np.zeros((2, 2), np.uint8)}, "Mat, 1 channel"),
+    ],
+)
+def test_where_pixels_came_from(item: dict[str, Any], origin: str) -> None:
+    assert read_pixels(item, "x.toml").origin == origin
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        ("text", "str"),
+        (("a", 0.5), "tuple of 2"),
+        (np.zeros((2, 2, 3), np.float32), "array of float32, shape 2x2x3"),
+        (torch.zeros(2, 3, 4, 4), "Tensor of torch.float32, shape 2x3x4x4"),
+        (torch.zeros(1, 5), "Tensor of torch.float32, shape 1x5"),
+        (None, "NoneType"),
+    ],
+)
+def test_refuses_a_result_without_pixels(result: Any, found: str) -> None:
+    with pytest.raises(ToolError, match=re.escape("x.toml: its result is neither Mat nor Tensor")) as caught:
+        values({"result": result})
+    assert str(caught.value).endswith(f"got {found}")
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (("ring", 0.5), Prediction("ring", 0.5)),
+        ((np.int64(3), np.float32(0.5)), Prediction(3, 0.5)),
+        (["ring", 1], Prediction("ring", 1.0)),
+        (torch.tensor([[0.1, 0.9, 0.3]]), Prediction(1)),
+        (torch.tensor([0.1, 0.9, 0.3]), Prediction(1)),
+        (torch.tensor([0.1, 3.0], dtype=torch.bfloat16), Prediction(1)),
+        (np.array([[3.0, 1.0]]), Prediction(0)),
+        ([torch.zeros(1, 5), torch.zeros(1, 5)], None),
+        (("ring", 0.5, 1), None),
+        *((result, None) for result in ("ring", ("ring", True), (True, 0.5), (1.5, 0.5), ("ring", "0.5"), ("a",), 3)),
+        *((torch.zeros(shape), None) for shape in ((1, 1), (2, 5), (1, 5, 1, 1), ())),
+    ],
+)
+def test_reads_classes(result: Any, wanted: Prediction | None) -> None:
+    if wanted is not None:
+        assert read_prediction(result, "m.toml") == wanted
+    else:
+        with pytest.raises(ToolError, match=r"m.toml: its result cannot be read as a class: expected \(label, score\)"):
+            read_prediction(result, "m.toml")
+
+
+def test_an_image_without_usable_values() -> None:
+    for tensor in (torch.zeros(1, 3, 0, 4), torch.full((1, 3, 2, 2), math.nan), torch.full((1, 3, 2, 2), math.inf)):
+        with pytest.raises(Unusable):
+            values({"result": tensor})
+    for result in (torch.tensor([[1.0, math.nan]]), ("ring", math.nan)):
+        with pytest.raises(Unusable):
+            read_prediction(result, "m.toml")
+
+
+# -- two configurations -----------------------------------------------------------------------------------------------
+
+
+def test_equal_configurations_do_not_differ(parity: Parity, write: Write, images: Path) -> None:
+    config, model = write("a", RGB_TENSOR), write("model", DEMO_MODEL)
+    run = parity(config, config, images, "--model", model, "--max-mean", "0", "--min-agreement", "1")
+    assert run.status == 0
+    assert run.json["counts"] == {"found": 5, "compared": 5, "refused": 0, "shapes_differ": 0, "unclassified": 0}
+    assert {figure["worst"] for figure in run.json["summary"].values()} == {0.0}
+    assert (run.json["agreement"]["share"], run.json["agreement"]["score_mean"]) == (1.0, None)
+    assert all(isinstance(image["a"]["label"], int) and image["a"]["score"] is None for image in run.json["images"])
+    assert run.json["worst"] == []
+    assert [bar["ok"] for bar in run.json["bars"]] == [True, True]
+    assert "0 for 5 images." in run.html
+
+
+@pytest.mark.parametrize("other", [AREA, PILLOW])
+def test_the_figures_are_those_of_the_images(parity: Parity, write: Write, images: Path, other: str) -> None:
+    a, b = write("a", BILINEAR), write("b", other)
+    run = parity(a, b, images)
+    assert (run.status, run.json["schema"], run.json["a"], run.json["b"], run.json["model"]) == (0, 1, a, b, None)
+    assert set(run.json) == {
+        *("schema", "a", "b", "model", "img_dir", "notes", "counts", "summary", "agreement", "accuracy", "bars"),
+        *("worst", "images", "refused", "unclassified", "shapes_differ"),
+    }
+    assert {tuple(figure) for figure in run.json["summary"].values()} == {("median", "mean", "worst", "worst_name")}
+    assert len(run.json["images"]) == len(run.json["worst"]) == 5
+    for image in run.json["images"]:
+        mat = cv2.imread(str(images / image["name"]))
+        reference = cv2.resize(mat, (64, 64), interpolation=cv2.INTER_LINEAR)
+        if other == AREA:
+            delta = cv2.resize(mat, (64, 64), interpolation=cv2.INTER_AREA).astype(np.float64) - reference
+            assert (image["max"], image["share"]) == (np.abs(delta).max(), (np.abs(delta) > 1).mean())
+            assert (image["mean"], image["shift"]) == pytest.approx((np.abs(delta).mean(), delta.mean()))
+    means = [image["mean"] for image in run.json["images"]]
+    assert run.json["summary"]["mean"]["median"] == pytest.approx(np.median(means))
+    assert run.json["summary"]["mean"]["worst"] == max(means) > 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "note"),
+    [
+        (BILINEAR, RGB_TENSOR, "A: Mat, BGR, converted to RGB before comparing"),
+        (BGR_TENSOR, RGB_TENSOR, "A: Tensor, BGR, converted to RGB before comparing"),
+        (RGB_TENSOR, BGR_TENSOR, "B gives BGR, A RGB: compared in RGB, but a model sees red and blue swapped"),
+    ],
+)
+def test_bgr_equals_rgb(parity: Parity, write: Write, images: Path, a: str, b: str, note: str) -> None:
+    run = parity(write("a", a), write("b", b), images)
+    assert run.json["summary"]["max"]["worst"] == 0
+    assert note in run.json["notes"]
+    assert note in run.out
+
+
+def test_images_that_cannot_be_compared_are_listed(
+    parity: Parity, write: Write, images: Path, register: Register
+) -> None:
+    class Fussy(ItemBackend):
+        """Raises for narrow Mats."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            if item["data"].shape[1] == 130:
+                raise ValueError("a <narrow>\nMat")
+            item["result"] = item["data"]
+
+    (images / "broken.jpg").write_bytes(b"no image at all")
+    (images / "gone.jpg").symlink_to(images / "nowhere.jpg")
+    (images / "readme.txt").write_text("no image")
+    run = parity(write("a", AS_DECODED), write("b", f'backend = "S[DecodeMat,{register(Fussy)}]"'), images)
+    assert (run.status, run.json["counts"]["found"]) == (0, 7)
+    assert [image["name"] for image in run.json["images"]] == ["0.jpg", "2.jpg", "3.jpg", "more/4.JPEG"]
+    refused = {image["name"]: (image["a"], image["b"]) for image in run.json["refused"]}
+    reason = "DecodeError: 15 bytes are no image of formats jpeg, png, webp, bmp"
+    assert refused["broken.jpg"] == (reason, reason)
+    assert "cannot be read" in refused["gone.jpg"][0]
+    assert refused["1.jpg"][0] is None
+    assert refused["1.jpg"][1].startswith("BackendError: ")
+    assert "a <narrow> Mat" in refused["1.jpg"][1]
+    assert "A: gives a result" in run.out
+    assert "A and B: DecodeError" in run.out
+    assert "a &lt;narrow&gt; Mat" in run.html
+    run = parity(write("a", AS_DECODED), write("a2", AS_DECODED), images, "--limit", "2")
+    assert [image["name"] for image in run.json["images"]] == ["0.jpg", "1.jpg"]
+    assert "the first 2 of 7 images" in run.out
+
+
+def test_different_shapes_are_listed(parity: Parity, write: Write, images: Path) -> None:
+    (images / "square.png").write_bytes(encode(picture(64, 64), ".png"))
+    run = parity(write("a", AS_DECODED), write("b", RGB_TENSOR), images)
+    assert [image["name"] for image in run.json["images"]] == ["square.png"]
+    assert run.json["shapes_differ"][0] == {"name": "0.jpg", "a": [100, 150, 3], "b": [64, 64, 3]}
+    assert "100x150x3" in run.out
+    assert "100x150x3" in run.html
+
+
+def test_a_backend_that_gives_no_reason(parity: Parity, write: Write, images: Path, register: Register) -> None:
+    class Silent(ItemBackend):
+        """Gives nothing."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            pass
+
+    run = parity(write("a", AS_DECODED), write("b", f'backend = "{register(Silent)}"'), images)
+    assert run.status == 1
+    assert run.json["refused"][0]["b"].startswith("NoResult: ")
+    assert "nothing could be compared: 5 images refused" in run.err
+
+
+def test_values_on_another_scale_are_pointed_out(
+    parity: Parity, write: Write, images: Path, register: Register
+) -> None:
+    class Scaled(ItemBackend):
+        """0..255 to 0..1."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            item["result"] = item["data"].float() / 255
+
+    scaled = RGB_TENSOR.replace("Mat2Tensor", f"Mat2Tensor,{register(Scaled)}")
+    run = parity(write("a", RGB_TENSOR), write("b", scaled), images)
+    assert any("not on one scale" in note for note in run.json["notes"])
+
+
+def test_more_images_than_may_be_in_flight(parity: Parity, write: Write, images: Path) -> None:
+    for index in range(2 * BATCH):
+        (images / f"more_{index}.jpg").write_bytes(encode(picture(30, 40, index)))
+    run = parity(write("a", f"max_inflight = 3\n{BILINEAR}"), write("b", f"[node]\n{PILLOW}"), images)
+    names = [image["name"] for image in run.json["images"]]
+    assert len(names) == 5 + 2 * BATCH
+    assert names == sorted(names)
+
+
+# -- a model ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_model_agrees_with_itself_after_another_resize(parity: Parity, write: Write) -> None:
+    pillow = RGB_TENSOR.replace("ResizeMat", "PillowResizeMat")
+    demo, model = ROOT / "configs" / "demo" / "images", write("model", LABELLED)
+    run = parity(write("a", RGB_TENSOR), write("b", pillow), demo, "--model", model, "--min-agreement", "0.9")
+    assert run.status == 0
+    agreed = run.json["agreement"]
+    assert agreed["total"] == 48
+    assert 0.9 <= agreed["low"] <= agreed["share"] <= agreed["high"] <= 1
+    assert 0 < agreed["score_mean"] < agreed["score_max"] < 1
+    labels = (ROOT / "configs" / "demo" / "labels.txt").read_text("utf-8").split()
+    assert {image["a"]["label"] for image in run.json["images"]} <= set(labels)
+    assert "top-1 agreement" in run.out
+
+
+def test_two_models_are_compared_by_class(parity: Parity, write: Write, tmp_path: Path) -> None:
+    demo = ROOT / "configs" / "demo" / "images"
+    a = LABELLED.replace('"OnnxTensor"', '"S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,OnnxTensor]"')
+    a = f'color = "rgb"\n{SIZE}{a}'
+    b = a.replace('mean = "123.675, 116.28, 103.53"', 'mean = "20"')  # which is wrong
+    run = parity(write("a", a), write("b", b), demo, "--max-drop", "0", "--min-agreement", "1")
+    assert (run.status, run.json["counts"]["compared"], run.json["summary"]) == (1, 48, {})
+    right = run.json["accuracy"]
+    lost = right["a"]["hits"] - right["b"]["hits"]
+    assert right["drop"] == pytest.approx(100 * lost / 48)
+    assert 0 < lost <= run.json["agreement"]["total"] - run.json["agreement"]["same"]
+    assert [bar["ok"] for bar in run.json["bars"]] == [False, False]
+    assert f"({right['a']['hits']} of 48; 95 % interval 0." in run.out
+    assert "B loses" in run.html
+    assert "per image" not in run.out
+    assert parity(write("a", a), write("a2", a), demo, "--max-drop", "0").status == 0
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "IMG_1.jpg").write_bytes((demo / "ring_00.jpg").read_bytes())
+    run = parity(write("a", a), write("b", b), tmp_path / "images", "--max-drop", "0")
+    assert "no accuracy: the images are not labelled; 'IMG' of IMG_1.jpg is no class" in run.out
+    assert "--max-drop 0: nothing to compare, missed" in run.out
+
+
+class ByWidth(ItemBackend):
+    """The most frequent channel is the class; some widths fail."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        assert item["color"] == "bgr"
+        mean = item["data"].mean((0, 1))
+        if item["data"].shape[1] == 130:
+            raise ValueError("no class for this one")
+        item["result"] = (f"<{'bgr'[int(mean.argmax())]}>", float(mean.max() / 255))
+
+
+class Exchanged(ItemBackend):
+    """Channels in another order."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        item["result"] = np.ascontiguousarray(item["data"][:, :, ::-1])
+
+
+def test_disagreeing_images_are_listed(parity: Parity, write: Write, tmp_path: Path, register: Register) -> None:
+    folder = tmp_path / "flat"
+    folder.mkdir()
+    for name, color, width in (("green", (0, 99, 0), 20), ("red", (0, 0, 99), 20), ("wide", (0, 0, 99), 130)):
+        (folder / f"{name}.png").write_bytes(encode(np.full((10, width, 3), color, np.uint8), ".png"))
+    b = write("b", f'backend = "S[DecodeMat,{register(Exchanged)}]"')
+    model = write("model", f'backend = "{register(ByWidth)}"')
+    run = parity(write("a", AS_DECODED), b, folder, "--model", model, "--min-agreement", "0.6")
+    assert run.status == 1
+    assert (run.json["agreement"]["same"], run.json["agreement"]["total"]) == (1, 2)
+    (image,) = run.json["agreement"]["disagreeing"]
+    assert (image["name"], image["a"]["label"], image["b"]["label"]) == ("red.png", "<r>", "<b>")
+    assert "&lt;r&gt; (0.3882)" in run.html
+    assert "<r>" not in run.html
+    (unclassified,) = run.json["unclassified"]
+    assert unclassified["name"] == "wide.png"
+    assert "no class for this one" in unclassified["b"]
+    assert "--min-agreement 0.6: 0.5000 over 2 images, missed" in run.out
+
+
+def test_models_without_a_class(parity: Parity, write: Write, images: Path) -> None:
+    config, model = write("a", RGB_TENSOR), write("model", 'backend = "Identity"')
+    run = parity(config, config, images, "--model", model)
+    assert run.status == 1
+    assert f"torchpipe: {model}: its result cannot be read as a class" in run.err
+    assert "Tensor of torch.uint8, shape 1x3x64x64" in run.err
+    config, model = write("a", BILINEAR), write("model", AS_DECODED)  # takes encoded bytes, and gets a Mat
+    run = parity(config, config, images, "--model", model)
+    assert run.status == 1
+    assert run.json["counts"] == {"found": 5, "compared": 5, "refused": 0, "shapes_differ": 0, "unclassified": 5}
+    assert run.json["agreement"] is None
+    assert "no image has a class on both sides" in run.err
+
+
+# -- status and errors ------------------------------------------------------------------------------------------------
+
+
+def test_bars(parity: Parity, write: Write, images: Path) -> None:
+    a, b = write("a", BILINEAR), write("b", AREA)
+    mean = parity(a, b, images).json["summary"]["mean"]["mean"]
+    missed = parity(a, b, images, "--max-mean", str(mean / 2))
+    assert missed.status == 1
+    assert missed.json["bars"] == [{"option": "--max-mean", "limit": mean / 2, "value": mean, "images": 5, "ok": False}]
+    assert "missed" in missed.out
+    assert 'class="missed"' in missed.html
+    assert parity(a, b, images, "--max-mean", str(mean)).status == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *[(), ("--limit", "0"), ("--worst", "-1"), ("--max-mean", "nan"), ("--max-mean", "-1")],
+        *[("--min-agreement", "1.1"), ("--max-drop", "101"), ("--html", "no/such/folder/x.html"), ("--json", ".")],
+    ],
+)
+def test_wrong_arguments(option: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["parity", "a.toml", "b.toml", *option, *(["--img_dir", "."] if option else [])])
+    assert caught.value.code == 2
+
+
+def test_what_cannot_be_compared(
+    capsys: pytest.CaptureFixture[str], write: Write, images: Path, tmp_path: Path, register: Register
+) -> None:
+    class Label(ItemBackend):
+        """A class, not an image."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            item["result"] = ("ring", 0.5)
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("")
+    good, bad = write("good", BILINEAR), write("bad", BILINEAR.replace("resize_h", "resize_hh"))
+    roots = write("roots", f"[one]\n{AS_DECODED}[two]\n{AS_DECODED}")
+    label = write("label", f'backend = "{register(Label)}"')
+    cases = [
+        (good, tmp_path / "empty", "no image in it (looked for .jpg"),
+        (good, tmp_path / "missing", "no such directory"),
+        (good, good, "no such directory"),
+        (bad, images, f"torchpipe: {bad}: node 'node': key 'resize_hh': unknown key"),
+        ("missing.toml", images, "no such file"),
+        (roots, images, f"torchpipe: {roots}: "),
+        (roots, images, "one root"),
+        (label, images, f"torchpipe: {label}: its result is neither Mat nor Tensor: "),
+        (label, images, "got tuple of 2\n"),
+    ]
+    if not torch.cuda.is_available():
+        cases.append((write("cuda", f'{RGB_TENSOR}device = "cuda"\n'), images, "finds no CUDA device"))
+    for config, folder, message in cases:
+        assert main(["parity", good, config, "--img_dir", str(folder)]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert message in printed.err
+
+
+def test_a_directory_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(ToolError, match=r"cannot be read: Permission denied"):
+        compare_configs(Settings("a.toml", "b.toml", str(tmp_path)))
+
+
+def test_the_other_commands_stay_light() -> None:
+    heavy = ("torch", "cv2", "torchpipe_py.tools.parity.run")
+    code = f"import sys, torchpipe_py.cli; print([name for name in {heavy} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Page:
+    """A page whose body is well-formed: pictures, everything that could be fetched, and the text."""
+
+    def __init__(self, html: str) -> None:
+        body = html.partition("<body>")[2].rpartition("</body>")[0]
+        elements = list(ElementTree.fromstring(f"<body>{body}</body>").iter())
+        self.tags = {element.tag for element in elements}
+        self.text = "".join(elements[0].itertext())
+        self.pictures, self.fetched = [], []
+        for key, value in (attribute for element in elements for attribute in element.items()):
+            if key == "src" and value.startswith("data:image/png;base64,"):
+                encoded = np.frombuffer(base64.b64decode(value.partition(",")[2], validate=True), np.uint8)
+                self.pictures.append(cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED))
+            elif key in ("src", "href", "srcset", "action", "data", "poster") or key.startswith("on"):
+                self.fetched.append(f"{key}={value}")
+
+
+def test_the_page_is_self_contained_and_its_pictures_are_right(parity: Parity, write: Write, images: Path) -> None:
+    run = parity(write("a", BILINEAR), write("b", AREA), images, "--worst", "2")
+    means = {image["name"]: image["mean"] for image in run.json["images"]}
+    worst = sorted(means, key=lambda name: -means[name])[:2]
+    assert run.json["worst"] == worst
+    page = Page(run.html)
+    assert page.fetched == []
+    assert not page.tags & {"script", "link", "iframe", "object", "b"}
+    assert not re.search(r"https?:|//|@import|url\(", re.sub(r"base64,[^\"]*", "", run.html))
+    assert "|B - A| × 16" in page.text
+    assert all(name in page.text for name in worst)
+    assert [shown.shape for shown in page.pictures] == [(64, 64, 3)] * 6
+    mat = cv2.imread(str(images / worst[0]))
+    a, b = (cv2.resize(mat, (64, 64), interpolation=way) for way in (cv2.INTER_LINEAR, cv2.INTER_AREA))
+    for shown, wanted in zip(page.pictures, (a, b, np.clip(np.abs(b.astype(int) - a) * 16, 0, 255)), strict=False):
+        assert np.array_equal(shown, wanted)
+    compared = compare_configs(Settings(run.json["a"], run.json["b"], str(images)))
+    assert (len(compared.worst), compared.views) == (5, {})
+
+
+def test_a_name_cannot_break_the_page(parity: Parity, write: Write, tmp_path: Path) -> None:
+    folder = tmp_path / "names"
+    folder.mkdir()
+    names = ["<b>.jpg", '"onload="x".jpg', "&amp;.jpg", "<script>.jpg"]
+    for name in names:
+        (folder / name).write_bytes(encode(picture(80, 90)))
+    (folder / "<i>broken.jpg").write_bytes(b"")
+    page = Page(parity(write("a", BILINEAR), write("b", AREA), folder).html)
+    assert page.fetched == []
+    assert not page.tags & {"b", "i", "script"}
+    assert all(name in page.text for name in [*names, "<i>broken.jpg"])
+    for path, shown in (("a\nb\x1b.jpg", "a?b?.jpg"), ("\udcff.jpg", "?.jpg"), ("süß/ß.jpg", "süß/ß.jpg")):
+        assert shown_name(Path(path)) == shown
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 900), (700, 3)])
+def test_odd_shapes_have_pictures(
+    parity: Parity, write: Write, tmp_path: Path, shape: tuple[int, int], register: Register
+) -> None:
+    class Gray(ItemBackend):
+        """One channel, half as bright, and one more."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            mat = item["data"]
+            item["result"] = np.ascontiguousarray(mat if mat.ndim == 2 else mat[:, :, 0]) // 2 + 1
+
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "x.png").write_bytes(encode(np.full((*shape, 3), 100, np.uint8), ".png"))
+    gray = register(Gray)
+    a, b = write("a", f'backend = "S[DecodeMat,{gray}]"'), write("b", f'backend = "S[DecodeMat,{gray},{gray}]"')
+    run = parity(a, b, folder)
+    assert run.json["images"][0]["shift"] == 26 - 51
+    assert all(max(shown.shape) <= 320 for shown in Page(run.html).pictures)
+
+
+# -- the images to compare with ---------------------------------------------------------------------------------------
+
+
+def make_images(folder: Path, *options: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "run.py"), "parity_images", "--out", str(folder), *options]
+    subprocess.run(command, capture_output=True, timeout=100, check=True)
+
+
+def test_made_images_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    make_images(tmp_path / "one", "--count", "24")
+    make_images(tmp_path / "two", "--count", "12")
+    make_images(tmp_path / "three", "--count", "12", "--seed", "1")
+    digests = [
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((tmp_path / name).iterdir())}
+        for name in ("one", "two", "three")
+    ]
+    assert list(map(len, digests)) == [24, 12, 12]
+    assert digests[1].items() <= digests[0].items()
+    assert not set(digests[2].values()) & set(digests[0].values())
+    for number in range(1, 9):
+        assert any(f"_exif{number}_" in name for name in digests[0])
+
+
+def test_made_images_go_through(parity: Parity, write: Write, tmp_path: Path) -> None:
+    make_images(tmp_path / "made", "--count", "17", "--odd")
+    run = parity(write("a", BILINEAR), write("b", PILLOW), tmp_path / "made")
+    assert run.status == 0
+    assert run.json["counts"]["found"] == 17 + 7
+    assert {image["name"] for image in run.json["refused"]} >= {"odd_empty.jpg", "odd_no_image.jpg"}
+    assert all(image["name"].startswith("odd_") for image in run.json["refused"])
+    assert any(image["name"] == "odd_cmyk.jpg" for image in run.json["images"])

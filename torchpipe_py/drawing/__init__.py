@@ -1,1 +1,0 @@
-"""A pipeline graph as a drawing: Mermaid text, SVG, and a self-contained HTML page."""

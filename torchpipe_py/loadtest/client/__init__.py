@@ -1,1 +1,0 @@
-"""Clients of a load test: what they send, when, and over which connection."""

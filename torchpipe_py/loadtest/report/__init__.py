@@ -1,1 +1,0 @@
-"""A load test as tables, files, plots and a page."""

@@ -1,0 +1,290 @@
+"""A picture as SVG, styled for light and dark; as Mermaid text; as a self-contained HTML page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.tools import report
+from torchpipe_py.tools.draw.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
+from torchpipe_py.tools.draw.picture import (
+    LINES,
+    LIVE_HEIGHT,
+    PAD_X,
+    PAD_Y,
+    SMALL_LINE,
+    SMALL_SIZE,
+    Arrow,
+    Box,
+    Kind,
+    Picture,
+    clean,
+    depict,
+    markup,
+    split,
+    text_width,
+)
+from torchpipe_py.tools.report import palette
+
+KINDS: dict[Kind, str] = {
+    "next": "next: the request goes on",
+    "map": "map: keys are copied",
+    "jump": "jump: runs another graph",
+    "skip": "skip: what a filter may pass over",
+}
+# A narrow page shows the drawing smaller, down to this, and then scrolls.
+LEAST_SCALE = 0.75
+LEGEND_LEAST, LEGEND_SAMPLE, LEGEND_LINE = 330.0, 40.0, 24.0
+
+STYLE = """svg.drawing { font-family: system-ui, sans-serif;
+  --next: var(--soft); --map: var(--blue); --jump: var(--purple); --skip: var(--orange); }
+svg.drawing .paper { fill: var(--paper); }
+svg.drawing .frame { fill: none; stroke: var(--line); }
+svg.drawing .box { fill: var(--card); stroke: var(--stroke); }
+svg.drawing .logical { stroke-dasharray: 5 3; }
+svg.drawing .root { fill: var(--blue); }
+svg.drawing .live { fill: none; }
+svg.drawing .end { fill: var(--paper); stroke: var(--skip); stroke-width: 1.5; }
+svg.drawing .end-dot { fill: var(--skip); }
+svg.drawing .badge { fill: var(--orange); fill-opacity: .18; }
+svg.drawing text { fill: var(--ink); font-size: 12px; }
+svg.drawing text.name { font-size: 14px; font-weight: 700; }
+svg.drawing text.code { font: 11.5px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+svg.drawing text.soft { fill: var(--soft); }
+svg.drawing text.on-badge { font-size: 11px; }
+svg.drawing text.label { fill: var(--kind); stroke: var(--paper); stroke-width: 4px;
+  stroke-linejoin: round; paint-order: stroke; }
+svg.drawing path.arrow { fill: none; stroke-width: 1.5; }
+svg.drawing path.map { stroke-dasharray: 6 4; }
+svg.drawing path.jump { stroke-width: 2.5; stroke-linejoin: round; }
+svg.drawing path.skip { stroke-dasharray: 1.5 4; stroke-width: 2; stroke-linecap: round; }
+"""
+
+
+def live_svg(pipeline: Pipeline) -> str:
+    """The picture of a plan as SVG, with room for figures in each node."""
+    return svg(depict(pipeline, live=True))
+
+
+def svg(picture: Picture) -> str:
+    """Well-formed XML, to stand in a page or in a file of its own.
+
+    A box is ``<g data-node="name">``; where it is live, ``<rect class="live">`` in it is the room for figures.
+    """
+    layout = lay_out(picture)
+    kinds = [kind for kind in KINDS if any(route.arrow.kind == kind for route in layout.routes)]
+    legend, below = _legend(kinds, layout)
+    width = max(layout.width, LEGEND_LEAST) if kinds else layout.width
+    height = layout.height + below
+    colours = "".join(f"svg.drawing .{k} {{ --kind: var(--{k}); }}\n" for k in kinds)
+    colours += "svg.drawing path.arrow { stroke: var(--kind); } svg.drawing .head { fill: var(--kind); }\n"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" aria-label="{markup(picture.title)}"'
+        f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+        f' style="max-width: 100%; min-width: {width * LEAST_SCALE:.0f}px; height: auto">',
+        f"<style>{palette('svg.drawing')}{STYLE}{colours}</style>",
+        f"<defs>{''.join(map(_head, kinds))}</defs>",
+        f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
+        *_frames(layout),
+        *map(_arrow, layout.routes),
+        *map(_box, layout.boxes),
+        *map(_end, layout.ends),
+        *(_label(route.label, route.arrow.kind) for route in layout.routes if route.label),
+        *legend,
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _head(kind: Kind) -> str:
+    return (
+        f'<marker id="drawing-{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="10" markerHeight="10"'
+        f' markerUnits="userSpaceOnUse" orient="auto"><path class="head {kind}" d="M0 .8 L10 5 L0 9.2 z"/></marker>'
+    )
+
+
+def _frames(layout: Layout) -> Iterator[str]:
+    for heading, rect in layout.frames:
+        yield f'<rect class="frame" {_place(rect)} rx="10"/>'
+        yield _text("soft", rect.x + PAD_X, rect.y + 20.0, heading)
+
+
+def _place(rect: Rect) -> str:
+    return f'x="{rect.x:.1f}" y="{rect.y:.1f}" width="{rect.width:.1f}" height="{rect.height:.1f}"'
+
+
+def _text(kind: str, x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
+
+
+def _arrow(route: Route) -> str:
+    kind = route.arrow.kind
+    straight = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in route.points)
+    path = straight if kind == "jump" else _curves(route.points)
+    said = f"{route.arrow.start} → {route.arrow.end or 'end'} ({kind})" + (f": {route.arrow.label}" * bool(route.label))
+    title = f"<title>{markup(said)}</title>"
+    return f'<path class="arrow {kind}" marker-end="url(#drawing-{kind})" d="{path}">{title}</path>'
+
+
+def _curves(points: Sequence[Point]) -> str:
+    (x, y), parts = points[0], [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    for to_x, to_y in points[1:]:
+        middle = (x + to_x) / 2
+        curve = f"C{middle:.1f} {y:.1f} {middle:.1f} {to_y:.1f} {to_x:.1f} {to_y:.1f}"
+        parts.append(f"L{to_x:.1f} {to_y:.1f}" if abs(y - to_y) < 0.5 else curve)
+        x, y = to_x, to_y
+    return " ".join(parts)
+
+
+def _box(placed: PlacedBox) -> str:
+    box, face, rect = placed.box, placed.face, placed.rect
+    logical = " logical" if box.alias_of else ""
+    parts = [f'<g data-node="{markup(box.name)}"><title>{markup(f"{box.name}: {box.backend}")}</title>']
+    parts.append(f'<rect class="box{logical}" {_place(rect)} rx="7"/>')
+    if box.is_root:
+        inner = Rect(rect.x, rect.y + 8.0, 3.5, rect.height - 16.0)
+        parts.append(f'<rect class="root" {_place(inner)} rx="1.5"/>')
+    top = rect.y + (rect.height - face.height) / 2
+    x, y = rect.x + PAD_X, top + PAD_Y
+    for kind, line in face.texts:
+        y += LINES[kind]
+        parts.append(_text(kind, x, y - 4.0, line))
+    y += 4.0
+    for row, line in enumerate(face.facts):
+        parts.append(_text("soft", x, y + SMALL_LINE * row + 12.0, line, ' xml:space="preserve"'))
+    if face.badge:
+        badge = Rect(rect.right - PAD_X - face.badge_width, y, face.badge_width, SMALL_LINE * len(face.badge))
+        parts.append(f'<rect class="badge" {_place(badge)} rx="{min(8.0, badge.height / 2):.0f}"/>')
+        centre, anchor = badge.x + badge.width / 2, ' text-anchor="middle"'
+        for row, line in enumerate(face.badge):
+            parts.append(_text("on-badge", centre, y + SMALL_LINE * row + 12.0, line, anchor))
+    if box.live:
+        foot = top + face.height - PAD_Y - LIVE_HEIGHT
+        room = Rect(x, foot, rect.width - 2 * PAD_X, LIVE_HEIGHT)
+        parts.append(f'<rect class="live" {_place(room)}/>')
+    return "".join([*parts, "</g>"])
+
+
+def _end(rect: Rect) -> str:
+    x, y = rect.x + rect.width / 2, rect.y + rect.height / 2
+    radius = rect.width / 2
+    return (
+        f'<g><title>end</title><circle class="end" cx="{x:.1f}" cy="{y:.1f}" r="{radius - 1.0:.1f}"/>'
+        f'<circle class="end-dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius / 2:.1f}"/></g>'
+    )
+
+
+def _label(label: Label, kind: Kind) -> str:
+    anchor, rect = ' text-anchor="end"', label.rect
+    lines = enumerate(label.lines, start=1)
+    return "".join(
+        _text(f"label {kind}", rect.right, rect.y + SMALL_LINE * row - 3.0, line, anchor) for row, line in lines
+    )
+
+
+def _legend(kinds: Sequence[Kind], layout: Layout) -> tuple[list[str], float]:
+    """What the kinds of arrows that occur look like, in as many lines as it takes, and the height of that."""
+    parts: list[str] = []
+    room, x, y = max(layout.width, LEGEND_LEAST), 12.0, layout.height + LEGEND_LINE
+    for kind in kinds:
+        width = LEGEND_SAMPLE + 8.0 + text_width(KINDS[kind], SMALL_SIZE) + 22.0
+        if parts and x + width > room:
+            x, y = 12.0, y + LEGEND_LINE
+        line = f"M{x:.1f} {y:.1f} L{x + LEGEND_SAMPLE:.1f} {y:.1f}"
+        parts.append(f'<path class="arrow {kind}" marker-end="url(#drawing-{kind})" d="{line}"/>')
+        parts.append(_text("soft", x + LEGEND_SAMPLE + 8.0, y + 4.0, KINDS[kind]))
+        x += width
+    return parts, y - layout.height + LEGEND_LINE if kinds else 0.0
+
+
+LINKS = {"next": "-->", "map": "-.->", "jump": "==>", "skip": "-.-o"}
+
+# Inside quotes most characters are safe. NOTE: Mermaid looks for "%%{", icons ("fa:fa-x") and "style…:…#…;" all over
+# a line, quotes or not, and takes what is left for HTML and Markdown. "$$x$$" in a node is a formula, however written.
+_UNSAFE = re.compile(r"[^\w \-.,:()\[\]{}|/+=!?']|:(?=fa)|s(?=tyle)|c(?=lassDef)|^[\d\-+]|(?<!\w)_|_(?!\w)")
+
+
+def mermaid(picture: Picture) -> str:
+    """A flowchart from left to right; several graphs are subgraphs. Nodes are ``n0``, ``n1``, … in file order."""
+    return "\n".join(_lines(picture)) + "\n"
+
+
+def _lines(picture: Picture) -> Iterator[str]:
+    ids = {box.name: f"n{index}" for index, box in enumerate(picture.boxes)}
+    graphs = split(picture)
+    links: list[Arrow] = []
+    yield "flowchart LR"
+    for index, graph in enumerate(graphs):
+        several = len(graphs) > 1
+        indent = "    " if several else "  "
+        if several:
+            yield f'  subgraph g{index}["{quoted(graph.heading)}"]'
+        for box in graph.boxes:
+            yield f"{indent}{_node(ids[box.name], box)}"
+        if graph.has_end:
+            yield f'{indent}e{index}(("end"))'
+        for arrow in graph.arrows:
+            links.append(arrow)
+            yield indent + _link(arrow, ids[arrow.start], f"e{index}" if arrow.to_end else ids[arrow.end])
+        if several:
+            yield "  end"
+    for arrow in picture.arrows:
+        if arrow.kind == "jump":
+            links.append(arrow)
+            yield "  " + _link(arrow, ids[arrow.start], ids[arrow.end])
+    skips = ",".join(str(index) for index, arrow in enumerate(links) if arrow.kind == "skip")
+    if skips:
+        yield f"  linkStyle {skips} stroke-dasharray:2 5"
+    logical = ",".join(ids[box.name] for box in picture.boxes if box.alias_of)
+    if logical:
+        yield "  classDef logical stroke-dasharray:5 3"
+        yield f"  class {logical} logical"
+
+
+def quoted(text: str) -> str:
+    """To stand between double quotes; what Mermaid might take for its own is written as ``#35;``, the code point."""
+    return _UNSAFE.sub(lambda match: f"#{ord(match[0])};", clean(text))
+
+
+def _node(name: str, box: Box) -> str:
+    lines = [f"<b>{quoted(box.name)}</b>"]
+    lines += [f"= {quoted(box.alias_of)}"] if box.alias_of else []
+    lines += [quoted(box.backend), quoted(f"x{box.instances} {box.range}".strip())]
+    lines += ["shared"] if box.shared else []
+    lines += [f"filter {quoted(box.filter)}"] if box.filter else []
+    text = "<br/>".join(lines)
+    return f'{name}(["{text}"])' if box.is_root else f'{name}["{text}"]'
+
+
+def _link(arrow: Arrow, start: str, end: str) -> str:
+    label = f'|"{quoted(arrow.label)}"|' if arrow.label.strip() else ""
+    return f"{start} {LINKS[arrow.kind]}{label} {end}"
+
+
+HEADS = ("name", "backend", "instances", "range", "shared", "filter", "next", "map")
+
+PAGE_STYLE = """body { max-width: 100rem; } .picture { overflow-x: auto; } .picture svg { display: block; }
+pre { overflow-x: auto; }
+"""
+
+
+def page(picture: Picture) -> str:
+    """A self-contained HTML file: the drawing, a table of the nodes, the Mermaid text."""
+    rows = [list(map(clean, _cells(picture, box))) for box in picture.boxes]
+    parts = [
+        f'<div class="picture">\n{svg(picture)}</div>',
+        report.table(HEADS, rows, f"Nodes ({len(rows)})"),
+        f"<details><summary>Mermaid text</summary>\n<pre>{escape(mermaid(picture))}</pre>\n</details>",
+    ]
+    return report.page(clean(picture.title), parts, PAGE_STYLE)
+
+
+def _cells(picture: Picture, box: Box) -> Sequence[str]:
+    name = f"{box.name} (= {box.alias_of})" if box.alias_of else box.name
+    following = ", ".join(arrow.end for arrow in picture.arrows if arrow.kind == "next" and arrow.start == box.name)
+    mapped = [arrow for arrow in picture.arrows if arrow.kind == "map" and arrow.end == box.name]
+    sources = ", ".join(f"{arrow.start}[{arrow.label}]" if arrow.label else arrow.start for arrow in mapped)
+    shared = "yes" if box.shared else ""
+    return name, box.backend, box.instances, box.range, shared, box.filter, following, sources

@@ -1,0 +1,164 @@
+"""``torchpipe export``: from a model to files that ``torchpipe-serve`` serves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py import registry
+from torchpipe_py.backends.models.postprocess import SoftmaxArgMax, SoftmaxCpu, SoftmaxMax, TopK, read_labels, uses
+from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.config import parse_toml
+from torchpipe_py.tools.export.config import Files, Transform, followed_by, model_node, read_preprocessing, to_toml
+from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
+from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked
+from torchpipe_py.tools.report import ToolError
+
+FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
+SOFTMAXES = (SoftmaxCpu, SoftmaxMax, SoftmaxArgMax, TopK)
+SUM_TOLERANCE = 1e-3
+COMMENTS = {
+    "size": "the shorter side, smoothed as torchvision's Resize does",
+    "color": "that the model takes",
+    "model::cache": "with TensorRT: the engine, kept between starts",
+    "max": "requests in one run of the model",
+    "batching_timeout": "ms; the most a request waits for others on their way",
+}
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """0 when all is written and the ONNX file is the PyTorch model; raises ``ToolError`` and ``ConfigError``."""
+    files = Files(args.out)
+    files.check(args.force)
+    for name in ("transforms", "resize", "crop", "interpolation") if args.preprocess else ():
+        if getattr(args, name) is not None:
+            raise ToolError(f"--{name}: --preprocess {args.preprocess} decodes and resizes")
+    postprocessor = registry.default.find_postprocessor(args.postprocessor) if args.postprocessor else ""
+    if postprocessor is None:
+        valid = nearest(args.postprocessor, registry.default.postprocessor_names())
+        raise ToolError(f"--postprocessor {args.postprocessor}: {valid}")
+    source = _source(args)
+    transform, origin = _changed(source, args)
+    if args.preprocess:
+        tables, size = read_preprocessing(args.preprocess)
+        pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()} ({origin})"
+    else:
+        tables = {"decode": {**transform.node(args.color), "instance_num": 2}}
+        size = (1 if args.color == "gray" else 3, *transform.size)
+        pixels = f"{transform} ({origin})"
+    for name, numbers in (("mean", transform.mean), ("std", transform.std)):
+        if len(numbers) not in (1, size[0]):
+            channels = counted(size[0], "channel")
+            raise ToolError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
+    outputs = check_batch(source.model, size)
+    classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
+    postprocessor = postprocessor if classes is not None else ""
+    if postprocessor in SOFTMAXES and _is_softmax(outputs[0]):
+        problem = f"{source.name} ends in a softmax, and {args.postprocessor} would take that of its probabilities"
+        raise ToolError(f"{problem}: leave it out of the model, or give --postprocessor ArgMax")
+    labels = _labels(args.labels, source, classes)
+    if args.labels is None and not uses(postprocessor, "labels"):
+        labels = ()
+    kind = "no classifier" if classes is None else counted(classes, "class")
+    title = f"{source.name}, {kind}, {source.weights}"
+    names = ["logits"] if len(outputs) == 1 else [f"output_{index}" for index in range(len(outputs))]
+    axes = {name: {0: "batch"} for name in ["input", *names]}
+    with tempfile.TemporaryDirectory() as folder:
+        made = Files(Path(folder, files.name.name))
+        difference = export_checked(source.model, made.model, size=size, opset=args.opset, axes=axes)
+        if labels:
+            made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
+        node = model_node(made, transform, bool(labels), args.postprocessor if postprocessor else "")
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in (transform.mean, transform.std))
+        text = to_toml(followed_by(tables, node), {**COMMENTS, "mean": f"255 * ({mean})", "std": f"255 * ({std})"})
+        made.toml.write_text(f"# {title}\n\n{text}", encoding="utf-8")
+        _check_written(made)
+        files.take(made)
+    shape = "".join(f"x{side}" for side in size)
+    megabytes = files.model.stat().st_size / 1e6
+    print(f"{files.model}: {title}, input N{shape}, {megabytes:.1f} MB")
+    print(f"  outputs within {difference:.1g} of PyTorch's, in batches of {', '.join(map(str, BATCHES))}")
+    print(f"{files.toml}: {pixels}")
+    if uses(postprocessor, "labels"):
+        print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are numbers of classes")
+    print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
+    return 0
+
+
+def _check_written(made: Files) -> None:
+    """Plan the TOML with the files that were made for it, whatever the working directory has of their names."""
+    tables = parse_toml(made.toml)
+    *_, model = tables.values()
+    for key in ("model", "model::cache", "labels"):
+        if key in model:
+            model[key] = str(made.toml.with_name(model[key]))
+    plan_pipeline(tables)
+
+
+def _is_softmax(output: Any) -> bool:
+    """Whether these are probabilities, of which another softmax gives wrong scores."""
+    sums = output.sum(1)
+    return output.shape[1] > 1 and float(output.min()) >= 0 and float((sums - 1).abs().max()) < SUM_TOLERANCE
+
+
+def _source(args: argparse.Namespace) -> Source:
+    name, suffix = os.path.splitext(args.source)
+    if ":" in args.source:
+        transform, origin = Transform(), "torchvision's usual values; are they yours?"
+        if args.transforms is not None:
+            transform, origin = transform_of(args.transforms)
+        return find_module(args.source, args.weights, transform, origin)
+    if args.source.isidentifier():
+        return find_classifier(args.source, args.weights, args.transforms)
+    if suffix == ".onnx":
+        raise ToolError(f"{args.source}: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model")
+    hint = f"perhaps {name}:{suffix[1:]} is meant" if suffix else "no such model"
+    if suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        command = f"torchpipe export MODEL --weights {args.source}"
+        hint = f"a file of weights goes with the model that it is of: {command}"
+    elif suffix == ".py":
+        hint = f"name the function in it that returns the model: {args.source}:function"
+    raise ToolError(f"{args.source}: {hint}; MODEL is {FORMS}")
+
+
+def _changed(source: Source, args: argparse.Namespace) -> tuple[Transform, str]:
+    """The preprocessing with what the options say, and where the rest comes from, in words.
+
+    Of a new size the crop is that size too, or there is none.
+    """
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("resize", "interpolation", "mean", "std")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    crop = args.crop if args.crop is not None else args.resize if isinstance(args.resize, int) else None
+    if crop is not None:
+        changes["crop"] = (crop, crop) if isinstance(crop, int) else crop
+    elif args.resize is not None:
+        changes["crop"] = None
+    parts = {"mean": args.mean, "std": args.std}
+    if not args.preprocess:
+        parts = {"resize": args.resize, "crop": args.resize if args.crop is None else args.crop, **parts}
+    left = [name for name, value in parts.items() if value is None]
+    rest = source.origin if len(left) == 4 else f"{', '.join(left)}: {source.origin}"
+    return replace(source.transform, **changes), rest if left else "as the options say"
+
+
+def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[str]:
+    """Of the file, or of the weights; ``ToolError`` where there are not as many as classes."""
+    if path is None:
+        return source.labels if len(source.labels) == classes else ()
+    try:
+        labels = read_labels(str(path))
+    except (OSError, ConfigError) as error:
+        raise ToolError(f"--labels {path}: {getattr(error, 'strerror', None) or 'no text in UTF-8'}") from error
+    if classes is None:
+        raise ToolError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
+    if len(labels) != classes:
+        lines = counted(len(labels), "line")
+        raise ToolError(f"--labels {path}: {lines}, {source.name} has {counted(classes, 'class')}")
+    return labels

@@ -1,0 +1,376 @@
+"""Models to export: torchvision's classifiers and modules of the user's code, with their weights."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import re
+import socket
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.backends.signature import shown_dims
+from torchpipe_py.errors import nearest
+from torchpipe_py.files import archive_kind, file_kind
+from torchpipe_py.registry import import_code
+from torchpipe_py.tools.export.config import Transform
+from torchpipe_py.tools.export.onnx_file import noise, one_line, quiet
+from torchpipe_py.tools.report import ToolError
+
+PRETRAINED = "pretrained"
+UNTRAINED = "random"
+"""Words in the place of a file of weights."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """``weights`` and ``origin``, whose preprocessing it is, are words for the user."""
+
+    name: str
+    model: Any
+    weights: str
+    transform: Transform
+    origin: str
+    labels: tuple[str, ...] = ()
+
+
+STATE_KEYS = ("state_dict", "model", "model_state", "model_state_dict", "weights", "net")
+"""Under which a checkpoint may have its state dict, the first of them that is there."""
+
+PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What DDP, ``torch.compile`` and Lightning put before every name."""
+
+SAVED = (b"PK\x03\x04", b"\x80")
+"""How files of ``torch.save`` begin: today's, and those from before PyTorch 1.6."""
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A state dict; ``under`` names its key in the file, ``classes`` are the labels that a checkpoint has besides."""
+
+    path: Path
+    tensors: Mapping[str, Any]
+    under: str = ""
+    classes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path}[{self.under!r}]" if self.under else str(self.path)
+
+
+def read_weights(path: Path) -> Weights:
+    """What a file of ``torch.save`` holds, without running code; ``ToolError`` unless that is a state dict."""
+    import torch
+
+    def is_state(value: Any) -> bool:
+        named = isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
+        return named and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
+
+    how = f"save the weights alone: torch.save(model.state_dict(), {path.name!r})"
+    if not os.path.isfile(path):
+        raise ToolError(f"{path}: no such file")
+    try:
+        with path.open("rb") as file:
+            if not file.read(4).startswith(SAVED):
+                kind = file_kind(path)
+                raise ToolError(f"{path}: no file of torch.save{kind and f': {kind}'}")
+        with suppress(zipfile.BadZipFile):
+            if archive_kind(str(path)) not in ("checkpoint", ""):
+                raise ToolError(f"{path}: TorchScript or a .pt2 file; the backend TorchTensor serves it as it is")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except ToolError:
+        raise
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL `?([\w.]+)", str(error))
+        if refused is None:
+            raise ToolError(f"{path}: no file of torch.save") from error
+        code = f"holds more than Tensors: {refused[1]}, and to load it could run any code"
+        raise ToolError(f"{path}: {code}; {how}") from error
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from error
+    except Exception as error:
+        raise ToolError(f"{path}: no file of torch.save: {one_line(error)}") from error
+    if not isinstance(content, Mapping) or not content:
+        raise ToolError(f"{path}: holds a {type(content).__name__}; expected a state dict: {how}")
+    if is_state(content):
+        return Weights(path, content)
+    key = next((key for key in STATE_KEYS if is_state(content.get(key))), None)
+    if key is None:
+        expected = f"expected Tensors by name, or those under one of {', '.join(map(repr, STATE_KEYS))}"
+        raise ToolError(f"{path}: no state dict; it holds {_some(list(map(str, content)))}; {expected}")
+    classes: Any = content.get("classes")
+    has_names = isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)
+    return Weights(path, content[key], key, tuple(classes) if has_names else ())
+
+
+def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes: int) -> int:
+    """How many classes the weights are of, where the architecture of these ``shapes`` is built for ``classes``.
+
+    It is the one size that the file has wherever a first dimension is ``classes`` and does not fit.
+    """
+    tensors = named_as(weights.tensors, shapes)
+    sizes = {
+        tensors[name].shape[0]
+        for name, shape in shapes.items()
+        if name in tensors
+        and len(shape)
+        and shape[0] == classes
+        and tensors[name].shape[1:] == tuple(shape[1:])
+        and len(tensors[name].shape) == len(shape)
+    }
+    return int(sizes.pop()) if len(sizes) == 1 else classes
+
+
+def load_into(model: Any, weights: Weights, name: str, hint: str = "") -> None:
+    """Give ``model``, which messages call ``name``, the weights; ``ToolError`` that says what does not fit."""
+    wanted = model.state_dict()
+    tensors = named_as(weights.tensors, wanted)
+    problems = []
+    missing, odd = [key for key in wanted if key not in tensors], [key for key in tensors if key not in wanted]
+    if missing:
+        problems.append(f"missing in the file: {_some(missing)}")
+    if odd:
+        problems.append(f"unexpected in it: {_some(odd)}")
+    shapes = [
+        f"{key} is {shown_dims(tensors[key].shape)} in the file and {shown_dims(wanted[key].shape)} in the model"
+        for key in wanted
+        if key in tensors and tensors[key].shape != wanted[key].shape
+    ]
+    if shapes:
+        problems.append(_some(shapes))
+    if problems:
+        raise ToolError("\n".join(filter(None, [f"{weights}: does not fit {name}: {'; '.join(problems)}", hint])))
+    model.load_state_dict(tensors)
+
+
+def named_as(tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors under the names that a module knows them by."""
+    named = dict(tensors)
+    while True:
+        prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in named)), "")
+        if not prefix or all(name.startswith(prefix) for name in wanted):
+            return named
+        named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def find_module(name: str, weights: str | None, transform: Transform, origin: str) -> Source:
+    """What ``module:function`` or ``file.py:function`` returns, with the weights of a file if one is given.
+
+    On the CPU and in float32; a module itself is taken as it is, without what ``torch.compile`` and the parallel
+    wrappers put around it: no exporter takes them. The module is found as ``--import`` finds one; ``ConfigError`` where
+    it cannot be imported, ``ToolError`` else.
+    """
+    import torch
+
+    module_name, _, function_name = name.rpartition(":")
+    module = import_code(module_name)
+    if not hasattr(module, function_name):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ToolError(f"{module_name} has no {function_name!r}; {nearest(function_name, names)}")
+    function = getattr(module, function_name)
+    try:
+        model = function if isinstance(function, torch.nn.Module) else function()
+    except Exception as error:
+        parameters = inspect.signature(function).parameters.values() if callable(function) else ()
+        by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        needed = ", ".join(each.name for each in by_place if each.default is each.empty)
+        why = f"it is called without arguments, and needs {needed}" if needed else one_line(error)
+        raise ToolError(f"{name}: {why}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ToolError(f"{name}: returns a {type(model).__name__}; expected a torch.nn.Module")
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    model = model.cpu().float().eval()
+    if weights is None:
+        return Source(function_name, model, "its own weights", transform, origin)
+    if weights in (PRETRAINED, UNTRAINED):
+        raise ToolError(f"--weights {weights}: only of torchvision's; give a file, or let {function_name} load them")
+    loaded = read_weights(Path(weights))
+    load_into(model, loaded, name, f"{function_name} must build the model that the file was saved from")
+    return Source(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
+
+
+DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
+CLASSES = 1000  # that torchvision builds where nobody says how many
+NOT_IN_A_FILE = ("googlenet", "inception_v3")
+"""Their weights do not show whether pixels are normalised once more inside (``transform_input``)."""
+
+
+def find_classifier(name: str, weights: str | None, transforms: str | None) -> Source:
+    """A classifier by its name; ``weights`` is a file, "pretrained" (the default), "random" or a name torchvision has.
+
+    ``transforms`` names the weights whose preprocessing it gets; else those of ``weights``, or torchvision's best.
+    """
+    weights = weights or PRETRAINED
+    models = torchvision_models()
+    names = models.list_models(module=models)
+    if name not in names:
+        raise ToolError(f"torchvision has no classifier {name!r}; {nearest(name, names)}; yours is module:function")
+    known = {entry.name: entry for entry in models.get_model_weights(name)}
+    labels: tuple[str, ...] = ()
+    of = None
+    if weights == UNTRAINED:
+        model, words = _untrained(models, name), "random weights"
+    elif weights in (PRETRAINED, "DEFAULT", *known):
+        of = known.get(weights) or models.get_model_weights(name).DEFAULT
+        model, labels, words = _pretrained(models, name, of), tuple(of.meta["categories"]), f"weights {of.name}"
+    else:
+        if not os.path.isfile(weights):
+            raise ToolError(
+                f"--weights {weights}: no such file; {name} has {', '.join([PRETRAINED, UNTRAINED, *known])}"
+            )
+        loaded = read_weights(Path(weights))
+        of = next((entry for entry in known.values() if os.path.basename(entry.url) == loaded.path.name), None)
+        model, words = _from_file(models, name, loaded), f"weights of {loaded}"
+        labels = loaded.classes or (tuple(of.meta["categories"]) if of else ())
+    if transforms is None:
+        of = of or models.get_model_weights(name).DEFAULT
+        return Source(name, model, words, Transform.of(of.transforms()), str(of), labels)
+    return Source(name, model, words, *transform_of(transforms, name), labels)
+
+
+def pretrained_weights(name: str) -> Weights:
+    """The best that torchvision has for a classifier."""
+    models = torchvision_models()
+    entry = models.get_model_weights(name).DEFAULT
+    return Weights(Path(str(entry)), _pretrained(models, name, entry).state_dict())
+
+
+def transform_of(weights: str, name: str | None = None) -> tuple[Transform, str]:
+    """The preprocessing of torchvision's weights, ``ResNet18_Weights.DEFAULT`` say, and their full name.
+
+    For the architecture ``name`` without the part before the dot.
+    """
+    models = torchvision_models()
+    own = models.get_model_weights(name).__members__ if name else {}
+    try:
+        entry = own[weights] if weights in own else models.get_weight(weights)
+    except (AttributeError, KeyError, ValueError) as error:
+        known = ", ".join(own) if own else "a full name: ResNet50_Weights.IMAGENET1K_V2, say"
+        raise ToolError(f"--transforms {weights}: no weights of torchvision's; expected {known}") from error
+    return Transform.of(entry.transforms()), str(entry)
+
+
+def torchvision_models() -> Any:
+    """``torchvision.models``; ``ToolError`` that says what to install, and leaves PyTorch as it is."""
+    try:
+        try:
+            return importlib.import_module("torchvision.models")
+        except RuntimeError as error:
+            if "torchvision::" not in str(error):
+                raise
+            with _without_operators():
+                return importlib.import_module("torchvision.models")
+    except Exception as error:
+        import torch
+
+        why = (
+            "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({one_line(error)})"
+        )
+        version = torch.__version__.partition("+")[0]
+        raise ToolError(
+            f"torchvision {why}: pip install torchvision 'torch=={version}'; a model of yours is file.py:function"
+        ) from error
+
+
+@contextmanager
+def _without_operators() -> Iterator[None]:
+    """Lets a torchvision for CUDA be imported with a PyTorch for the CPU.
+
+    Its compiled operators cannot be loaded then, and to describe them to PyTorch fails. Only detectors need them.
+    """
+    import torch
+
+    register = torch.library.register_fake
+
+    def register_others(name: Any, *args: Any, **more: Any) -> Any:
+        if isinstance(name, str) and name.startswith("torchvision::"):
+            return lambda function: function
+        return register(name, *args, **more)
+
+    for module in [module for module in sys.modules if module.partition(".")[0] == "torchvision"]:
+        del sys.modules[module]  # what is left of the first try
+    torch.library.register_fake = register_others
+    try:
+        yield
+    finally:
+        torch.library.register_fake = register
+
+
+def _pretrained(models: Any, name: str, weights: Any) -> Any:
+    try:
+        with quiet(), _socket_timeout(DOWNLOAD_TIMEOUT):
+            return models.get_model(name, weights=weights).eval()
+    except (OSError, RuntimeError) as error:
+        raise ToolError(
+            f"the weights {weights} cannot be downloaded ({one_line(error)}); "
+            f"download {weights.url} elsewhere, and name the file: --weights {os.path.basename(weights.url)}"
+        ) from error
+
+
+def _from_file(models: Any, name: str, weights: Weights) -> Any:
+    if name in NOT_IN_A_FILE:
+        raise ToolError(
+            f"--weights {weights.path}: a file does not hold all of {name} (transform_input, aux_logits); "
+            f"write a function that builds yours: torchpipe export my_model.py:build --weights {weights.path}"
+        )
+    import torch
+
+    with torch.device("meta"):
+        shapes = {key: tensor.shape for key, tensor in _built(models, name).state_dict().items()}
+    model = _built(models, name, num_classes=count_classes(weights, shapes, CLASSES))
+    hint = f"what was changed of {name} needs a function that builds it: torchpipe export my_model.py:build --weights …"
+    load_into(model, weights, name, hint)
+    return model.eval()
+
+
+def _untrained(models: Any, name: str) -> Any:
+    """Random weights with outputs that differ, so that comparing them with the ONNX file means something."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = _built(models, name).eval()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and not module.weight.any():
+                torch.nn.init.normal_(module.weight, std=0.02)  # a vision transformer's classifier is all zeros
+        # Without statistics of batch norms random activations shrink, layer by layer.
+        norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.train().momentum = 1.0
+        with torch.no_grad():
+            model(torch.cat(noise(224, (4,))))
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.eval().momentum = momentum
+    return model
+
+
+def _built(models: Any, name: str, **options: Any) -> Any:
+    with quiet():
+        return models.get_model(name, weights=None, **options)
+
+
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    """``torch.hub`` opens URLs without a time limit; this gives it one."""
+    previous = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(previous)

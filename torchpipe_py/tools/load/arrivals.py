@@ -1,0 +1,332 @@
+"""What clients send and when: each client's share of the images, and the schedule of ``--arrivals``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice, takewhile
+from pathlib import Path
+
+from torchpipe_py.files import read_bytes
+from torchpipe_py.images.files import find_images, label_of
+from torchpipe_py.tools.report import ToolError
+
+HEAD_START_NS = 100_000_000  # from the opening of the gate to the start, for all clients to be awake by then
+HEAD_START_EACH_NS = 1_000_000  # and for each of them
+NS_PER_S = 1_000_000_000
+
+_LONGEST_WARMUP = 50
+_CLOSED_CALLS_PER_S = 50_000  # more than one client can do: room for a closed loop whose length is given in seconds
+_LEAST_DELAY_S = 1.0
+_LATEST_FIRST_S = 3600.0
+_LATEST_S = 1e7  # for any call: the report has figures for each second
+_LEAST_RATE = 1e-300  # of calls that can be computed with; any after the first is refused
+_LOOK_S = 0.25
+
+Times = array
+"""Ascending times in ns since the start; an array of type ``q``."""
+
+
+# --- images and shares
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What all clients send: a body for each image, and the label expected for it, or None where none is known."""
+
+    bodies: list[bytes]
+    labels: list[str | None]
+
+
+def load_images(directory: Path, labelled: bool) -> Payload:
+    """The images below ``directory``; ``labelled``: with the label that the folder or the name of each says."""
+    try:
+        paths = find_images(directory)
+    except OSError as error:
+        raise ToolError(f"--img_dir {error}") from error
+    labels = [label_of(path, directory) if labelled else None for path in paths]
+    try:
+        return Payload([path.read_bytes() for path in paths], labels)
+    except OSError as error:
+        raise ToolError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One client's part of the run: ``share`` images, ``batch`` per call, and ``warmup`` calls before the start.
+
+    A client sends the images in their order, again and again, from ``first_image`` on; clients start apart.
+    """
+
+    index: int
+    share: int
+    batch: int
+    warmup: int
+    first_image: int
+
+    @property
+    def calls(self) -> int:
+        return -(-self.share // self.batch)
+
+
+def make_plans(clients: int, batch: int, total: int, images: int, warmup: int | None) -> list[Plan]:
+    """One plan per client; shares differ by one at most and sum to ``total`` images.
+
+    ``warmup`` is in calls per client; None is 5 % of its calls, at least 1 and at most 50.
+    """
+    plans = []
+    for index in range(clients):
+        share = total // clients + (index < total % clients)
+        warm = min(_LONGEST_WARMUP, max(1, -(-share // batch) // 20)) if warmup is None else warmup
+        plans.append(Plan(index, share, batch, warm, index * images // clients))
+    return plans
+
+
+# --- schedules, in seconds since the start
+
+
+def due_times(options: argparse.Namespace) -> Iterator[float]:
+    """When the calls of an open loop are due; a new pattern is a case here and a name in ``options.ARRIVALS``."""
+    rate = None if options.rate is None else max(options.rate / options.request_batch, _LEAST_RATE)
+    if options.arrivals == "replay":
+        times = read_replay(options.replay, options.replay_column)
+        return iter(times if rate is None else rescale(times, rate))
+    assert rate is not None
+    return poisson_times(rate, options.seed) if options.arrivals == "poisson" else constant_times(rate)
+
+
+def constant_times(rate: float) -> Iterator[float]:
+    """``rate`` calls per second, evenly spaced, the first at 0."""
+    return (number / rate for number in count())
+
+
+def poisson_times(rate: float, seed: int) -> Iterator[float]:
+    """A Poisson process of ``rate`` calls per second; the same for the same seed."""
+    gaps, now = random.Random(seed), 0.0
+    while True:
+        now += gaps.expovariate(rate)
+        yield now
+
+
+def read_replay(path: Path, column: str | None) -> list[float]:
+    """Ascending times of a file; ``ToolError`` names the file and the line that is wrong.
+
+    Without a ``column`` each line is a number; blank ones and what follows a # do not count. With one, the file is a
+    CSV file whose first line names the columns.
+    """
+    try:
+        lines = read_bytes(path).decode("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ToolError(f"--replay {path}: {why}") from error
+    times: list[float] = []
+    for number, text in _lines(lines) if column is None else _column(path, lines, column):
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = float("nan")
+        if not abs(seconds) < float("inf"):
+            raise ToolError(f"--replay {path}, line {number}: {text!r} is not a number of seconds")
+        latest = times[-1] if times else 0.0
+        if seconds < latest:
+            why = f"{text} is before {latest:.15g}; times must ascend from 0"
+            raise ToolError(f"--replay {path}, line {number}: {why}")
+        times.append(seconds)
+    if not times:
+        raise ToolError(f"--replay {path}: no time in it; one send time in seconds per line is needed")
+    if times[0] > _LATEST_FIRST_S:
+        why = f"the first time is {times[0]:.0f} s; times count from the start of the run"
+        raise ToolError(f"--replay {path}: {why}")
+    return times
+
+
+def _lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(lines, start=1):
+        if text := line.partition("#")[0].strip():
+            yield number, text
+
+
+def _column(path: Path, lines: Iterable[str], column: str) -> Iterator[tuple[int, str]]:
+    rows = csv.DictReader(lines)
+    try:
+        if column not in (rows.fieldnames or ()):
+            known = ", ".join(rows.fieldnames or ()) or "none"
+            raise ToolError(f"--replay_column {column}: {path} has no such column; it has: {known}")
+        for row in rows:
+            yield rows.line_num, (row[column] or "").strip()
+    except csv.Error as error:  # a quotation mark that nothing closes
+        raise ToolError(f"--replay {path}, after line {rows.line_num}: {error}") from error
+
+
+def rescale(times: Sequence[float], rate: float) -> list[float]:
+    """The same pattern at a mean of ``rate`` calls per second: n calls take n / rate seconds."""
+    span = times[-1] - times[0]
+    if span <= 0:
+        raise ToolError("--rate: the times of --replay are all the same; a rate needs at least two that differ")
+    factor = (len(times) - 1) / rate / span
+    return [time * factor for time in times]
+
+
+def cut(times: Iterable[float], calls: int | None, seconds: float | None) -> Times:
+    """The first ``calls``, and of them those before ``seconds``; None is no limit. ``ToolError``: it is too long."""
+
+    def in_ns(time: float) -> int:
+        if not time < _LATEST_S:  # or no number, where a replay is rescaled
+            days = f"{_LATEST_S / 86400:.0f} days"
+            raise ToolError(f"a call is due more than {days} after the start: the rate is too low")
+        return round(time * NS_PER_S)
+
+    if seconds is not None:
+        times = takewhile(lambda time: time < seconds, times)
+    return array("q", map(in_ns, islice(times, calls)))
+
+
+def deal(times: Times, clients: int) -> list[Times]:
+    """Each client's share: call n belongs to client n, modulo their number.
+
+    What all clients send together is exactly the schedule: a Poisson process stays one, a constant rate is staggered,
+    and each client has as much time between its calls as possible.
+    """
+    return [times[client::clients] for client in range(clients)]
+
+
+def rate_of(times: Sequence[int]) -> float:
+    """Calls per second: the number of gaps divided by the time they take; of one call, 0."""
+    span = times[-1] - times[0] if times else 0
+    return (len(times) - 1) / span * NS_PER_S if span else 0.0
+
+
+# --- what a client follows
+
+
+class Pace:
+    """One client's schedule: ``wait_next`` blocks until the next call is due.
+
+    In a closed loop, ``times`` None, the next call is due when the previous one is answered. In an open loop calls are
+    due at ``times``, in ns since ``start``, whatever became of those before; a call whose time passed while the one
+    before it was under way is sent at once, late. After ``until`` nothing is sent.
+    """
+
+    def __init__(
+        self, times: Sequence[int] | None, start: int, until: int | None, is_stopping: Callable[[], bool]
+    ) -> None:
+        self.is_open = times is not None
+        self._times = iter(times or ())
+        self._start, self._until, self._is_stopping = start, until, is_stopping
+
+    def wait_next(self) -> tuple[int, int] | None:
+        """When the call was due and when it goes, in ns of ``perf_counter_ns``; None if no other one is to be sent."""
+        time_due = next(self._times, None) if self.is_open else 0
+        if time_due is None:
+            return None
+        due = self._start + time_due
+        while (now := time.perf_counter_ns()) < due:
+            if self._is_stopping():
+                return None
+            time.sleep(min((due - now) / NS_PER_S, _LOOK_S))
+        if self._until is not None and now >= self._until:
+            return None
+        return (due, now) if self.is_open else (now, now)
+
+
+class LagMeter:
+    """Measures how much of a late send is the client's own fault, or what an earlier delay has left."""
+
+    def __init__(self) -> None:
+        self._free = self._lag = 0
+
+    def sent(self, due: int, sent: int) -> tuple[int, int]:
+        """How late a send was, and by how much a client that always gets CPU at once would have been earlier; in ns.
+
+        The delay after the time when the client was free and the call due is added to what is left of earlier ones: a
+        client cannot be further behind the ideal one than it is behind its schedule.
+        """
+        late = sent - due
+        self._lag = min(late, self._lag + sent - max(due, self._free))
+        return late, self._lag
+
+    def free(self, now: int) -> None:
+        """The client is done with a call; ``now`` in ns of ``perf_counter_ns``."""
+        self._free = now
+
+
+# --- the whole run
+
+
+@dataclass(frozen=True)
+class Load:
+    """The plans, and for an open loop ``times``, when its calls are due.
+
+    After ``until``, in ns since the start, nothing is sent any more; for a closed loop it is the run's length, or None.
+    """
+
+    plans: list[Plan]
+    batch: int
+    times: Times | None
+    until: int | None
+
+    @property
+    def is_open(self) -> bool:
+        return self.times is not None
+
+    @property
+    def head_start(self) -> int:
+        """In ns."""
+        return HEAD_START_NS + HEAD_START_EACH_NS * len(self.plans) if self.is_open else 0
+
+    @property
+    def total(self) -> int | None:
+        """Images that will be sent; None where time ends the run."""
+        return None if self.times is None and self.until is not None else sum(plan.share for plan in self.plans)
+
+    @property
+    def offered_rate(self) -> float | None:
+        """Images per second that the schedule asks for."""
+        return None if self.times is None else rate_of(self.times) * self.batch
+
+    def offered_images(self) -> list[int]:
+        """Images due in each second since the start; empty for a closed loop."""
+        times = self.times or array("q")
+        series = [0] * (times[-1] // NS_PER_S + 1 if times else 0)
+        for due in times:
+            series[due // NS_PER_S] += self.batch
+        if series and self.total is not None:
+            series[-1] -= len(times) * self.batch - self.total
+        return series
+
+    def pace(self, client: int, start: int, is_stopping: Callable[[], bool]) -> Pace:
+        """That of a client; ``start`` in ns of ``perf_counter_ns``."""
+        times = None if self.times is None else deal(self.times, len(self.plans))[client]
+        return Pace(times, start, None if self.until is None else start + self.until, is_stopping)
+
+    def unsent(self, left: int) -> int:
+        """Of a client that gave up with ``left`` images of its plan: those it owes. None where it had only time."""
+        return left if self.total is not None else 0
+
+
+def make_load(options: argparse.Namespace, images: int) -> Load:
+    """The load that the options ask for."""
+    clients, batch, total = options.request_client, options.request_batch, options.total_number
+    if options.arrivals == "closed":
+        until = None if options.duration is None else round(options.duration * NS_PER_S)
+        if options.duration is not None:
+            total = max(1, round(options.duration * _CLOSED_CALLS_PER_S)) * batch * clients
+        return Load(make_plans(clients, batch, total, images, options.warmup), batch, None, until)
+    times = cut(due_times(options), None if total is None else -(-total // batch), options.duration)
+    calls = len(times)
+    total = calls * batch if total is None else min(total, calls * batch)
+    plans = []
+    for plan in make_plans(clients, 1, calls, images, options.warmup):
+        # The last call takes what is left of the total.
+        short = calls * batch - total if calls and plan.index == (calls - 1) % clients else 0
+        plans.append(Plan(plan.index, plan.share * batch - short, batch, plan.warmup, plan.first_image))
+    last = times[-1] if times else 0
+    # An open loop may fall behind by half its length, but 1 s to the timeout, before it gives up.
+    least = min(options.timeout, _LEAST_DELAY_S)
+    behind = round(min(max(last / 2, least * NS_PER_S), options.timeout * NS_PER_S))
+    return Load(plans, batch, times, last + behind)

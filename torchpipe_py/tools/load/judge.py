@@ -1,0 +1,215 @@
+"""What the calls of a run say: percentiles and series, and the verdict: valid, stable, SLO, exit status."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.errors import counted
+from torchpipe_py.tools.load.arrivals import NS_PER_S
+from torchpipe_py.tools.load.records import Records
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
+EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+LATE_MS = 1.0  # a send counts as late from here on; a sleeping process is some 0.1 ms late on a machine with time
+TESTER_LIMIT = 0.01  # of all sends, late while their client was free
+WAITING_LIMIT = 0.01  # of all sends, late while their client waited for a reply
+ACHIEVED_LIMIT = 0.95  # of the offered rate
+GROWTH_LIMIT = 2.0  # of the median latency, from the first half of the run to the second
+GROWTH_LEAST_MS = 10.0  # and by so much: below, it is noise
+
+_NS_PER_MS = 1e6
+_STEPS_PER_DECADE = 12
+_BINS = 48
+_CALLS_TO_JUDGE = 20
+_CLIENTS_TO_SPARE = 1.5
+_WORST_FIRST = (EXIT_INTERRUPTED, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_OK)
+
+
+# --- percentiles and series
+
+
+def summarize(latencies: np.ndarray) -> dict[str, float] | None:
+    """Mean, percentiles, extremes and ``count`` of latencies in ns; all but the count in ms. None for no latency."""
+    if not len(latencies):
+        return None
+    figures = {"mean": latencies.mean()}
+    figures |= zip(PERCENTILES, np.percentile(latencies, list(PERCENTILES.values())), strict=True)
+    figures |= {"max": latencies.max(), "min": latencies.min()}
+    return {"count": len(latencies), **{name: float(value) / _NS_PER_MS for name, value in figures.items()}}
+
+
+def ok_per_second(records: Records) -> list[int]:
+    """Images with a result by the whole second since the start in which they came."""
+    series: list[int] = _sums(records.end, np.maximum(records.ok, 0)).tolist()
+    return series
+
+
+def _sums(times: np.ndarray, counts: np.ndarray, length: int = 0) -> np.ndarray:
+    """``counts`` added up by the whole second of their ``times``."""
+    return np.bincount(times // NS_PER_S, counts, length).astype(int)
+
+
+def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each second since the start, in images.
+
+    ``offered`` were due in it, ``sent`` went out in it, ``ok`` and ``failed`` ended in it. ``p50_ms`` and ``p99_ms``
+    are of the calls with a result that were due in it, null where there were none.
+    """
+    sent_at, good = records.due + records.late, np.maximum(records.ok, 0)
+    latest = max((int(times.max()) for times in (sent_at, records.end) if len(times)), default=-1)
+    length = max(len(offered), latest // NS_PER_S + 1)
+    columns = {
+        "offered": [*offered, *[0] * (length - len(offered))],
+        "sent": _sums(sent_at, records.size, length).tolist(),
+        "ok": _sums(records.end, good, length).tolist(),
+        "failed": _sums(records.end, records.size - good, length).tolist(),
+    }
+    bounds = np.searchsorted(records.good("due"), np.arange(length + 1) * NS_PER_S)
+    due_in = [records.good("latency")[bounds[second] : bounds[second + 1]] for second in range(length)]
+    rows = []
+    for second, latencies in enumerate(due_in):
+        row: dict[str, Any] = {"second": second, **{name: column[second] for name, column in columns.items()}}
+        for percent in (50, 99):
+            known = len(latencies) > 0
+            row[f"p{percent}_ms"] = float(np.percentile(latencies, percent)) / _NS_PER_MS if known else None
+        rows.append(row)
+    return rows
+
+
+def percentile_curve(latencies: np.ndarray) -> list[tuple[float, float]]:
+    """``(percent, ms)`` with evenly spaced decades of 100 - percent, down to the one call that took longest."""
+    if not len(latencies):
+        return []
+    steps = math.ceil(_STEPS_PER_DECADE * math.log10(len(latencies)))
+    rest = [10 ** (-step / _STEPS_PER_DECADE) for step in range(steps)] + [1 / len(latencies)]
+    percents = [100 * (1 - share) for share in rest]
+    return list(zip(percents, (np.percentile(latencies, percents) / _NS_PER_MS).tolist(), strict=True))
+
+
+def histogram(latencies: np.ndarray) -> list[tuple[float, float, int]]:
+    """``(from_ms, to_ms, calls)``: bins whose bounds have the same ratio, from the shortest latency to the longest."""
+    if not len(latencies):
+        return []
+    low = max(1, int(latencies.min()))
+    counts, bounds = np.histogram(
+        np.maximum(latencies, low), np.geomspace(low, max(2 * low, latencies.max()), _BINS + 1)
+    )
+    edges = (bounds / _NS_PER_MS).tolist()
+    return list(zip(edges, edges[1:], counts.tolist(), strict=False))
+
+
+# --- an open loop: late sends, and whether the server kept up
+
+
+def late_sends(records: Records) -> dict[str, Any]:
+    """How many calls were sent late: by the tester where most of the delay was the client's own fault, else by waiting
+    for the replies to its earlier calls.
+    """
+    limit = LATE_MS * _NS_PER_MS
+    late = int((records.late > limit).sum())
+    by_tester = int(((records.late > limit) & (2 * records.lag > records.late)).sum())
+    calls = len(records.late) or 1
+    return {
+        "threshold_ms": LATE_MS,
+        "calls": late,
+        "share": late / calls,
+        "share_by_tester": by_tester / calls,
+        "share_by_waiting": (late - by_tester) / calls,
+        "worst_ms": int(records.late.max(initial=0)) / _NS_PER_MS,
+    }
+
+
+def late_limits(late: dict[str, Any]) -> list[str]:
+    """Why late sends make a run invalid: it measured the tester."""
+    if late["share_by_tester"] <= TESTER_LIMIT:
+        return []
+    share = f"{late['share_by_tester']:.1%} of the sends were more than {LATE_MS:g} ms late"
+    return [f"{share} although their client was free (it got no CPU)"]
+
+
+def late_warnings(late: dict[str, Any], clients: int, calls_per_s: float, actual_ms: float) -> list[str]:
+    """What to do about sends that waited for replies; ``actual_ms`` is the mean latency from the send.
+
+    By Little's law ``calls_per_s`` calls of that latency are under way in as many connections as their product says.
+    """
+    if late["share_by_waiting"] <= WAITING_LIMIT:
+        return []
+    busy = calls_per_s * actual_ms / 1000
+    share = f"{late['share_by_waiting']:.1%} of the sends were late because their client still waited for a reply"
+    if busy * _CLIENTS_TO_SPARE > clients:
+        few = f"{calls_per_s:.4g} calls/s of {actual_ms:.3g} ms keep {busy:.1f} of {clients} connections busy"
+        return [f"{share}: {few}; raise --request_client, or the server is at its limit"]
+    return [f"{share}: single answers took long; more --request_client would send on meanwhile"]
+
+
+def stability(latencies: np.ndarray, offered: float, answered: int, window: float, unsent: int) -> dict[str, Any]:
+    """The report's part about whether the server kept up with the ``offered`` images per second.
+
+    ``latencies`` are in ns, in the order in which calls were due; ``window`` in s, up to the last reply. The achieved
+    rate is ``answered`` images by ``window``: a queue that grows makes the window longer than the schedule.
+    """
+    half, achieved, reasons = len(latencies) // 2, answered / window if window else 0.0, []
+    if unsent:
+        reasons.append(f"never sent: {counted(unsent, 'image')}, as the run was too late")
+    if achieved < ACHIEVED_LIMIT * offered:
+        reasons.append(f"{achieved:.1f} images/s were answered of {offered:.1f} offered")
+    halves: list[float | None] = [None, None]
+    if len(latencies) >= _CALLS_TO_JUDGE:
+        first, second = (float(np.median(part)) / _NS_PER_MS for part in (latencies[:half], latencies[half:]))
+        halves = [first, second]
+        if second > GROWTH_LIMIT * first and second - first > GROWTH_LEAST_MS:
+            growth = f"from {first:.1f} ms in the first half to {second:.1f} ms in the second"
+            reasons.append(f"the median latency grew {growth}: a queue builds up")
+    return {
+        "offered_rate": offered,
+        "achieved_rate": achieved,
+        "images_unsent": unsent,
+        "stable": not reasons,
+        "unstable_because": reasons,
+        "latency_halves_ms": halves,
+    }
+
+
+# --- the verdict
+
+
+def judge(report: dict[str, Any], slo_ms: float | None) -> dict[str, Any]:
+    """The report with its ``slo`` (None without one) and ``exit_status``.
+
+    The SLO: 99 % of the calls were answered in time; calls that were never sent were not.
+    """
+    report["slo"] = None
+    if slo_ms is not None:
+        measured = (report["latency_ms"] or {}).get("p99")
+        met = measured is not None and measured <= slo_ms and not report.get("images_unsent")
+        report["slo"] = {"p99_limit_ms": slo_ms, "p99_ms": measured, "met": met}
+    if report["interrupted"]:
+        status = EXIT_INTERRUPTED
+    elif report["errors"] or not report.get("stable", True):
+        status = EXIT_FAILED
+    else:
+        status = EXIT_OK if report["slo"] is None or report["slo"]["met"] else EXIT_SLO_MISSED
+    report["exit_status"] = status
+    return report
+
+
+def worst(statuses: Iterable[int]) -> int:
+    """Of several runs."""
+    return min(statuses, key=_WORST_FIRST.index, default=EXIT_OK)
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """One line for a person."""
+    parts = ["interrupted"] if report["interrupted"] else [] if report["valid"] else ["INVALID"]
+    if report["errors"]:
+        parts.append(f"{report['images_failed']} failed")
+    if "stable" in report:
+        parts.append("stable" if report["stable"] else "UNSTABLE")
+    if report["slo"] is not None:
+        parts.append("SLO met" if report["slo"]["met"] else "SLO missed")
+    return ", ".join(parts) or "valid"

@@ -1,0 +1,409 @@
+"""What a run took: CPU time of the server, the tester and the machine, GPUs, and a service's nodes and engines."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPException
+from types import ModuleType
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
+
+from torchpipe_py.errors import counted
+from torchpipe_py.tools.load.records import CallLog
+from torchpipe_py.tools.report import ToolError
+
+try:
+    psutil: ModuleType | None = importlib.import_module("psutil")
+except ImportError:
+    psutil = None
+
+CLIENT_LIMIT = 0.9  # of a core, for one client process
+MACHINE_LIMIT = 0.95  # of all cores: saturated
+TESTER_SHARE_LIMIT = 0.5  # of the CPU time a saturated machine spent
+JUDGED_FROM_S = 0.5  # the machine's clock ticks 100 times a second: shorter runs say nothing
+
+_BUSY = ("user", "nice", "system", "irq", "softirq")
+
+
+# --- processors
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """CPU seconds in a span of ``wall`` seconds; None where it is not known, as without psutil.
+
+    ``parent`` is this process with all its threads, ``machine`` all there is.
+    """
+
+    wall: float
+    parent: float
+    server: float | None
+    machine: float | None
+
+    def fields(self, ours: float) -> dict[str, Any]:
+        """The report's part about the machine; ``ours`` are the CPU seconds of all that takes part in the run."""
+        if self.machine is None:
+            return {"other_cpu_percent": None, "machine_busy": None}
+        others = max(0.0, self.machine - ours) / self.wall
+        return {
+            "other_cpu_percent": 100 * others,
+            "machine_busy": self.machine / self.wall / (os.cpu_count() or 1) if self.machine else None,
+        }
+
+
+class CpuMeter:
+    """Reads the CPU clocks twice.
+
+    ``server`` counts with its descendants, but for this process and those ``not_server``.
+    """
+
+    def __init__(self, server: list[int], not_server: list[int]) -> None:
+        self._server = server
+        self._not_server = {os.getpid(), *not_server}
+
+    def start(self) -> None:
+        """The span begins."""
+        self._before = self._server_clocks(), _machine_clock(), time.process_time(), time.perf_counter()
+
+    def stop(self) -> CpuUse:
+        """The span ends. Of a server process that ended in it, nothing is counted."""
+        before, machine_before, parent_before, started = self._before
+        wall, parent, machine = time.perf_counter() - started, time.process_time() - parent_before, _machine_clock()
+        known = machine is not None and machine_before is not None and wall >= JUDGED_FROM_S
+        clocks = self._server_clocks()
+        server = sum(seconds - before.get(pid, 0.0) for pid, seconds in clocks.items()) if clocks else None
+        return CpuUse(wall, parent, server, machine - machine_before if known else None)
+
+    def _server_clocks(self) -> dict[int, float]:
+        """CPU seconds of each process of the server, descendants included."""
+        clocks: dict[int, float] = {}
+        if psutil is None:
+            return clocks
+        for pid in self._server:
+            try:
+                root = psutil.Process(pid)
+                family = [root.pid, *(child.pid for child in root.children(recursive=True))]
+            except psutil.Error:
+                continue
+            times = {each: cpu_seconds(each) for each in family if each not in self._not_server}
+            clocks |= {each: seconds for each, seconds in times.items() if seconds is not None}
+        return clocks
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """CPU seconds of one process, without its descendants; None where they are not known."""
+    if psutil is None:
+        return None
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    return float(times.user + times.system)
+
+
+def _machine_clock() -> Any:
+    """CPU seconds that all cores together have been busy since boot."""
+    if psutil is None:
+        return None
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in _BUSY)
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux gives it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def cpu_fields(logs: Sequence[CallLog], use: CpuUse) -> dict[str, Any]:
+    """The report's part about CPU time of client processes and their server, in percent of one core."""
+    clients, calls = sum(log.cpu_ns for log in logs) / 1e9, sum(log.calls_done for log in logs)
+    cpu = clients + use.parent
+    fields = use.fields(cpu + (use.server or 0.0))
+    return {
+        "server_cpu_percent": None if use.server is None else 100 * use.server / use.wall,
+        "tester_cpu_percent": 100 * cpu / use.wall,
+        "tester_cpu_us_per_call": clients * 1e6 / calls if calls else None,
+        "tester_busiest_client_percent": 100
+        * max((log.cpu_ns / log.wall_ns for log in logs if log.wall_ns), default=0),
+        "tester_share_of_cpu": min(1.0, cpu / use.machine) if use.machine else None,
+        **fields,
+        "other_cpu_percent": None if use.server is None else fields["other_cpu_percent"],
+    }
+
+
+def cpu_limits(fields: dict[str, Any]) -> list[str]:
+    """The reasons in ``cpu_fields`` why a run measured the tester and not the server; empty for a valid run."""
+    reasons = []
+    if fields["tester_busiest_client_percent"] > 100 * CLIENT_LIMIT:
+        reasons.append(f"a client process used {fields['tester_busiest_client_percent']:.0f}% of a core")
+    busy, share = fields["machine_busy"], fields["tester_share_of_cpu"]
+    if busy is not None and busy > MACHINE_LIMIT and share is not None and share > TESTER_SHARE_LIMIT:
+        reasons.append(f"the machine's CPU is saturated and the tester took {share:.0%} of it")
+    return reasons
+
+
+# --- which processes are the server's
+
+
+def is_local(host: str) -> bool:
+    """Whether ``host`` names an address of this machine: one that a socket can be bound to."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def find_server(host: str, port: int, given: int | None) -> list[int]:
+    """The processes whose CPU time is the server's: the given one, or those that listen on ``port`` of this machine.
+
+    Empty when they cannot be found out. Raises ``ToolError`` when the given one does not exist.
+    """
+    if psutil is None:
+        return []
+    if given is not None:
+        if not psutil.pid_exists(given):
+            raise ToolError(f"--server_pid {given}: no such process")
+        return [given]
+    try:
+        sockets = psutil.net_connections(kind="tcp") if is_local(host) else []
+    except psutil.Error:
+        return []
+    pids = {sock.pid for sock in sockets if _listens(sock, port) and sock.pid}
+    # Of workers that inherited one socket psutil names only one: their siblings listen too.
+    for pid in list(pids):
+        try:
+            parent = psutil.Process(pid).parent()
+            for process in [] if parent is None else parent.children():
+                ask = getattr(process, "net_connections", None) or process.connections  # psutil before 6
+                if any(_listens(sock, port) for sock in ask(kind="tcp")):
+                    pids.add(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return sorted(pids)
+
+
+def _listens(sock: Any, port: int) -> bool:
+    assert psutil is not None
+    return bool(sock.status == psutil.CONN_LISTEN and sock.laddr.port == port)
+
+
+# --- GPUs
+
+_QUERY = "index,name,utilization.gpu,memory.used,memory.total"
+_END_S = 2.0
+
+
+class GpuMeter:
+    """Owns one ``nvidia-smi``, which writes a sample a second to a temporary file; does nothing where there is none.
+
+    A sample's utilisation is the share of the last sampling period in which any kernel ran.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._program = shutil.which("nvidia-smi") if wanted else None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """The span begins."""
+        if self._program is None:
+            return
+        self._samples = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [self._program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-l", "1"]
+        try:
+            self._process = subprocess.Popen(command, stdout=self._samples, stderr=subprocess.DEVNULL)
+        except OSError:
+            self._samples.close()
+
+    def stop(self) -> list[dict[str, Any]] | None:
+        """Means and maxima for each GPU; None where nothing is known. May be called again."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with self._samples as samples:
+            samples.seek(0)
+            return summarize_gpus(samples.read().decode(errors="replace").splitlines()) or None
+
+
+def summarize_gpus(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Samples as lines of ``nvidia-smi`` → one entry for each GPU; memory in MiB, utilisation in percent.
+
+    What a GPU does not report (``[N/A]``) is null; a line that was cut off is left out.
+    """
+    samples: defaultdict[int, list[list[str]]] = defaultdict(list)
+    for row in csv.reader(lines, skipinitialspace=True):
+        if len(row) == len(_QUERY.split(",")) and row[0].isdigit() and row[-1]:
+            samples[int(row[0])].append(row)
+    summaries = []
+    for index, rows in sorted(samples.items()):
+        known = ([row[at].strip() for row in rows] for at in (2, 3, 4))
+        use, memory, total = ([float(text) for text in texts if text.replace(".", "", 1).isdigit()] for texts in known)
+        summaries.append(
+            {
+                "index": index,
+                "name": rows[0][1],
+                "samples": len(rows),
+                "utilization_mean": sum(use) / len(use) if use else None,
+                "utilization_max": max(use, default=None),
+                "memory_used_max_mib": max(memory, default=None),
+                "memory_total_mib": max(total, default=None),
+            }
+        )
+    return summaries
+
+
+# --- nodes and engine processes
+
+_TOTALS = ("requests", "batches", "failed", "expired")
+_TIMES = ("queue_ms", "batch_wait_ms", "compute_ms")
+HAND_OVER_TIMES = ("slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
+_ANSWER_S = 10.0
+_NOT_FOUND = (
+    "it answers 404, as the port that takes images does (torchpipe-serve --port); "
+    "give the port of torchpipe-serve --http-port"
+)
+
+
+def node_figures(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, dict[str, Any]]:
+    """What nodes did, from a pipe's ``stats()`` before and after: counts, mean batch, milliseconds per request.
+
+    Null where nothing ran. ``compute_ms`` is the backend's time divided by the requests: a batch of 4 in 8 ms is 2 ms.
+    ``busy`` is that time as a share of the instances' time in the run's ``seconds``; it may be above 1 for backends
+    that wait for other nodes (``Jump``, ``MapReduce``), whose requests overlap.
+    """
+    figures = {}
+    for name, node in after["nodes"].items():
+        earlier = before["nodes"][name]
+        spent = {key: node[key] - earlier[key] for key in (*_TOTALS, *_TIMES)}
+        requests, batches = spent["requests"], spent["batches"]
+        sizes = Counter(node["batch_sizes"])
+        sizes.subtract(earlier["batch_sizes"])
+        figures[name] = {
+            **{key: node[key] for key in ("instances", "min", "max")},
+            **{key: spent[key] for key in _TOTALS},
+            "mean_batch": requests / batches if batches else None,
+            "batch_sizes": {size: count for size, count in sizes.items() if count},
+            **{key: spent[key] / requests if requests else None for key in _TIMES},
+            "busy": spent["compute_ms"] / 1000 / (seconds * node["instances"]),
+        }
+    return figures
+
+
+def node_rows(nodes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """The table's part about nodes, a line for each."""
+    rows = []
+    for name, node in nodes.items():
+        failures = "".join(f", {node[key]} {key}" for key in ("failed", "expired") if node[key])
+        text = f"{node['requests']} requests"
+        if node["requests"]:
+            times = "  ".join(f"{key.removesuffix('_ms').replace('_', ' ')} {node[key]:.2f}" for key in _TIMES)
+            instances = f"{counted(node['instances'], 'instance')}, {node['busy']:.0%} busy"
+            text += f", mean batch {node['mean_batch']:.2f}{failures}; {times}  ms each; {instances}"
+        else:
+            text += failures
+        rows.append((f"node {name}", text))
+    return rows
+
+
+class ServiceMeter:
+    """Reads ``/stats`` twice; without a port it does nothing. Processor time is read where the service is local."""
+
+    def __init__(self, host: str, port: int | None, is_local: bool) -> None:
+        self._url = None if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}/stats"
+        self._is_local = is_local
+
+    def start(self) -> None:
+        """The span begins; ``ToolError`` where nothing answers as ``/stats`` does."""
+        if self._url is not None:
+            try:
+                self._before = self._read()
+            except (OSError, HTTPException, ValueError) as error:
+                why = _NOT_FOUND if isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND else error
+                raise ToolError(f"--http-port: {self._url} does not report what the service does: {why}") from None
+
+    def stop(self) -> dict[str, Any] | None:
+        """The span ends; ``service_figures``, or None where nothing is known."""
+        if self._url is None:
+            return None
+        try:
+            return service_figures(self._before, self._read())
+        except (OSError, HTTPException, ValueError):
+            return None  # it has ended
+
+    def _read(self) -> dict[str, Any]:
+        opener = build_opener(ProxyHandler({}))  # as the images go: straight to the service
+        with opener.open(self._url or "", timeout=_ANSWER_S) as answer:
+            stats = json.load(answer)
+        if not isinstance(stats, dict) or not {"nodes", "engines", "hand_over", "time"} <= stats.keys():
+            raise ValueError("it is not a torchpipe-serve of this version")
+        for engine in stats["engines"]:
+            engine["cpu_s"] = cpu_seconds(engine["pid"]) if self._is_local and engine["pid"] else None
+        return stats
+
+
+def service_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Of each node what ``node_figures`` says, of a request the hand-over, of each engine process the CPU use.
+
+    A node or a process that was not there before is left out. CPU is in percent of a core; null is "not known".
+    """
+    seconds = after["time"] - before["time"]
+    nodes = {name: node for name, node in after["nodes"].items() if name in before["nodes"]}
+    earlier = {engine["pid"]: engine["cpu_s"] for engine in before["engines"]}
+    engines = []
+    for engine in after["engines"]:
+        if engine["pid"] in earlier:
+            spent = (earlier[engine["pid"]], engine["cpu_s"])
+            percent = None if None in spent else 100 * (spent[1] - spent[0]) / seconds
+            engines.append({"index": engine["index"], "cpu_percent": percent})
+    return {
+        "nodes": node_figures(before, {"nodes": nodes}, seconds),
+        "hand_over": hand_over_figures(before["hand_over"], after["hand_over"]),
+        "engines": engines,
+    }
+
+
+def hand_over_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
+    """How many requests engine processes answered, and the milliseconds of one; None where there were none."""
+    requests = after["requests"] - before["requests"]
+    if requests <= 0:
+        return None
+    return {"requests": requests, **{key: (after[key] - before[key]) / requests for key in HAND_OVER_TIMES}}
+
+
+def service_rows(service: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The table's part about the service: a line for each node and each engine process, one for the hand-over."""
+    if service is None:
+        return []
+    rows = node_rows(service["nodes"])
+    if service["hand_over"] is not None:
+        times = "  ".join(f"{key[:-3].replace('_', ' ')} {service['hand_over'][key]:.2f}" for key in HAND_OVER_TIMES)
+        rows.append(("hand-over", f"{service['hand_over']['requests']} requests; {times}  ms each"))
+    for engine in service["engines"]:
+        use = "n/a" if engine["cpu_percent"] is None else f"{engine['cpu_percent']:.0f} % of a core"
+        rows.append((f"engine process {engine['index']}", use))
+    return rows

@@ -1,0 +1,449 @@
+"""The report of a run: one dict for JSON, and the table, the page and the CSV line that are made of it."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.errors import counted
+from torchpipe_py.tools import report as shared
+from torchpipe_py.tools.load import judge
+from torchpipe_py.tools.load.arrivals import Load, Payload
+from torchpipe_py.tools.load.measure import cpu_model, node_rows, service_rows
+from torchpipe_py.tools.load.records import NO_REPLY, Outcome, Records
+from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis, rule, value_axis
+
+OTHERS_LIMIT = 25.0  # percent of a core, for all processes that have no part in the run
+HEADS = ("run", "offered", "QPS", "goodput", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
+
+_NEAR = 3.0  # times the greatest value: a limit further up would flatten the chart
+_NINES = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
+_CSV_SETTINGS = ("request_client", "request_batch", "arrivals", "rate", "seed", "duration", "total_number")
+_CSV_FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s", "images_sent")
+_CSV_COUNTS = ("images_answered", "images_ok", "images_failed", "images_unsent")
+_CSV_LATENCIES = ("mean", "p50", "p90", "p99", "p99_9", "max", "min")
+_CSV_CPU = ("server_cpu_percent", "tester_cpu_percent", "tester_busiest_client_percent", "other_cpu_percent")
+_CSV_VERDICTS = ("stable", "valid", "exit_status")
+
+
+# --- one dict
+
+
+def describe_run(settings: Mapping[str, Any], payload: Payload, libraries: Sequence[str]) -> dict[str, Any]:
+    """What is run, and where: the report's first part. ``libraries`` are packages whose versions matter."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in libraries:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "command": [sys.executable, *sys.argv],
+        "started_at": datetime.now(timezone.utc).isoformat(),
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
+        "image_files": len(payload.bodies),
+        "image_bytes_mean": sum(map(len, payload.bodies)) / len(payload.bodies),
+        "versions": versions,
+        "machine": {
+            "cores": os.cpu_count(),
+            "cores_usable": len(os.sched_getaffinity(0)),
+            "cpu_model": cpu_model(),
+            "system": platform.platform(),
+        },
+    }
+
+
+def make_report(
+    outcome: Outcome,
+    records: Records,
+    about: dict[str, Any],
+    cpu: dict[str, Any],
+    limits: Sequence[str],
+    labelled: bool,
+) -> dict[str, Any]:
+    """Everything there is to say, ready for JSON. Latencies in ms, CPU in percent of one core; null is "not known".
+
+    Counts are in images, but for ``calls`` and ``calls_answered``; answered are those that had a reply, be it an error.
+    The window runs from the release of the clients to the last reply. ``latency_ms`` is of calls that brought a result.
+    ``limits`` are the reasons why the run measured the tester and not its subject.
+    """
+    sent, answered, ok = (sum(getattr(log, name) for log in outcome.logs) for name in ("sent", "answered", "images_ok"))
+    replies = records.end[records.ok != NO_REPLY]
+    window = int((replies if len(replies) else records.end).max(initial=0)) / 1e9
+    warnings = [f"the tester is the limit: {reason}" for reason in limits]
+    if cpu["other_cpu_percent"] is not None and cpu["other_cpu_percent"] > OTHERS_LIMIT:
+        warnings.append(f"other processes used {cpu['other_cpu_percent']:.0f}% of a core")
+    return {
+        **about,
+        "window_s": window,
+        "images_sent": sent,
+        "images_answered": answered,
+        "images_ok": ok,
+        "calls": len(records.end),
+        "calls_answered": len(replies),
+        "qps": answered / (window or float("inf")),
+        "calls_per_s": len(replies) / (window or float("inf")),
+        "goodput": ok / (window or float("inf")),
+        "images_failed": sum(outcome.errors.values()),
+        "errors": dict(outcome.errors.most_common()),
+        "error_examples": outcome.examples,
+        "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
+        "latency_ms": judge.summarize(records.good("latency")),
+        "latency_failed_ms": judge.summarize(records.latency[records.ok <= 0]),
+        "images_ok_per_second": judge.ok_per_second(records),
+        **cpu,
+        "interrupted": outcome.interrupted,
+        "warnings": warnings,
+        "valid": not limits and not outcome.interrupted,
+    }
+
+
+def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[str, Any]:
+    """What charts show; and of an open loop, whose ``latency_ms`` is from when calls were due, whether it kept up."""
+    fields = {
+        "per_second": judge.per_second(records, load.offered_images()),
+        "percentiles_ms": judge.percentile_curve(records.good("latency")),
+        "histogram_ms": judge.histogram(records.good("latency")),
+    }
+    if not load.is_open:
+        return fields
+    # Images that were left out because the run was too late for them; what broken clients owe is among the errors.
+    owed = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
+    unsent = 0 if report["interrupted"] else max(0, (load.total or 0) - report["images_sent"] - owed)
+    offered = load.offered_rate or report["qps"]  # of a single call there is no rate
+    mean = float(records.actual.mean()) / 1e6 if len(records.actual) else 0.0
+    late = judge.late_sends(records)
+    return {
+        **fields,
+        "percentiles_actual_ms": judge.percentile_curve(records.good("actual")),
+        "latency_actual_ms": judge.summarize(records.good("actual")),
+        **judge.stability(records.good("latency"), offered, report["images_answered"], report["window_s"], unsent),
+        "late_sends": late,
+        "warnings": report["warnings"] + judge.late_warnings(late, len(load.plans), report["calls_per_s"], mean),
+    }
+
+
+# --- the table
+
+
+def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """One run of ``load`` or ``bench`` as names and values, from what was tested to what it cost."""
+    settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
+    clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
+    if "config" in settings:
+        rows = [("config", f"{settings['config']} in this process, clients are threads")]
+    else:
+        rows = [("server", f"{settings['host']}:{settings['port']} ({settings['transport']})")]
+    sent = f"{report['images_sent']} sent, {report['images_answered']} answered, {report['images_ok']} with a result"
+    rows += [
+        ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
+        ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call"),
+        ("images", sent),
+        ("window", f"{report['window_s']:.3f} s"),
+        ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
+        ("goodput", f"{report['goodput']:.1f} images/s"),
+    ]
+    if report["accuracy"] is not None:
+        rows.append(("accuracy", f"{report['accuracy']:.4f}"))
+    for key, title in (("", "latency"), ("actual_", "latency from send"), ("failed_", "latency of failed calls")):
+        if summary := report.get(f"latency_{key}ms"):
+            figures = (f"{name.replace('_', '.')} {ms:.2f}" for name, ms in summary.items() if name != "count")
+            rows.append((title, "  ".join(figures) + "  ms"))
+        elif not key:
+            rows.append((title, "n/a"))
+    rows.append(("errors", counted(report["images_failed"], "image")))
+    rows += [(f"  {kind}", str(count)) for kind, count in report["errors"].items()]
+    if "config" in settings:
+        rows += node_rows(report["nodes"])
+        rows.append(("process CPU", f"{_cpu(report['process_cpu_percent'])}, pipe and clients"))
+    else:
+        rows += _load_rows(report)
+    if report["other_cpu_percent"] is not None:
+        rows.append(("other processes", _cpu(report["other_cpu_percent"])))
+    more = f" ... ({len(images)} seconds)" if len(images) > 60 else ""
+    rows.append(("per second", " ".join(map(str, images[:60])) + more))
+    rows += [("WARNING", warning) for warning in report["warnings"]]
+    failed = report["images_failed"]
+    if report["interrupted"]:
+        rows.append(("run", "INTERRUPTED: the numbers are of a part of it"))
+    elif not report["valid"]:
+        rows.append(("run", "INVALID: it measures the tester itself"))
+    else:
+        rows.append(("run", f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"))
+    return rows
+
+
+def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    if "stable" in report:
+        late = report["late_sends"]
+        blame = f"{late['share_by_waiting']:.1%} behind a reply, {late['share_by_tester']:.1%} the tester's own"
+        rows += [
+            ("rate", f"{report['achieved_rate']:.1f} of {report['offered_rate']:.1f} images/s offered"),
+            ("late sends", f"{late['share']:.1%} by more than {late['threshold_ms']:g} ms: {blame}"),
+            ("stability", "stable" if report["stable"] else "UNSTABLE: " + "; ".join(report["unstable_because"])),
+        ]
+    if (slo := report["slo"]) is not None:
+        measured = "none" if slo["p99_ms"] is None else f"{slo['p99_ms']:.2f} ms"
+        met = "met" if slo["met"] else "MISSED"
+        rows.append(("SLO", f"{met}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms"))
+    cost = f"{_cpu(report['tester_cpu_percent'])}, busiest client {_cpu(report['tester_busiest_client_percent'])}"
+    if report["tester_cpu_us_per_call"] is not None:
+        cost += f", {report['tester_cpu_us_per_call']:.1f} µs per call"
+    rows += [("server CPU", _cpu(report["server_cpu_percent"])), ("tester CPU", cost)]
+    if report["host_is_local"] and report["tester_share_of_cpu"] is not None:
+        share = f"{report['tester_share_of_cpu']:.0%} of the CPU time spent on this machine"
+        rows.append(("tester share", f"{share}; server and tester share its cores"))
+    for gpu in report["gpus"] or ():
+        names = ("utilization_mean", "utilization_max", "memory_used_max_mib", "memory_total_mib")
+        busy, most, used, total = ("n/a" if gpu[name] is None else f"{gpu[name]:.0f}" for name in names)
+        figures = f"{busy} % busy (most {most} %), {used} of {total} MiB, {gpu['samples']} samples"
+        rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, {figures}; all processes together"))
+    return rows + service_rows(report["service"])
+
+
+def describe_arrivals(settings: dict[str, Any]) -> str:
+    """When calls are sent, in words."""
+    arrivals, rate = settings.get("arrivals", "closed"), settings.get("rate")
+    if arrivals == "closed":
+        return "closed loop"
+    at = "" if rate is None else f" at {rate:g} images/s"
+    if arrivals == "replay":
+        return f"replay of {settings['replay']}{at}"
+    return f"{arrivals} arrivals{at}" + (f", seed {settings['seed']}" if arrivals == "poisson" else "")
+
+
+def _cpu(value: float | None) -> str:
+    """CPU time in percent of a core."""
+    return "n/a" if value is None else f"{value:.0f} % of a core"
+
+
+def run_cells(report: dict[str, Any]) -> tuple[str, ...]:
+    """One of several runs as a line, under ``HEADS``."""
+    latency = report["latency_ms"] or {}
+    offered, late = report.get("offered_rate"), report.get("late_sends")
+    return (
+        report.get("point", "run"),
+        "-" if offered is None else f"{offered:.1f}",
+        f"{report['qps']:.1f}",
+        f"{report['goodput']:.1f}",
+        *(f"{latency[name]:.2f}" if name in latency else "-" for name in ("p50", "p90", "p99", "p99_9")),
+        str(report["images_failed"]),
+        "-" if late is None else f"{late['share']:.1%}",
+        judge.verdict(report),
+    )
+
+
+def search_line(report: dict[str, Any]) -> str:
+    """The result of a search."""
+    search = report["search"]
+    limit = f"p99 within {search['slo_p99_ms']:g} ms, {search['arrivals']} arrivals"
+    if report["stopped"] is not None:
+        return f"no result ({limit}): {report['stopped']}"
+    failed = search["lowest_rate_that_failed"]
+    if search["best_rate"] is None:
+        return f"no rate holds ({limit}); the lowest tried: {failed:.4g} images/s"
+    above = "nothing higher was tried" if failed is None else f"{failed:.4g} did not hold"
+    doubt = "" if search["valid"] else "; some runs are INVALID, so the limit may be the tester's"
+    return f"highest rate that holds: {search['best_rate']:.4g} images/s ({limit}; {above}){doubt}"
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The table of one run or of several to stdout; what makes it worthless, or failed, also to stderr."""
+    if "runs" in report:
+        print("\n".join(aligned(map(run_cells, report["runs"]), HEADS)))
+        if "search" in report:
+            print(search_line(report))
+        elif report["stopped"] is not None:
+            print(f"the sweep is not complete: {report['stopped']}")
+        for run in report["runs"]:
+            for warning in [*run["warnings"], *run.get("unstable_because", ())]:
+                print(f"{run['point']}: {warning}", file=sys.stderr)
+        return
+    print("\n".join(aligned(run_rows(report))))
+    for warning in report["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    if report["errors"]:
+        kinds = ", ".join(f"{kind} {images}" for kind, images in report["errors"].items())
+        print(f"{counted(report['images_failed'], 'image')} failed: {kinds}", file=sys.stderr)
+    for kind, message in report["error_examples"].items():
+        print(f"{kind}, for example: {message}", file=sys.stderr)
+
+
+# --- the CSV file
+
+
+def csv_text(reports: Sequence[dict[str, Any]]) -> str:
+    """A line for each run. Empty cells are what is not known, or makes no sense for the run."""
+    rows = []
+    for report in reports:
+        latency, actual = report["latency_ms"] or {}, report.get("latency_actual_ms") or {}
+        late = report.get("late_sends") or {}
+        row = {"point": report.get("point", ""), "started_at": report["started_at"]}
+        row |= {name: report["settings"][name] for name in _CSV_SETTINGS}
+        row |= {name: report.get(name) for name in (*_CSV_FIGURES, *_CSV_COUNTS)}
+        row |= {f"latency_{name}_ms": latency.get(name) for name in _CSV_LATENCIES}
+        row |= {f"latency_actual_{name}_ms": actual.get(name) for name in _CSV_LATENCIES}
+        row |= {f"late_share_by_{who}": late.get(f"share_by_{who}") for who in ("tester", "waiting")}
+        row["errors"] = " ".join(f"{kind}={images}" for kind, images in report["errors"].items())
+        row |= {name: report[name] for name in _CSV_CPU}
+        row["slo_met"] = report["slo"] and report["slo"]["met"]
+        row |= {name: report.get(name) for name in _CSV_VERDICTS}
+        rows.append({**row, "verdict": judge.verdict(report)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# --- the page
+
+
+def page(report: dict[str, Any]) -> str:
+    """The whole HTML file, of one run or of several; everything that a server or a user named is escaped."""
+    runs = report.get("runs", [report])
+    last = runs[-1]
+    parts = [f'<p class="hint">{escape(last["started_at"][:19].replace("T", " "))} UTC</p>']
+    if "runs" not in report:
+        parts += _run_parts(report)
+    else:
+        if "search" in report:
+            parts.append(_verdict_line(search_line(report), report["search"]["best_rate"] is not None))
+        elif report["stopped"] is not None:
+            parts.append(_verdict_line(report["stopped"], False))
+        parts.append(shared.table(HEADS, map(run_cells, runs), f"Runs ({len(runs)})", range(1, len(HEADS) - 1)))
+        parts.append(shared.charts(_runs_charts([run for run in runs if run["latency_ms"] is not None])))
+        for run in runs:
+            summary = f"<summary>{escape(run['point'])}: {escape(judge.verdict(run))}</summary>"
+            parts += [f"<details>{summary}", *_run_parts(run), "</details>"]
+    about = {**last["machine"], **{f"{name} version": version for name, version in last["versions"].items()}}
+    about |= {name: value for name, value in last["settings"].items() if value is not None}
+    about["images"] = f"{last['image_files']}, {last['image_bytes_mean'] / 1000:.1f} kB each in the mean"
+    settings = [(name, str(value)) for name, value in about.items()]
+    parts.append(shared.table((), settings, "Machine and settings" + " of the last run" * (len(runs) > 1)))
+    parts.append(f"<h2>Command</h2><p><code>{escape(shlex.join(last['command']))}</code></p>")
+    return shared.page(f"Load test of {last['settings']['host']}:{last['settings']['port']}", parts)
+
+
+def _verdict_line(text: str, is_good: bool) -> str:
+    return f'<p class="{"ok" if is_good else "missed"}">{escape(text)}</p>'
+
+
+def _run_parts(report: dict[str, Any]) -> list[str]:
+    is_good = not report["exit_status"] and report["valid"]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in report.get("unstable_because", ()))
+    shown = [_percentile_chart(report), _latency_chart(report), _throughput_chart(report), _series_chart(report)]
+    return [
+        _verdict_line(judge.verdict(report), is_good),
+        f"<ul>{notes}</ul>" if notes else "",
+        shared.charts(figure for figure in shown if figure),
+        shared.table((), run_rows(report)),
+    ]
+
+
+def _limited(report: dict[str, Any], x: Axis, lines: list[Line]) -> tuple[Axis, list[Line]]:
+    """The axis of milliseconds for the lines, and the lines with the SLO's limit; one far above them is not drawn."""
+    values = [point[1] for line in lines for point in line.points if point is not None]
+    slo = report["slo"]
+    if slo is None:
+        return value_axis("ms", values), lines
+    limit = slo["p99_limit_ms"]
+    y = value_axis("ms", [*values, limit] if limit <= _NEAR * max(values) else values)
+    return y, [*lines, rule(f"p99 limit {limit:g} ms", limit, x, y)]
+
+
+def _nines(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A curve of percentiles over 1 / (1 - share): as much room for 90 to 99 as for 99 to 99.9."""
+    return [(100 / (100 - percent), ms) for percent, ms in curve]
+
+
+def _nines_axis(highest: float) -> Axis:
+    ticks = [(100 / (100 - percent), f"{percent:g} %") for percent in _NINES if percent <= highest + 1e-9]
+    return log_axis("percentile", 1.0, max(10.0, 100 / (100 - highest)), ticks)
+
+
+def _percentile_chart(report: dict[str, Any]) -> str:
+    curve = report["percentiles_ms"]
+    if not curve:
+        return ""
+    is_open = "percentiles_actual_ms" in report
+    lines = [Line("from when it was due" if is_open else "latency", _nines(curve), "blue")]
+    if is_open:
+        lines.append(Line("from the send", _nines(report["percentiles_actual_ms"]), "orange", dashed=True))
+    x = _nines_axis(curve[-1][0])
+    return chart("Latency by percentile", x, *_limited(report, x, lines))
+
+
+def _latency_chart(report: dict[str, Any]) -> str:
+    bars = report["histogram_ms"]
+    if not bars:
+        return ""
+    name = "calls, from when they were due" if "stable" in report else "calls"
+    y = linear_axis("calls", 0, max(bar[2] for bar in bars), least_step=1)
+    return chart("Latencies", log_axis("ms, log scale", bars[0][0], bars[-1][1]), y, [Bars(name, bars, "blue")])
+
+
+def _seconds(report: dict[str, Any], key: str, name: str, color: str, dashed: bool = False) -> Line:
+    """A point in the middle of each second."""
+    rows = report["per_second"]
+    points = [None if row[key] is None else (row["second"] + 0.5, row[key]) for row in rows]
+    return Line(name, points, color, dashed, dots=len(rows) <= 60 and not dashed)
+
+
+def _throughput_chart(report: dict[str, Any]) -> str:
+    rows = report["per_second"]
+    if len(rows) < 2:
+        return ""
+    lines = [_seconds(report, "ok", "with a result", "blue")]
+    if "stable" in report:
+        lines.append(_seconds(report, "offered", "offered", "orange", dashed=True))
+    if any(row["failed"] for row in rows):
+        lines.append(_seconds(report, "failed", "failed", "red"))
+    x = linear_axis("seconds since the start", 0, len(rows), exact=True, least_step=1)
+    most = max(row[name] for row in rows for name in ("ok", "offered", "failed"))
+    return chart("Throughput", x, linear_axis("images in a second", 0, most), lines)
+
+
+def _series_chart(report: dict[str, Any]) -> str:
+    rows = report["per_second"]
+    if len(rows) < 2 or all(row["p50_ms"] is None for row in rows):
+        return ""
+    lines = [_seconds(report, "p50_ms", "p50", "blue"), _seconds(report, "p99_ms", "p99", "orange")]
+    x = linear_axis("seconds since the start", 0, len(rows), exact=True, least_step=1)
+    return chart("Latency by the second in which calls were due", x, *_limited(report, x, lines))
+
+
+def _runs_charts(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """Latency over throughput, and the percentiles of some runs, evenly chosen where there are many."""
+    if not reports:
+        return []
+    figures = []
+    paced = [run for run in reports if run.get("offered_rate") is not None]
+    key = "offered_rate" if paced else "goodput"
+    chosen = sorted(paced or reports, key=lambda run: run[key] if paced else run["settings"]["request_client"])
+    if len(chosen) > 1:
+        p50, p99 = ([(run[key], run["latency_ms"][name]) for run in chosen] for name in ("p50", "p99"))
+        labels = [] if paced else [str(run["settings"]["request_client"]) for run in chosen]
+        name = "p99" if paced else "p99, at so many clients"
+        lines = [Line("p50", p50, "blue", dots=True), Line(name, p99, "orange", dots=True, labels=labels)]
+        label = "images per second, offered" if paced else "images per second with a result"
+        x = linear_axis(label, min(run[key] for run in chosen), max(run[key] for run in chosen))
+        figures.append(chart("Latency by throughput", x, *_limited(chosen[0], x, lines)))
+    some = reports[:: max(1, -(-len(reports) // len(shared.COLORS)))]
+    lines = [
+        Line(run["point"], _nines(run["percentiles_ms"]), color)
+        for run, color in zip(some, shared.COLORS, strict=False)
+    ]
+    x = _nines_axis(max(run["percentiles_ms"][-1][0] for run in some))
+    return [*figures, chart("Latency by percentile", x, *_limited({"slo": None}, x, lines))]

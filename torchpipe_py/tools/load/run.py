@@ -1,0 +1,342 @@
+"""The commands ``torchpipe load`` and ``torchpipe bench``: options in, one run or several, a report out."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torchpipe_py.idl import load_idl
+from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.tools.load import judge, measure
+from torchpipe_py.tools.load.arrivals import load_images, make_load, make_plans
+from torchpipe_py.tools.load.client import ClientProcesses, ClientThreads
+from torchpipe_py.tools.load.compare import compare_main
+from torchpipe_py.tools.load.records import CallLog, collect
+from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, make_report, page, print_report
+from torchpipe_py.tools.options import parse_load
+from torchpipe_py.tools.report import ToolError, check_output, write_json, write_text
+
+EXIT_ALL_FAILED = 1  # of bench
+OUTSIDE_LIMIT = 0.2  # of the clients' time, between their calls
+VARIABLES = {"clients": "request_client", "rate": "rate"}
+MOST_POINTS = 1000
+TOLERANCE = 0.03  # the rate that was found and the next one tried that fails differ by no more
+MOST_PROBES = 20
+
+_CLOSE_S = 10.0  # for a backend that does not return after Ctrl-C
+_FIRST, _UP, _DOWN = 0.8, 1.25, 0.5  # of the estimate; of the rate that held; of the one that did not
+_LOWEST = 1 / 256  # of the estimate: below it nothing is looked for
+
+Run = Callable[[argparse.Namespace], dict[str, Any]]
+"""Runs what the options say and returns the report."""
+
+
+@contextmanager
+def progress_bar(total: int | None, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Gives a function that takes the number of images sent so far; silent without tqdm or without a terminal."""
+    has_tqdm = importlib.util.find_spec("tqdm") is not None
+    if not (wanted and has_tqdm and sys.stderr is not None and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    tqdm = importlib.import_module("tqdm").tqdm
+    tqdm.monitor_interval = 0  # no thread
+    with tqdm(total=total, unit="img", file=sys.stderr) as bar:
+        yield lambda sent: bar.update(sent - bar.n) and None
+
+
+# --- torchpipe bench
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """0 if any image has a result, 1 if none has, 130 after Ctrl-C; ``TorchpipeError`` where it cannot run."""
+    try:
+        report = _bench(args)
+    except KeyboardInterrupt:
+        print("torchpipe: interrupted before there was anything to report", file=sys.stderr)
+        return judge.EXIT_INTERRUPTED
+    print_report(report)
+    if args.json is not None:
+        write_json(args.json, report)
+    if report["interrupted"]:
+        return judge.EXIT_INTERRUPTED
+    return judge.EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED
+
+
+def _bench(args: argparse.Namespace) -> dict[str, Any]:
+    check_output(args.json, "--json")
+    payload = load_images(args.img_dir, args.labels_from_names)
+    settings = {name: value for name, value in vars(args).items() if not callable(value)}
+    about = describe_run(settings, payload, ("torchpipe_py", "torch", "onnxruntime"))
+    images = len(payload.bodies)
+    plans = make_plans(args.request_client, args.request_batch, args.total_number, images, args.warmup)
+    run = pipe(args.config)
+    clients = ClientThreads(plans, run, payload)
+    try:
+        clients.warm_up()
+        before = run.stats()
+        # Less this process: that of backends in processes of their own.
+        meter = measure.CpuMeter(server=[os.getpid()], not_server=[])
+        with progress_bar(args.total_number, args.progress) as progress:
+            meter.start()
+            outcome = clients.run(progress)
+            use = meter.stop()
+        outside = time_outside(outcome.logs)
+        limits = [f"clients spent {outside:.0%} of their time between calls"] if outside > OUTSIDE_LIMIT else []
+        ours = use.parent + (use.server or 0.0)  # pipe and clients share a process: their times cannot be told apart
+        cpu = {"process_cpu_percent": 100 * ours / use.wall, **use.fields(ours)}
+        records = collect(outcome.logs, plans, outcome.released)
+        report = make_report(outcome, records, about, cpu, limits, args.labels_from_names)
+        nodes = measure.node_figures(before, run.stats(), use.wall)
+        return report | {"tester_share_of_clients": outside, "nodes": nodes}
+    finally:
+        clients.stop()
+        run.close(_CLOSE_S)
+
+
+def time_outside(logs: Sequence[CallLog]) -> float:
+    """The share of the clients' time that was spent not in calls but in making and counting them."""
+    ended = [log for log in logs if log.wall_ns]
+    inside = sum(sum(log.latency[: log.calls_done]) for log in ended)
+    return 1 - inside / sum(log.wall_ns for log in ended) if ended else 0.0
+
+
+# --- torchpipe load
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load") -> int:
+    """The command; returns its exit status. Messages begin with ``program``."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does
+    try:
+        if arguments[:1] == ["compare"]:
+            return compare_main(arguments[1:], program)
+        options = parse_load(arguments, program)
+        report = _load(options)
+        print_report(report)
+        if options.json is not None:
+            write_json(options.json, report)
+        if options.csv is not None:
+            write_text(options.csv, csv_text(report.get("runs", [report])))
+        if options.html is not None:
+            write_text(options.html, page(report))
+    except ToolError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return judge.EXIT_CANNOT_RUN
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted before there was anything to report", file=sys.stderr)
+        return judge.EXIT_INTERRUPTED
+    return int(report["exit_status"])
+
+
+def _load(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the load and return the report, of one run or of several."""
+    flags: dict[str, str] = {}
+    for flag in ("json", "csv", "html"):
+        path = getattr(options, flag)
+        check_output(path, f"--{flag}")
+        if path is not None and (path.is_file() or not path.exists()):  # not a device
+            other = flags.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                raise ToolError(f"--{other} and --{flag}: both would write {path}, one over the other")
+    sweep = None if options.sweep is None else parse_sweep(options.sweep)
+    if importlib.util.find_spec("thriftpy2") is None:
+        raise ToolError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")
+    run = LoadRunner(options).run
+    if sweep is not None:
+        return run_sweep(run, options, *sweep)
+    return run_search(run, options) if options.search else run(options)
+
+
+class LoadRunner:
+    """Runs loads on one server, one after the other; owns what they have in common: the images and where they go."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Read the images and probe the server; ``ToolError`` when either is missing."""
+        from torchpipe_py.tools.load import wire
+
+        if options.transport == "http":
+            speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path)
+        else:
+            speaks = wire.ThriftWire(load_idl(), options.transport == "framed", options.request_batch)
+        endpoint = wire.Endpoint(options.host, options.port, options.timeout)
+        self._payload = load_images(options.img_dir, options.labels_from_names)
+        wire.probe(speaks, endpoint)
+        self._connect = partial(wire.ServiceSession, speaks, endpoint)
+        self._is_local = measure.is_local(options.host)
+        self._service = measure.ServiceMeter(options.host, options.http_port, self._is_local)
+        self._service.start()  # so that a wrong port is reported before anything is sent
+
+    def run(self, options: argparse.Namespace) -> dict[str, Any]:
+        """One run and its report; ``ToolError`` when that is not possible."""
+        server = measure.find_server(options.host, options.port, options.server_pid)
+        about = describe_run(vars(options), self._payload, ["thriftpy2"])
+        about |= {"host_is_local": self._is_local, "server_pids": server}
+        load = make_load(options, len(self._payload.bodies))
+        gpu = measure.GpuMeter(wanted=self._is_local)
+        clients = ClientProcesses(load, self._connect, self._payload)
+        cpu = measure.CpuMeter(server, clients.pids)
+        try:
+            clients.wait_ready()
+            gpu.start()
+            self._service.start()
+            with progress_bar(load.total, options.progress) as show:
+                cpu.start()
+                outcome = clients.run(show)
+                use, gpus, figures = cpu.stop(), gpu.stop(), self._service.stop()
+        finally:
+            gpu.stop()
+            clients.stop()
+        records = collect(outcome.logs, load.plans, outcome.released)
+        fields = measure.cpu_fields(outcome.logs, use)
+        limits = measure.cpu_limits(fields) + (judge.late_limits(judge.late_sends(records)) if load.is_open else [])
+        report = make_report(outcome, records, about, fields, limits, options.labels_from_names)
+        report |= {"tester_limited": bool(limits), **load_fields(records, report, load)}
+        return judge.judge(report, options.slo_p99) | {"gpus": gpus, "service": figures}
+
+
+# --- several runs
+
+
+def parse_sweep(text: str) -> tuple[str, list[float]]:
+    """``NAME=VALUES``. Clients are whole numbers, from 1 to 10 000; rates are above 0."""
+    name, _, values = text.partition("=")
+    points: list[float] = []
+    try:
+        for part in values.split(",") if name in VARIABLES else ():
+            if ":" not in part:
+                points.append(float(part))
+                continue
+            start, stop, step = map(float, part.split(":"))
+            count = int((stop - start) / step + 1e-9) + 1
+            if step <= 0 or count < 1:
+                raise ValueError(part)
+            points += [start + index * step for index in range(min(count, MOST_POINTS + 1))]
+    except (ValueError, ArithmeticError):
+        points = []
+    if not points:
+        valid = "clients=1,2,5 or rate=100:400:100 (start:stop:step, stop included)"
+        raise ToolError(f"--sweep {text}: valid are {valid}")
+    if len(points) > MOST_POINTS:
+        raise ToolError(f"--sweep {text}: too many points; 1 to {MOST_POINTS} are valid")
+    for point in points:
+        if name == "rate" and not 0 < point < 1e6:
+            raise ToolError(f"--sweep rate={point:g}: must be more than 0 and less than a million")
+        if name == "clients" and not (1 <= point <= 10_000 and point == int(point)):
+            raise ToolError(f"--sweep clients={point:g}: must be a whole number between 1 and 10000")
+    return name, points if name == "rate" else [int(point) for point in points]
+
+
+class _Stopped(Exception):
+    """Nothing more is run: someone ended the run that was under way, or a later one could not start."""
+
+    def __init__(self, why: str, status: int) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Series:
+    """Runs of the same options but for some, and their reports. What ends a run early ends them all."""
+
+    def __init__(self, run: Run, options: argparse.Namespace) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self._run, self._options = run, options
+
+    def run(self, name: str, **changes: Any) -> dict[str, Any]:
+        """One more run. Raises ``_Stopped``; and what the first run raises, for there is nothing to report then."""
+        try:
+            report = self._run(argparse.Namespace(**{**vars(self._options), **changes}))
+        except (KeyboardInterrupt, ToolError) as error:
+            if not self.reports:
+                raise
+            by_hand = isinstance(error, KeyboardInterrupt)
+            why = "interrupted" if by_hand else str(error)
+            status = judge.EXIT_INTERRUPTED if by_hand else judge.EXIT_CANNOT_RUN
+            raise _Stopped(f"{why} before {name}", status) from error
+        report["point"] = name
+        self.reports.append(report)
+        latency = report["latency_ms"]
+        p99 = "no result" if latency is None else f"p99 {latency['p99']:.2f} ms"
+        print(f"{name}: {report['qps']:.1f} images/s, {p99}, {judge.verdict(report)}", file=sys.stderr)
+        if report["interrupted"]:
+            raise _Stopped(f"interrupted at {name}", judge.EXIT_INTERRUPTED)
+        return report
+
+    def report(self, kind: str, about: Any, status: int, stopped: _Stopped | None) -> dict[str, Any]:
+        """All runs; ``status`` is that of a series that was not stopped."""
+        ended: dict[str, Any] = {"stopped": None, "exit_status": status}
+        if stopped is not None:
+            ended = {"stopped": str(stopped), "exit_status": stopped.status}
+        return {"kind": kind, kind: about, "runs": self.reports, **ended}
+
+
+def run_sweep(run: Run, options: argparse.Namespace, name: str, values: Sequence[float]) -> dict[str, Any]:
+    """A run for each value; one that is interrupted, or cannot start, ends the sweep with what is done."""
+    series, stopped = _Series(run, options), None
+    try:
+        for value in values:
+            series.run(f"{name} {value:g}", **{VARIABLES[name]: value})
+    except _Stopped as error:
+        stopped = error
+    status = judge.worst(report["exit_status"] for report in series.reports) if stopped is None else judge.EXIT_OK
+    return series.report("sweep", {"name": name, "values": list(values)}, status, stopped)
+
+
+def search_rate(holds: Callable[[float], bool], estimate: float) -> tuple[float | None, float | None]:
+    """The highest rate that held, and the lowest that did not; None where there is none.
+
+    Brackets the limit from ``estimate``, in images per second, then halves the bracket until it is narrow.
+    ``holds(rate)`` runs a probe; it is noisy near the limit, and no rate is tried twice.
+    """
+    best = too_much = None
+    rate = estimate * _FIRST
+    for _ in range(MOST_PROBES):
+        if holds(rate):
+            best = rate
+        else:
+            too_much = rate
+        if best is None:
+            rate *= _DOWN
+            if rate < estimate * _LOWEST:
+                break
+        elif too_much is None:
+            rate *= _UP
+        elif too_much <= best * (1 + TOLERANCE):
+            break
+        else:
+            rate = (best + too_much) / 2
+    return best, too_much
+
+
+def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """The highest rate that meets the SLO, stable and without an error; a search that is stopped has no result."""
+    series, stopped = _Series(run, options), None
+    best: float | None = None
+    too_much: float | None = None
+
+    def holds(rate: float) -> bool:
+        return bool(series.run(f"rate {rate:.4g}", rate=rate)["exit_status"] == judge.EXIT_OK)
+
+    try:
+        closed = series.run("closed loop", arrivals="closed", rate=None, slo_p99=None)
+        if not closed["images_ok"]:
+            raise ToolError(f"--search: no image has a result in a closed loop: {closed['errors']}")
+        best, too_much = search_rate(holds, closed["goodput"])
+    except _Stopped as error:
+        stopped = error
+    about = {
+        "slo_p99_ms": options.slo_p99,
+        "arrivals": options.arrivals,
+        "best_rate": best,
+        "lowest_rate_that_failed": too_much,
+        "tolerance": TOLERANCE,
+        "valid": all(report["valid"] for report in series.reports),
+    }
+    return series.report("search", about, judge.EXIT_SLO_MISSED if best is None else judge.EXIT_OK, stopped)

@@ -1,0 +1,300 @@
+"""The options of every tool, and the types of their values; nothing here imports what runs them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.files import output_problem
+from torchpipe_py.tools.report import ToolError
+from torchpipe_py.values import to_floats
+
+# --- types of values; argparse adds the flag to what they raise
+
+
+def number(what: str, low: float, high: float, kind: Callable[[str], Any] = float) -> Callable[[str], Any]:
+    """The type of a number from ``low`` to ``high``; ``what`` names it in the message."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+        return value
+
+    return parse
+
+
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of a whole number."""
+    bounds = f", at least {least}" if most is None else f" from {least} to {most}"
+    return number(f"a whole number{bounds}", least, math.inf if most is None else most, int)
+
+
+def above_zero(what: str) -> Callable[[str], float]:
+    """The type of a number of ``what``."""
+    return number(f"a number of {what} above 0 and below a million", 5e-324, math.nextafter(1e6, 0))
+
+
+points = number("points of accuracy, 0 to 100", 0, 100)
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written, so that no work is done and lost."""
+    if problem := output_problem(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
+
+
+def _onnx(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".onnx":
+        raise argparse.ArgumentTypeError(
+            f"expected a name that ends in .onnx, got {text!r}; {path.stem or 'model.int8'}.onnx, say"
+        )
+    return path
+
+
+def _stem(text: str) -> Path:
+    path = Path(text)
+    return path.with_suffix("") if path.suffix in (".onnx", ".toml") else path
+
+
+def _sides(text: str) -> int | tuple[int, int]:
+    if not re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"expected pixels, as 224, or height and width, as 224x160, got {text!r}")
+    height, by, width = text.partition("x")
+    return (int(height), int(width)) if by else int(height)
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        numbers = to_floats(text)
+    except (ConfigError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if len(numbers) not in (1, 3):
+        raise argparse.ArgumentTypeError(f"expected one number or three, got {len(numbers)}")
+    return tuple(numbers)
+
+
+# --- torchpipe parity, export, quantize, encrypt
+
+
+def add_parity_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe parity``."""
+    add = parser.add_argument
+    add("a", metavar="A.toml", help="the reference: its result is a Mat, a Tensor or a class")
+    add("b", metavar="B.toml", help="to hold against it, with a result of the same kind")
+    add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
+    add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
+    add("--limit", type=at_least(1), metavar="N", help="only the first N images, in the order of their names")
+    add("--html", type=output_file, metavar="FILE", help="write a report with pictures, one self-contained file")
+    add("--json", type=output_file, metavar="FILE", help="write every figure of every image")
+    add("--worst", type=at_least(0), default=10, metavar="N", help="images to show (default: %(default)s)")
+    mean = number("a number, at least 0", 0, 1e308)
+    add("--max-mean", type=mean, metavar="X", help="bar: mean absolute difference, averaged over all images")
+    share = number("a share from 0 to 1", 0, 1)
+    add("--min-agreement", type=share, metavar="X", help="bar: share of images with the same class, 0 to 1")
+    add("--max-drop", type=points, metavar="X", help="bar: points of accuracy (0 to 100) that B may lose")
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe export``."""
+    add = parser.add_argument
+    add("source", metavar="MODEL", help="a torchvision classifier, or module:function or file.py:function of yours")
+    add(
+        "--weights",
+        metavar="FILE",
+        help="a state dict, or a checkpoint that has one; of torchvision's models also 'pretrained' (the default), the "
+        "name of weights, or 'random' to measure speed",
+    )
+    add("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
+    add("--force", action="store_true", help="replace files that are there")
+    add("--labels", type=Path, metavar="FILE", help="a class a line; default: the weights' own, if they have any")
+    add(
+        "--postprocessor",
+        metavar="NAME",
+        default="SoftmaxMax",
+        help="of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs",
+    )
+    pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
+    add = pixels.add_argument
+    add("--transforms", metavar="WEIGHTS", help="torchvision's for these weights: ResNet50_Weights.IMAGENET1K_V1, say")
+    add("--resize", type=_sides, metavar="N|HxW", help="the shorter side, or height and width, pixels")
+    add("--crop", type=_sides, metavar="N|HxW", help="of the middle, pixels")
+    add("--interpolation", choices=("bilinear", "bicubic"), help="of the resize")
+    add("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as transforms.Normalize takes it")
+    add("--std", type=_floats, metavar="R,G,B", help="the same")
+    add("--color", choices=("rgb", "bgr", "gray"), default="rgb", help="that the model takes (default: %(default)s)")
+    add("--preprocess", type=Path, metavar="TOML", help="decode and resize by this file instead, as in training")
+    parser.add_argument("--opset", type=int, default=17, help="of ONNX (default: %(default)s)")
+
+
+CALIBRATE = 128
+"""Images to calibrate with by default: more hardly widen the ranges of the layers."""
+
+
+def add_quantize_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe quantize``."""
+    add = parser.add_argument
+    add("config", metavar="CONFIG.toml", help="the pipe whose model is quantised; its result is a class")
+    labelled = "images, found recursively; labelled ones are LABEL/name.jpg or LABEL_name.jpg"
+    add("--img_dir", required=True, metavar="DIR", help=labelled)
+    where = "where the int8 model is written (default: %(default)s)"
+    add("--out", type=_onnx, default="model.int8.onnx", metavar="FILE.onnx", help=where)
+    add("--force", action="store_true", help="replace a file that is there")
+    add("--node", metavar="NAME", help="the node whose model is meant, where several run one")
+    add(
+        "--max-drop",
+        type=points,
+        default=0.5,
+        metavar="X",
+        help="points of accuracy, 0 to 100, that it may lose (default: %(default)s); without labels: that many of 100 "
+        "images may change their class",
+    )
+    add(
+        "--calibrate",
+        type=at_least(0),
+        default=CALIBRATE,
+        metavar="N",
+        help="images to calibrate with (default: %(default)s), half of them all at most; it is checked on the others",
+    )
+    keep = "look for layers that int8 harms most, and keep up to N of them in fp32 (default: none)"
+    add("--keep", type=at_least(0), default=0, metavar="N", help=keep)
+
+
+def add_encrypt_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe encrypt``."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="an ONNX file, TorchScript, a .pt2 or a TensorRT engine")
+    keys = parser.add_mutually_exclusive_group(required=True).add_argument
+    keys("--key_file", default="", metavar="FILE", help="with the key: 32 bytes, raw, in hex or in base64")
+    keys("--key_env", default="", metavar="NAME", help="an environment variable with the key")
+    keys("--new_key", default="", metavar="FILE", help="make a key, and write it to FILE, which must not exist")
+    add("--out", metavar="FILE", help="the encrypted model (default: MODEL.enc)")
+    add("--force", action="store_true", help="replace it if it is there")
+
+
+# --- torchpipe bench and torchpipe load
+
+DEFAULT_TOTAL = 10_000
+MOST_IMAGES = 10**9
+ARRIVALS = ("closed", "constant", "poisson", "replay")
+DEFAULT_PROBE_S = 10.0
+_CLIENTS, _IMAGES = "clients are --request_client here", "images are counted by --total_number here"
+_SERVER = "the server is --host and --port here, and --transport http for HTTP"
+ELSEWHERE = {
+    **dict.fromkeys(("--concurrency", "--connections", "-c"), _CLIENTS),
+    **dict.fromkeys(("--requests", "-n"), _IMAGES),
+    **dict.fromkeys(("--url", "-u"), _SERVER),
+}
+"""Flags of other load testers, and what there is here in their place."""
+
+_STATUSES = """\
+exit status: 0 every image has a result, the run was stable and the SLO, if there is one, was met; 1 it could not run;
+2 some images have no result, or an open loop was unstable (or the arguments are wrong); 3 the SLO was missed, or
+--search found no rate that meets it; 130 interrupted. A sweep has the status of its worst run, 2 before 3 before 0;
+that of what stopped it, if something did."""
+
+
+def add_load_options(parser: argparse.ArgumentParser, clients: str) -> None:
+    """Declare those of ``bench`` and ``load``; ``clients`` says what the clients are: processes, threads."""
+    add, default = parser.add_argument, "; default %(default)s"
+    client, images = at_least(1, 10_000), at_least(1, MOST_IMAGES)
+    add("--img_dir", type=Path, required=True, metavar="DIR", help="images are searched in it and below")
+    add("--request_client", type=client, default=20, metavar="N", help=clients + default)
+    add("--request_batch", type=client, default=1, metavar="N", help="images per call" + default)
+    add("--total_number", type=images, default=DEFAULT_TOTAL, metavar="N", help="images to send in all" + default)
+    warmup = "calls per client, not counted; default 5 %%, 1 to 50"
+    add("--warmup", type=at_least(0, MOST_IMAGES), metavar="N", help=warmup)
+    labels = "count right answers: the label of circle/03.jpg and of circle_03.jpg is circle"
+    add("--labels_from_names", action="store_true", help=labels)
+    add("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+
+
+def parse_load(arguments: Sequence[str], program: str) -> argparse.Namespace:
+    """The command line of ``torchpipe load``; settings that follow from others are filled in.
+
+    Wrong values end the process with status 2; ``ToolError`` for options that contradict each other.
+    """
+    description = f"Load tester of the inference service. `{program} compare A.json B.json` compares two reports."
+    parser = ArgumentParser(prog=program, description=description, epilog=_STATUSES, elsewhere=ELSEWHERE)
+    add_load_options(parser, clients="client processes")
+    add, default = parser.add_argument, "; default %(default)s"
+    port = at_least(1, 65535)
+    add("--host", default="127.0.0.1", help="where the service is" + default)
+    add("--port", type=port, default=8888, metavar="PORT", help="that takes images" + default)
+    add("--transport", choices=("buffered", "framed", "http"), default="buffered", help="two of Thrift, or HTTP")
+    add("--path", metavar="PATH", help="where images are POSTed over HTTP; default /infer")
+    limit = "seconds for a call, and for a connection" + default
+    add("--timeout", type=above_zero("seconds"), default=10.0, metavar="S", help=limit)
+    server = "whose CPU use is reported; default: who listens on the port here"
+    add("--server_pid", type=at_least(1), metavar="PID", help=server)
+    stats = "the service's own --http-port: its nodes, and the hand-over to its engine processes, are reported"
+    add("--http-port", type=port, metavar="PORT", help=stats)
+    add("--csv", type=Path, metavar="FILE", help="write a line for each run to FILE")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing but itself, to FILE")
+    add = parser.add_argument_group("when calls are sent").add_argument
+    add(
+        "--rate",
+        type=above_zero("images per second"),
+        metavar="R",
+        help="images per second of all clients together, whatever the server answers: an open loop; with "
+        "--request_batch B these are R/B calls per second. Rescales a --replay",
+    )
+    add("--arrivals", choices=ARRIVALS, help="default: closed; with --rate constant, with --replay replay")
+    add("--replay", type=Path, metavar="FILE", help="send times in seconds since the start, one a line")
+    add("--replay_column", metavar="NAME", help="--replay is a CSV file, and this its column of times")
+    add("--seed", type=int, default=0, help="of Poisson arrivals; default %(default)s")
+    duration = "seconds to send for, in place of --total_number; of --search for each probe, default 10"
+    add("--duration", type=above_zero("seconds"), metavar="S", help=duration)
+    add = parser.add_argument_group("judgement and several runs").add_argument
+    slo = "99 %% of the calls must be answered within MS, from when they were due"
+    add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)
+    add("--search", action="store_true", help="find the highest rate with --slo-p99 met, stable, no errors")
+    sweep = "a run for each value: clients=1,2,5 or rate=100:400:100 (start:stop:step, stop included)"
+    add("--sweep", metavar="WHAT=VALUES", help=sweep)
+    return _completed(parser.parse_args(arguments, argparse.Namespace(total_number=None)))
+
+
+def _completed(options: argparse.Namespace) -> argparse.Namespace:
+    is_http, paced, arrivals = options.transport == "http", options.rate is not None, options.arrivals
+    sweeps_rates = options.sweep is not None and options.sweep.startswith("rate=")
+    several, replays, counts = options.search or sweeps_rates, options.replay is not None, options.total_number
+    for is_wrong, why in (
+        (is_http and options.request_batch > 1, "--request_batch: over HTTP a request has one image"),
+        (options.path is not None and not is_http, "--path: is for --transport http"),
+        (replays and arrivals not in (None, "replay"), f"--replay: does not go with --arrivals {arrivals}"),
+        (paced and arrivals == "closed", "--rate: a closed loop has no rate; --arrivals constant or poisson"),
+        (arrivals in ("constant", "poisson") and not (paced or several), f"--arrivals {arrivals}: needs a --rate"),
+        (arrivals == "replay" and not replays, "--arrivals replay: needs a --replay FILE"),
+        (options.replay_column is not None and not replays, "--replay_column: needs a --replay FILE"),
+        (counts and options.duration, "--duration: takes the place of --total_number; give one of them"),
+        (options.search and options.slo_p99 is None, "--search: needs the --slo-p99 MS that shall hold"),
+        (options.search and options.sweep is not None, "--search: does not go with --sweep; give one of them"),
+        (options.search and counts, "--search: its probes take a --duration"),
+        (several and paced, "--rate: the rate is what --search and --sweep rate= look for; leave it out"),
+        (
+            several and (replays or arrivals in ("closed", "replay")),
+            "--search and --sweep rate=: need --arrivals constant or poisson",
+        ),
+    ):
+        if is_wrong:
+            raise ToolError(why)
+    options.path = options.path or "/infer"
+    if arrivals is None:
+        options.arrivals = "replay" if replays else "constant" if paced or several else "closed"
+    if options.search and options.duration is None:
+        options.duration = DEFAULT_PROBE_S
+    if counts is None and options.duration is None and options.arrivals != "replay":
+        options.total_number = DEFAULT_TOTAL
+    return options

@@ -1,0 +1,239 @@
+"""Numbers about arrays and about lists of images; no pipe runs here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.images.files import label_of
+
+AMPLIFICATION = 16
+"""How much stronger than it is a difference is shown."""
+
+VIEW_SIDE = 320
+"""Pixels of the longer side, above which a picture is shrunk for the page."""
+
+Z_95 = 1.959963984540054
+"""Standard deviations that hold 95 % of a normal distribution."""
+
+FIGURES = ("max", "mean", "share", "shift")
+"""The fields of ``Difference``, in the order of every table."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """B minus A over all values of one image, on the 0..255 scale.
+
+    ``max`` and ``mean`` are absolute, ``share`` is that of values more than 1 apart, ``shift`` the signed mean:
+    positive where B is brighter.
+    """
+
+    max: float
+    mean: float
+    share: float
+    shift: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The class of a model, and its score where the model gives one."""
+
+    label: str | int
+    score: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.label}" if self.score is None else f"{self.label} ({self.score:.4f})"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An image for which both sides gave pixels of the same shape, or a class; with a model, both.
+
+    ``truth`` is the class of its folder or name, where images are labelled.
+    """
+
+    name: str
+    difference: Difference | None
+    a: Prediction | None = None
+    b: Prediction | None = None
+    truth: str | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over all images; ``worst`` is the value farthest from 0, with its sign, found at ``worst_name``."""
+
+    median: float
+    mean: float
+    worst: float
+    worst_name: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """``hits`` of ``total``, and Wilson's 95 % interval of their share."""
+
+    hits: int
+    total: int
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often two sides name the same class, with Wilson's 95 % interval.
+
+    Score differences are absolute, over images with the same label on both sides; ``None`` without scores.
+    """
+
+    same: int
+    total: int
+    share: float
+    low: float
+    high: float
+    score_mean: float | None
+    score_max: float | None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How often each side names the class that an image is labelled with, and how many points B loses.
+
+    ``low`` and ``high`` bound ``drop`` by Newcombe's 95 % interval for pairs.
+    """
+
+    a: Share
+    b: Share
+    drop: float
+    low: float
+    high: float
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> Difference:
+    """B minus A; both float32 of the same shape, not empty."""
+    delta = b - a
+    distance = np.abs(delta)
+    return Difference(
+        max=float(distance.max()),
+        mean=float(distance.mean(dtype=np.float64)),
+        share=float(np.count_nonzero(distance > 1) / distance.size),
+        shift=float(delta.mean(dtype=np.float64)),
+    )
+
+
+def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
+    """A ``Spread`` for each figure of ``Difference``; empty where no pixels were compared."""
+    pairs = [(image.name, image.difference) for image in compared if image.difference is not None]
+    found = {}
+    for figure in FIGURES if pairs else ():
+        values = [getattr(each, figure) for _, each in pairs]
+        worst = max(range(len(values)), key=lambda index: abs(values[index]))
+        found[figure] = Spread(float(np.median(values)), float(np.mean(values)), values[worst], pairs[worst][0])
+    return found
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share, which stays within 0..1 and has a width even at ``hits == total``."""
+    share, ratio = hits / total, Z_95 * Z_95 / total
+    middle = (share + ratio / 2) / (1 + ratio)
+    half = Z_95 / (1 + ratio) * math.sqrt(share * (1 - share) / total + ratio / (4 * total))
+    low = 0.0 if hits == 0 else max(0.0, middle - half)
+    return low, 1.0 if hits == total else min(1.0, middle + half)
+
+
+def _share(hits: int, total: int) -> Share:
+    return Share(hits, total, hits / total, *wilson(hits, total))
+
+
+def agreement(compared: Sequence[Compared]) -> Agreement | None:
+    """Over the images that have a class on both sides; ``None`` without one."""
+    pairs = [(image.a, image.b) for image in compared if image.a is not None and image.b is not None]
+    if not pairs:
+        return None
+    same = [(a, b) for a, b in pairs if a.label == b.label]
+    gaps = [abs(a.score - b.score) for a, b in same if a.score is not None and b.score is not None]
+    share = _share(len(same), len(pairs))
+    mean = sum(gaps) / len(gaps) if gaps else None
+    return Agreement(share.hits, share.total, share.share, share.low, share.high, mean, max(gaps, default=None))
+
+
+def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
+    """Name and both predictions of each image the sides disagree about."""
+    pairs = [(image.name, image.a, image.b) for image in compared]
+    return [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a.label != b.label]
+
+
+def labelled(compared: Sequence[Compared]) -> list[Compared]:
+    """With the class that the folder or the name of each file says, where those are the classes that the sides name.
+
+    Names are no labels, and nothing changes, where fewer than half of them are classes that occur.
+    """
+    classes = {str(side.label) for image in compared for side in (image.a, image.b) if side is not None}
+    truths = [label_of(PurePath(image.name), PurePath()) for image in compared]
+    # 7.jpg is the seventh image, not one of class 7.
+    has_label = ["/" in image.name or "_" in image.name for image in compared]
+    if 2 * sum(has and truth in classes for has, truth in zip(has_label, truths, strict=True)) < len(truths):
+        return list(compared)
+    return [replace(image, truth=truth) for image, truth in zip(compared, truths, strict=True)]
+
+
+def accuracy(compared: Sequence[Compared]) -> Accuracy | None:
+    """Over the labelled images that have a class on both sides; ``None`` without one."""
+    right = [
+        (str(image.a.label) == image.truth, str(image.b.label) == image.truth)
+        for image in compared
+        if image.a is not None and image.b is not None and image.truth is not None
+    ]
+    if not right:
+        return None
+    both, only_a, only_b = (right.count(pair) for pair in ((True, True), (True, False), (False, True)))
+    a, b = _share(both + only_a, len(right)), _share(both + only_b, len(right))
+    low, high = paired(both, only_a, only_b, len(right) - both - only_a - only_b)
+    return Accuracy(a, b, 100 * (a.share - b.share), 100 * low, 100 * high)
+
+
+def paired(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, float]:
+    """The 95 % interval of A's share less B's over the same images, within -1..1.
+
+    Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions based on paired
+    data", method 10 without the correction of continuity.
+    """
+    total = both + only_a + only_b + neither
+    a, b = _share(both + only_a, total), _share(both + only_b, total)
+    margins = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
+    phi = (both * neither - only_a * only_b) / math.sqrt(margins) if margins else 0.0
+
+    def margin(down: float, up: float) -> float:
+        return math.sqrt(down * down - 2 * phi * down * up + up * up)
+
+    middle = a.share - b.share
+    return middle - margin(a.share - a.low, b.high - b.share), middle + margin(b.share - b.low, a.high - a.share)
+
+
+def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE) -> np.ndarray:
+    """H×W×C with each k×k block made one value by ``reduce``, so that no side exceeds ``side``; k is the least."""
+    height, width, channels = pixels.shape
+    k = -(-max(height, width) // side)
+    if k == 1:
+        return pixels
+    padded = np.pad(pixels, ((0, -height % k), (0, -width % k), (0, 0)), mode="edge")
+    blocks = padded.reshape(padded.shape[0] // k, k, padded.shape[1] // k, k, channels)
+    shrunk: np.ndarray = reduce(blocks, axis=(1, 3))
+    return shrunk
+
+
+def pictures(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A, B and their amplified difference as uint8; of other than one or three channels only the first.
+
+    A shrunk difference keeps the largest of each block.
+    """
+    shown = shrink(a, np.mean), shrink(b, np.mean), shrink(np.abs(b - a), np.max) * AMPLIFICATION
+    some = (each if each.shape[2] in (1, 3) else each[:, :, :1] for each in shown)
+    first, second, third = (np.clip(np.rint(each), 0, 255).astype(np.uint8) for each in some)
+    return first, second, third

@@ -1,0 +1,157 @@
+"""``torchpipe quantize``: calibrate, quantise, compare on other images, and write the model if it is as good."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.errors import counted
+from torchpipe_py.files import output_problem, replace_file
+from torchpipe_py.keys import TASK_RESULT_KEY
+from torchpipe_py.plan.config import Tables
+from torchpipe_py.tools.parity.command import text_report
+from torchpipe_py.tools.parity.figures import accuracy, agreement
+from torchpipe_py.tools.parity.results import is_tensor, refusal
+from torchpipe_py.tools.parity.run import PipeRunner, Settings, compare_configs, images_of, read_images
+from torchpipe_py.tools.quantize.quantiser import Arrays, Quantiser, search
+from torchpipe_py.tools.quantize.target import Target, find_target
+from torchpipe_py.tools.report import ToolError, aligned, clip
+
+FEWEST = 8
+"""Images to calibrate with, and to check with, below which neither means anything."""
+
+
+def divide(paths: Sequence[Path], most: int) -> tuple[list[Path], list[Path]]:
+    """Images to calibrate with, ``most`` or half of them, spread over all, and the others, to check with."""
+    count = min(most, len(paths) // 2)
+    chosen = {index * len(paths) // count for index in range(count)} if count else set()
+    return (
+        [path for index, path in enumerate(paths) if index in chosen],
+        [path for index, path in enumerate(paths) if index not in chosen],
+    )
+
+
+def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[list[Arrays], list[str]]:
+    """What ``tables`` give for each image, and a line for each that they give nothing for.
+
+    ``ToolError`` for results other than Tensors.
+    """
+    given: list[Arrays] = []
+    refused: list[str] = []
+    with ExitStack() as stack:
+        runner = PipeRunner(tables.source, tables, stack)
+        for start in range(0, len(paths), runner.batch):
+            names, requests, unread = read_images(img_dir, paths[start : start + runner.batch])
+            refused += [f"{name}: {reason}" for name, reason in unread]
+            for name, item in zip(names, runner.start(requests)(), strict=True):
+                if reason := refusal(item):
+                    refused.append(f"{name}: {reason}")
+                    continue
+                result = item[TASK_RESULT_KEY]
+                values: list[Any] = result if isinstance(result, list) else [result]
+                if not all(map(is_tensor, values)):
+                    kind = type(result).__name__
+                    raise ToolError(f"{tables.source}: the model is given a {kind}, expected a Tensor")
+                given.append([each.detach().cpu().numpy() for each in values])
+    return given, refused
+
+
+LISTED = 5
+"""Images without a result that are named; the report has those that it is checked with."""
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """0 when the model is written; ``TorchpipeError`` where it cannot be made, or loses more than it may."""
+    _check_out(args.out, args.force)
+    target = find_target(args.config, args.node)
+    if args.out.exists() and args.out.samefile(target.model):
+        raise ToolError(f"--out {args.out}: this is the model to quantise; give another name")
+    calibration, held_out = divide(images_of(args.img_dir), args.calibrate)
+    if len(calibration) < FEWEST:
+        few = f"{counted(len(calibration), 'image')} to calibrate with and {len(held_out)} to check with are too few"
+        raise ToolError(f"--img_dir {args.img_dir}: {few}: at least {FEWEST} of each, better hundreds")
+    with tempfile.TemporaryDirectory() as name:
+        candidate = Path(name, args.out.name)
+        _quantise(target, args, calibration, candidate)
+        _check(target, args, held_out, candidate)
+        try:
+            replace_file(args.out, candidate.read_bytes())
+        except OSError as error:
+            raise ToolError(f"--out {args.out}: cannot be written: {error.strerror}") from error
+    print(f'\n{args.out}: written, for node {target.node!r}: model = "{args.out}"')
+    return 0
+
+
+def _check_out(out: Path, force: bool) -> None:
+    """Before minutes of work."""
+    if problem := output_problem(out, replaces=True):
+        raise ToolError(f"--out {out}: {problem}{f'; {out}/model.int8.onnx, say' if os.path.isdir(out) else ''}")
+    if out.exists() and not force:
+        raise ToolError(f"--out {out}: there already; --force replaces it")
+
+
+def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
+    """Write the int8 model to ``candidate``, beside which files in between lie."""
+    folder = candidate.parent
+    quantiser = Quantiser(target.model, folder)
+    quantiser.check_names(target.fp32_layers)
+    quantiser.write_probe(folder / "probe.onnx")
+    inputs, refused = model_inputs(target.up_to_model(folder / "probe.onnx"), args.img_dir, paths)
+    if len(inputs) < FEWEST:
+        few = f"{len(inputs)} of {len(paths)} images can be calibrated with, at least {FEWEST} are needed"
+        raise ToolError(f"--img_dir {args.img_dir}: {few}; {refused[0]}")
+    quantiser.calibrate(inputs)
+    kept = [*target.fp32_layers, *search(quantiser, target.fp32_layers, args.keep, args.max_drop)]
+    quantiser.write(candidate, fp32=kept)
+    rows = [("model", f"{target.model}, of node {target.node!r}")]
+    rows.append(("calibrated with", f"{len(inputs)} images, as the configuration gives them to the model"))
+    rows += [("left out", line) for line in refused[:LISTED]]
+    if len(refused) > LISTED:
+        rows.append(("left out", f"and {len(refused) - LISTED} more"))
+    layers = [layer for layer in quantiser.layers if layer not in kept]
+    rows.append(("in int8", f"{len(layers)} of {len(quantiser.layers)} layers"))
+    if kept:
+        rows.append(("in fp32", ", ".join(kept)))
+    print("\n".join(map(clip, aligned(rows, least=16))), end="\n\n", flush=True)
+
+
+def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
+    """Compare the two on images that were not calibrated with; ``ToolError`` where too much is lost."""
+    name = f"{target.config} with {args.out.name}"
+    tables = {name: target.with_model(candidate)}
+    settings = Settings(target.config, name, args.img_dir, worst=0, paths=paths, tables=tables)
+    parity = compare_configs(settings)
+    agreed, right = agreement(parity.compared), accuracy(parity.compared)
+    refused = "".join(f"; {image.name}: {image.a or image.b}" for image in parity.refused[:1])
+    if agreed is None:
+        why = "gives pixels, or a map" if parity.compared else "has no result for any image"
+        raise ToolError(f"{target.config}: {why}{refused}; without classes, as (label, score), nothing can be checked")
+    if agreed.total < FEWEST:
+        why = f"{agreed.total} of {len(paths)} images have a class, at least {FEWEST} are needed to check with"
+        raise ToolError(f"--img_dir {args.img_dir}: {why}{refused}")
+    if right is not None:
+        parity.judge(max_drop=args.max_drop)
+        lost, what = right.drop, f"it loses {right.drop:.2f} points of accuracy"
+    else:
+        lost = 100 * (1 - agreed.share)
+        parity.judge(min_agreement=1 - args.max_drop / 100)
+        what = f"{lost:.2f} of 100 images change their class"
+    parity.notes.append(f"these {len(paths)} images were not calibrated with")
+    if 100 > args.max_drop * agreed.total > 0:
+        parity.notes.append(
+            f"one image is {100 / agreed.total:.2f} points: {math.ceil(100 / args.max_drop)} images would show "
+            f"a loss of {args.max_drop:g}"
+        )
+    print("\n".join(text_report(parity)))
+    print(end="", flush=True)  # it may be closed
+    if not all(bar.ok for bar in parity.bars):
+        raise ToolError(
+            f"{args.out}: not written: {what}, --max-drop {args.max_drop:g} allows less; "
+            f"more images (--calibrate), or layers in fp32 (--keep {max(1, 2 * args.keep)}), may help"
+        )

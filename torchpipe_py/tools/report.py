@@ -1,0 +1,333 @@
+"""Reports of the tools: aligned text, self-contained HTML pages, charts as inline SVG, files.
+
+A page loads nothing and runs no script; its style has one palette for light and dark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.files import output_problem
+
+WIDTH = 120
+"""Columns of a text report that clips its lines."""
+
+
+class ToolError(TorchpipeError, RuntimeError):
+    """A tool cannot do what it was asked to; the message says what to change."""
+
+    code = "tool"
+
+
+# --- text
+
+
+def clip(text: str, width: int = WIDTH) -> str:
+    """``text`` in at most ``width`` columns, its middle left out."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int = 0) -> list[str]:
+    """Rows as lines: first column, at least ``least`` wide, and last one to the left, those between to the right."""
+    lines = [*([heads] if heads else []), *rows]
+    if not lines:
+        return []
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths[0], last = max(least, widths[0]), len(widths) - 1
+    shown = []
+    for line in lines:
+        cells = enumerate(zip(line, widths, strict=True))
+        padded = [text.ljust(width) if at in (0, last) else text.rjust(width) for at, (text, width) in cells]
+        shown.append("  ".join(padded).rstrip())
+    return shown
+
+
+# --- files
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Refuse a file that could not be written, before the work rather than after it."""
+    if path is not None and (problem := output_problem(path)):
+        raise ToolError(f"{flag} {path}: cannot be written: {problem}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a report in UTF-8; ``ToolError`` where that fails."""
+    try:
+        # A path, or an error's code, may be no UTF-8.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+    except OSError as error:
+        raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write the whole report."""
+    write_text(path, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+# --- pages
+
+# For light and for dark. "line" separates, "stroke" is drawn, "card" stands out from the paper.
+PALETTE = {
+    "ink": ("#1c2530", "#e4e8ed"),
+    "soft": ("#5a6675", "#9aa6b4"),
+    "line": ("#d6dbe1", "#39424d"),
+    "stroke": ("#8a97a6", "#66727f"),
+    "paper": ("#fff", "#14181d"),
+    "card": ("#f5f7f9", "#1c2229"),
+    "blue": ("#2468b4", "#6aa9ec"),
+    "orange": ("#b8620b", "#f0a04b"),
+    "green": ("#1d7a3d", "#6cc07c"),
+    "purple": ("#7b4bb3", "#b794e6"),
+    "red": ("#b3261e", "#ff8a80"),
+    "teal": ("#12858a", "#56c4c8"),
+}
+COLORS = ("blue", "orange", "green", "purple", "red", "teal")
+"""Of the lines of a chart, in this order."""
+
+STYLE = """body { margin: 2rem auto; padding: 0 1.5rem; max-width: 84rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
+  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td.n, th.n { text-align: right; white-space: nowrap; }
+th { font-weight: 600; } figure { margin: 0; } summary { cursor: pointer; margin-top: 1.2rem; font-weight: 600; }
+code, pre { font: .85rem ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+.ok { color: var(--green); } .missed { color: var(--red); font-weight: 600; } .hint { color: var(--soft); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; }
+.charts figure { padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
+.charts figcaption { font-weight: 600; } .charts svg { display: block; width: 100%; height: auto; }
+.charts text { fill: var(--soft); font: 12px system-ui, sans-serif; }
+.charts .grid { stroke: var(--line); } .charts .axis { stroke: var(--soft); }
+.charts polyline { stroke-width: 2; stroke-linejoin: round; }
+.keys { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0; padding: 0; list-style: none; color: var(--soft); }
+.keys span { display: inline-block; width: 1.4rem; margin-right: .5rem; vertical-align: middle; }
+"""
+
+
+def palette(selector: str) -> str:
+    """Style rules that give ``var(--ink)`` and so on in ``selector`` the colors of light or dark."""
+    light, dark = (" ".join(f"--{name}: {pair[at]};" for name, pair in PALETTE.items()) for at in (0, 1))
+    return (
+        f"{selector} {{ color-scheme: light dark; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ {selector} {{ {dark} }} }}\n"
+    )
+
+
+def page(title: str, parts: Iterable[str], style: str = "") -> str:
+    """The whole file; ``title`` is escaped, ``parts`` are HTML, and ``style`` adds to what all pages share."""
+    body = "\n".join(part for part in (f"<h1>{escape(title)}</h1>", *parts) if part)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{palette(':root')}{STYLE}{style}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", numbers: Sequence[int] = ()) -> str:
+    """A table of escaped texts below ``title``; ``numbers`` are the columns that are aligned to the right.
+
+    Without heads the first column names the rows. Without rows there is nothing.
+    """
+
+    def line(tag: str, first: str, texts: Sequence[str]) -> str:
+        names = [(tag if at else first) for at in range(len(texts))]
+        kinds = [' class="n"' if at in numbers else "" for at in range(len(texts))]
+        cells = zip(names, kinds, texts, strict=True)
+        return f"<tr>{''.join(f'<{name}{kind}>{escape(text)}</{name}>' for name, kind, text in cells)}</tr>"
+
+    lines = [line("td", "td" if heads else "th", row) for row in rows]
+    if not lines:
+        return ""
+    head = [line("th", "th", heads)] if heads else []
+    above = f"<h2>{escape(title)}</h2>\n" if title else ""
+    return f'{above}<div class="scroll"><table>\n' + "\n".join([*head, *lines]) + "\n</table></div>"
+
+
+# --- charts
+
+CHART_WIDTH, CHART_HEIGHT = 620, 290
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, CHART_WIDTH - 22, 16, CHART_HEIGHT - 48
+_LETTER = 6.6  # pixels that a letter takes, about
+_LEAST_GAP = 6  # pixels between two labels below an axis
+_TICKS = 6
+_MOST_LOG_TICKS = 8
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From ``low`` to ``high``, on a logarithmic scale where ``log``; ``ticks`` are values and their labels."""
+
+    label: str
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """From 0 to 1 along the axis; values beyond an end are drawn there."""
+        if self.log:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, share))
+
+
+def linear_axis(label: str, low: float, high: float, exact: bool = False, least_step: float = 0.0) -> Axis:
+    """Between round numbers, or with ``exact`` from ``low`` to ``high``; ticks are at round numbers."""
+    high = high if high > low else low + 1.0
+    step = max(_round_step((high - low) / _TICKS), least_step)
+    if not exact:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    ticks = [at * step for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return Axis(label, low, high, [(tick, _number(tick)) for tick in ticks])
+
+
+def log_axis(label: str, low: float, high: float, ticks: Sequence[tuple[float, str]] = ()) -> Axis:
+    """Logarithmic from ``low`` to ``high``, both above 0; less than a decade has the ticks of a linear axis."""
+    high = max(high, low * 1.001)
+    if not ticks and high < 10 * low:
+        ticks = [tick for tick in linear_axis(label, low, high, exact=True).ticks if tick[0] > 0]
+    elif not ticks:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for digits in ((1, 2, 5), (1, 3), (1,)):
+            values = [digit * 10.0**decade for decade in decades for digit in digits]
+            ticks = [(value, _number(value)) for value in values if low * 0.999 <= value <= high * 1.001]
+            if len(ticks) <= _MOST_LOG_TICKS:
+                break
+    return Axis(label, low, high, ticks, log=True)
+
+
+def value_axis(label: str, values: Iterable[float]) -> Axis:
+    """Linear from 0, or logarithmic where the greatest value is far above the middle one."""
+    above_zero = sorted(value for value in values if value > 0) or [1.0]
+    if above_zero[-1] > 30 * above_zero[len(above_zero) // 2]:
+        return log_axis(f"{label}, log scale", above_zero[0] * 0.9, above_zero[-1] * 1.1)
+    return linear_axis(label, 0.0, above_zero[-1])
+
+
+def _round_step(step: float) -> float:
+    """The next of 1, 2, 5, 10, 20, ..."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
+
+
+def _number(value: float) -> str:
+    """Short, without an exponent where that is possible."""
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{round(value, 6):g}"
+
+
+@dataclass
+class Line:
+    """Points joined to a line, with a None where it is interrupted; ``labels`` are written beside the points."""
+
+    name: str
+    points: Sequence[Point | None]
+    color: str
+    dashed: bool = False
+    dots: bool = False
+    labels: Sequence[str] = ()
+
+
+@dataclass
+class Bars:
+    """Bars ``(from, to, height)``, standing on the axis; each shows its range and height when pointed at."""
+
+    name: str
+    bars: Sequence[tuple[float, float, float]]
+    color: str
+    dashed: bool = False
+
+
+def rule(name: str, at: float, x: Axis, y: Axis) -> Line:
+    """A limit across the chart; one above the chart is only in its legend."""
+    return Line(name, [(x.low, at), (x.high, at)] if at <= y.high else [], "red", dashed=True)
+
+
+def chart(title: str, x: Axis, y: Axis, marks: Sequence[Line | Bars]) -> str:
+    """A line or bar chart with title and legend, as a figure."""
+    parts = [*_grid(x, y)]
+    keys = ""  # outside the drawing, where the page breaks the line if there is no room
+    for mark in marks:
+        parts += _bars(mark, x, y) if isinstance(mark, Bars) else _line(mark, x, y)
+        style = f"border-top: 3px {'dashed' if mark.dashed else 'solid'} var(--{mark.color})"
+        keys += f'<li><span style="{style}"></span>{escape(mark.name)}</li>'
+    head = f'<figcaption>{escape(title)}</figcaption><ul class="keys">{keys}</ul>'
+    size = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}"'
+    return f"<figure>{head}\n<svg {size}>\n" + "\n".join(parts) + "\n</svg></figure>"
+
+
+def charts(figures: Iterable[str]) -> str:
+    """Charts side by side, as many as there is room for."""
+    return '<div class="charts">\n' + "\n".join(figures) + "\n</div>"
+
+
+def _x(axis: Axis, value: float) -> float:
+    return _LEFT + (_RIGHT - _LEFT) * axis.place(value)
+
+
+def _y(axis: Axis, value: float) -> float:
+    return _BOTTOM - (_BOTTOM - _TOP) * axis.place(value)
+
+
+def _line(line: Line, x: Axis, y: Axis) -> Iterator[str]:
+    dash = ' stroke-dasharray="6 4"' if line.dashed else ""
+    for interrupted, group in groupby(line.points, key=lambda point: point is None):
+        if interrupted:
+            continue
+        places = [(_x(x, point[0]), _y(y, point[1])) for point in group if point is not None]
+        path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
+        yield f'<polyline points="{path}" fill="none" stroke="var(--{line.color})"{dash}/>'
+        if line.dots or len(places) == 1:
+            for left, top in places:
+                yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.2" fill="var(--{line.color})"/>'
+    for point, label in zip(line.points, line.labels, strict=False):
+        if point is not None:
+            yield _text(_x(x, point[0]) - 7, _y(y, point[1]) - 6, label, "end")
+
+
+def _bars(bars: Bars, x: Axis, y: Axis) -> Iterator[str]:
+    for start, end, height in bars.bars:
+        if height > 0:
+            left, right = _x(x, start), _x(x, end)
+            top = min(_y(y, height), _BOTTOM - 1.5)  # the least one is still seen
+            size = f'width="{max(1.0, right - left - 1):.1f}" height="{_BOTTOM - top:.1f}"'
+            title = f"<title>{start:.3g} to {end:.3g}: {height:g}</title>"
+            yield f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="var(--{bars.color})">{title}</rect>'
+
+
+def _grid(x: Axis, y: Axis) -> Iterator[str]:
+    for value, text in y.ticks:
+        at = _y(y, value)
+        yield f'<line class="grid" x1="{_LEFT}" y1="{at:.1f}" x2="{_RIGHT}" y2="{at:.1f}"/>'
+        yield _text(_LEFT - 8, at + 4, text, "end")
+    free_from = 0.0
+    for value, text in x.ticks:
+        at, half = _x(x, value), len(text) * _LETTER / 2
+        yield f'<line class="axis" x1="{at:.1f}" y1="{_BOTTOM}" x2="{at:.1f}" y2="{_BOTTOM + 5}"/>'
+        if at - half >= free_from:  # a label that would touch the one before it is left out
+            yield _text(min(at, CHART_WIDTH - half), _BOTTOM + 18, text, "middle")
+            free_from = at + half + _LEAST_GAP
+    yield f'<line class="axis" x1="{_LEFT}" y1="{_BOTTOM}" x2="{_RIGHT}" y2="{_BOTTOM}"/>'
+    yield _text((_LEFT + _RIGHT) / 2, CHART_HEIGHT - 10, x.label, "middle")
+    middle = (_TOP + _BOTTOM) / 2
+    yield f'<g transform="rotate(-90 14 {middle})">{_text(14, middle, y.label, "middle")}</g>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
