@@ -9,15 +9,16 @@ Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot 
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks import common
 from benchmarks.gpu import in_process
-from benchmarks.gpu.engines import Engines
+from benchmarks.gpu.engines import CHECKS, Engines
 from benchmarks.gpu.mosec import against_mosec
 from benchmarks.gpu.sharing import FEW, MANY, MOST, shared
 from benchmarks.gpu.sizes import sizes
@@ -42,6 +43,18 @@ def numbers(text: str, separator: str = ",") -> tuple[int, ...]:
     return tuple(map(int, text.split(separator)))
 
 
+def choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Some of these names with commas between them."""
+
+    def read(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if not set(chosen) <= set(known):
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
+        return chosen
+
+    return read
+
+
 def make_parser() -> ArgumentParser:
     """All options."""
     parser = ArgumentParser(description="Limit, baseline and the pipe on a GPU, in one run.")
@@ -58,9 +71,11 @@ def make_parser() -> ArgumentParser:
     option("--processes", action="store_true", help="decode in processes as well, by Process[...]")
     option = parser.add_argument_group("shared, mosec, sizes").add_argument
     option("--quick", action="store_true", help="of shared: only what decides the targets")
-    option("--only", default="", metavar="TEXT", help="of shared: services whose name has it")
+    option("--only", default="", metavar="TEXT", help="services (of shared) or images (of sizes) whose name has it")
+    checks = "where GPU decode checks JPEGs: node, inside, none; sizes takes the first (default: %(default)s)"
+    option("--checks", type=choices(CHECKS), default="node", metavar="WHERE,WHERE", help=checks)
     option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
-    clients = "of shared and mosec: client processes (default: %(default)s)"
+    clients = "client processes (default: %(default)s)"
     option("--clients", type=numbers, default=f"{FEW},{MANY}", metavar="N,N", help=clients)
     option("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
     engines = "engine processes with shared nodes; sizes takes the first (default: %(default)s)"

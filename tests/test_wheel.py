@@ -64,7 +64,7 @@ def test_its_commands_and_extras(wheel: zipfile.ZipFile) -> None:
     assert by_extra["client"] == {"thriftpy2", "numpy"}
     assert by_extra["server"] >= {"thriftpy2", "prometheus-client", "httptools", "psutil", "tqdm"}
     assert by_extra["http"] == {"httptools", "multipart"} <= by_extra["server"]
-    assert by_extra["gpu"] == {"nvidia-nvimgcodec-cu13[nvjpeg]"}
+    assert by_extra["gpu"] == {"nvidia-nvimgcodec-cu13[nvjpeg]", "simplejpeg"}
     assert by_extra["otel"] == {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
     assert by_extra["encryption"] == {"cryptography"}
     assert by_extra["ray"] == {"ray[data,serve]", "multipart"}

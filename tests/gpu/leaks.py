@@ -7,6 +7,8 @@ pixels of that color, or is unlike OpenCV's (more than 48 levels in more than 1 
 is decoded again after magenta and after green pictures, and if those two results differ, pixels belong to another
 image. Exit status 1 if there are any; ``--unchecked`` shows that the search finds them. A line for each kind has the
 files, those with a result, those unlike OpenCV's, the suspects, the leaks, and the largest share of a picture.
+
+A service is searched with its address in place of the decoder; it serves tests/gpu/leaks.toml.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,6 +33,38 @@ BATCH = 32
 FIGURES = "files", "results", "unlike", "suspects", "leaks"
 
 
+Decode = Callable[[list[bytes]], list[Any]]
+"""A batch of files to an array H×W×3, ``uint8``, RGB, for each, or ``None`` where there is no result."""
+
+
+@contextmanager
+def in_process(decoder: str, unchecked: bool) -> Iterator[Decode]:
+    """``DecodeTensor`` alone."""
+    from device import backend_of, forward
+
+    def decode(files: list[bytes]) -> list[Any]:
+        results = [item.get("result") for item in forward(backend, list(files))]
+        return [None if one is None else one[0].permute(1, 2, 0).cpu().numpy() for one in results]
+
+    with backend_of({"backend": "DecodeTensor", "decoder": decoder, "unchecked": unchecked, "max": BATCH}) as backend:
+        yield decode
+
+
+@contextmanager
+def in_service(address: str) -> Iterator[Decode]:
+    """A service that gives images as Tensors 1×3×H×W, asked by as many threads as a batch has files."""
+    from torchpipe_client import Client, InferenceError
+
+    def ask(data: bytes) -> Any:
+        try:
+            return client.infer({"data": data}, timeout=60)["result"][0].transpose(1, 2, 0)
+        except InferenceError:
+            return None
+
+    with Client(address) as client, ThreadPoolExecutor(BATCH) as threads:
+        yield lambda files: list(threads.map(ask, files))
+
+
 def search(
     decoder: str, unchecked: bool, kinds: list[str], files: int, seconds: float, seed: int, save: str
 ) -> dict[str, Any]:
@@ -35,32 +72,26 @@ def search(
     import cv2
     import numpy as np
     from broken_jpegs import GREEN, MAGENTA, broken, is_magenta, plain
-    from device import backend_of, forward
-
-    def shown(items: list[dict[str, Any]]) -> list[Any]:
-        results = [item.get("result") for item in items]
-        return [None if one is None else one[0].permute(1, 2, 0).cpu().numpy() for one in results]
 
     def share_of_others(data: bytes, origin: tuple[int, int, int]) -> float:
         """How much of a picture depends on what was decoded before it."""
         seen = []
         for color in (MAGENTA, GREEN):
-            forward(backend, [plain(color, *origin)] * BATCH)
-            seen.append(shown(forward(backend, [data] * BATCH)))
+            decode([plain(color, *origin)] * BATCH)
+            seen.append(decode([data] * BATCH))
         pairs = [(one, other) for one, other in zip(*seen, strict=True) if one is not None and other is not None]
         return max(((cv2.absdiff(one, other) > 48).any(2).mean() for one, other in pairs), default=0.0)
 
-    config = {"backend": "DecodeTensor", "decoder": decoder, "unchecked": unchecked, "max": BATCH}
     found: dict[str, Any] = {}
-    with backend_of(config) as backend:
+    with in_service(decoder) if ":" in decoder else in_process(decoder, unchecked) as decode:
         for kind in kinds:
             rng = np.random.default_rng([seed, zlib.crc32(kind.encode())])
             counts: Counter[str] = Counter()
             worst, end = 0.0, monotonic() + seconds / len(kinds)
             while counts["files"] < files and monotonic() < end:
                 mutants, origins = zip(*(broken(kind, rng) for _ in range(BATCH)), strict=True)
-                forward(backend, [plain(MAGENTA, *origin) for origin in origins])
-                results = shown(forward(backend, list(mutants)))
+                decode([plain(MAGENTA, *origin) for origin in origins])
+                results = decode(list(mutants))
                 for data, origin, result in zip(mutants, origins, results, strict=True):
                     counts["files"] += 1
                     if result is None:
@@ -87,7 +118,7 @@ def search(
 def main() -> int:
     """Search in several processes, which share the GPU, and print what they have found together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decoder", default="nvimgcodec")
+    parser.add_argument("--decoder", default="nvimgcodec", help="of DecodeTensor, or HOST:PORT of a service")
     parser.add_argument("--unchecked", action="store_true", help="without the check of compressed data")
     parser.add_argument("--kinds", default="", help="separated by commas; default: all of them")
     parser.add_argument("--files", type=int, default=100_000, help="of each kind (default: %(default)s)")

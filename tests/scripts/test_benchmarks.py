@@ -221,7 +221,7 @@ def test_the_best_shared_service_is_held_against_the_best_separate_one() -> None
     assert report.targets[-1][1:] == (1.5, ">= 1.5", True)
 
 
-@pytest.mark.parametrize(("what", "shared"), [(CPU, [("model",)]), (GPU, [("model", "fallback")])])
+@pytest.mark.parametrize(("what", "shared"), [(CPU, [("model",)]), (GPU, [("model",)])])
 def test_gpu_services_can_be_planned_and_share_what_they_should(
     what: str, shared: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
@@ -231,7 +231,7 @@ def test_gpu_services_can_be_planned_and_share_what_they_should(
         assert [service.engines for service in services_] == ([1, 3] if is_shared else [1])
         for service in services_:
             assert service.config["model"]["model::cache"].endswith("resnet50_8_compatible.trt")
-            plan = plan_pipeline(sizes.with_fallback(service).config)
+            plan = plan_pipeline(service.config)
             assert [section.nodes for section in sections(plan)] == nodes
 
 

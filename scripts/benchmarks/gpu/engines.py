@@ -79,12 +79,24 @@ def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> d
     }
 
 
-def gpu_pipe(engines: Engines, *, most: int, instances: int) -> dict[str, Any]:
-    """JPEG bytes in, decoded by nvJPEG and resized on the GPU, ``(label, score)`` out; all in one node."""
-    node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax")
+CHECKS = "node", "inside", "none"
+"""Where JPEGs are checked: in a node before the one on the GPU, in ``DecodeTensor``, nowhere."""
+
+
+def gpu_pipe(engines: Engines, *, most: int, instances: int, checks: str = "node") -> dict[str, Any]:
+    """Images in, ``(label, score)`` out; decoded by nvJPEG, resized and classified in one node.
+
+    ``checks`` is one of ``CHECKS``; with ``node`` what does not pass is decoded on the CPU.
+    """
+    node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax", unchecked=checks != "inside")
     backend = "SyncTensor[S[DecodeTensor,ResizeTensor,TensorrtTensor]]"
+    before = {
+        "check": {"backend": "CheckJpeg", "instance_num": 2, "next": "cpu"},
+        "cpu": {"backend": "S[DecodeMat,ResizeMat]", "filter": "or", "instance_num": 2, "next": "model"},
+    }
     return {
         "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE},
+        **(before if checks == "node" else {}),
         "model": {**node, "backend": backend, "DecodeTensor::max": most},
     }
 

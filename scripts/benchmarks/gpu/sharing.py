@@ -16,6 +16,7 @@ from benchmarks.services import run_clients, started
 from benchmarks.sharing import Service, in_child, measure, sharing
 
 CPU, GPU = "CPU decode", "GPU decode"
+CHECKED = {"node": GPU, "inside": f"{GPU} (checked inside)", "none": f"{GPU} (unchecked)"}
 FEW, MANY = 20, 100  # clients
 MOST = 8  # workers of the comparison of memory
 CONTEXTS = 4  # of the bare engine
@@ -43,26 +44,33 @@ def shared(engines: Engines, args: argparse.Namespace) -> Report:
     return report
 
 
-def configs(engines: Engines, workers: int, most: int) -> dict[str, dict[str, Any]]:
-    """What each of so many workers runs: with CPU decode, threads for three quarters of the cores together.
+def config_of(engines: Engines, workers: int, most: int, checks: str = "") -> dict[str, Any]:
+    """What each of so many workers runs: GPU decode with these ``checks``, or CPU decode without.
 
-    A worker has 2 to 8 of them. ``most``: images in a batch of the model.
+    CPU decode has threads for three quarters of the cores together, and a worker 2 to 8 of them. ``most``: images in a
+    batch of the model.
     """
-    decoders = max(2, min(8, 3 * cores() // 4 // workers))
     instances = 2 if workers == 1 else 1
-    return {
-        CPU: cpu_pipe(engines, decoders=decoders, most=most, instances=instances),
-        GPU: gpu_pipe(engines, most=most, instances=instances),
-    }
+    if checks:
+        return gpu_pipe(engines, most=most, instances=instances, checks=checks)
+    decoders = max(2, min(8, 3 * cores() // 4 // workers))
+    return cpu_pipe(engines, decoders=decoders, most=most, instances=instances)
 
 
 def services_of(engines: Engines, args: argparse.Namespace, what: str, workers: int, is_shared: bool) -> list[Service]:
-    """Services with so many workers, not started yet: one, or if the model is shared one for each of ``--engines``."""
-    config = configs(engines, workers, args.model_max)[what]
-    if not is_shared:
-        return [Service(what, config, workers, False)]
-    config["model"]["instance_num"] = args.instances
-    return [Service(what, sharing(config, "model"), workers, True, count) for count in args.engines]
+    """Services with so many workers, not started yet: one for each of ``--checks`` where the GPU decodes.
+
+    If the model is shared, one for each of ``--engines``.
+    """
+    services = []
+    for checks in args.checks if what == GPU else ("",):
+        name, config = CHECKED.get(checks, what), config_of(engines, workers, args.model_max, checks)
+        if not is_shared:
+            services.append(Service(name, config, workers, False))
+            continue
+        config["model"]["instance_num"] = args.instances
+        services += [Service(name, sharing(config, "model"), workers, True, count) for count in args.engines]
+    return services
 
 
 # -- limits -------------------------------------------------------------------------------------------------------
@@ -71,7 +79,7 @@ def services_of(engines: Engines, args: argparse.Namespace, what: str, workers: 
 def limits_alone(report: Report, engines: Engines, args: argparse.Namespace) -> None:
     """The engine with nothing before it, OpenCV with nothing after it, and GPU decode and model without a service."""
     most, processes = args.model_max, max(args.engines)
-    nodes = configs(engines, 1, most)[GPU]
+    nodes = config_of(engines, 1, most, "none")
     name = f"limit: the engine alone, batches of {most}, {{}} contexts"
     decoding = f"limit: GPU decode and the model in {{}} bare loops, a process each, batches of {most}"
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 
 from benchmarks.common import Load, Report, image_folder, picture, progress
 from benchmarks.gpu.engines import Engines, cores
-from benchmarks.gpu.sharing import CPU, services_of
+from benchmarks.gpu.sharing import services_of
 from benchmarks.services import client_report, load_in
-from benchmarks.sharing import Service
 
-CLIENTS = (7, 63, 200)
 LOW = 0.95
 CORRUPT = "1 % corrupt"
 _STATUSES = (0, 2)  # of the load tester: with 2 some images have no result
@@ -36,10 +33,11 @@ def sizes(engines: Engines, args: argparse.Namespace) -> Report:
     what = f"{args.decode.upper()} decode"
     report = Report(f"sizes: {what} over Thrift, client processes on the same {cores()} cores")
     report.until = monotonic() + args.most_seconds
-    separate = with_fallback(services_of(engines, args, what, args.separate, False)[0])
-    shared = with_fallback(services_of(engines, args, what, args.shared, True)[0])
+    separate = services_of(engines, args, what, args.separate, False)[0]
+    shared = services_of(engines, args, what, args.shared, True)[0]
     with ExitStack() as stack:
-        folders = {name: stack.enter_context(image_folder(*images)) for name, images in image_sets().items()}
+        chosen = {name: images for name, images in image_sets().items() if args.only in name}
+        folders = {name: stack.enter_context(image_folder(*images)) for name, images in chosen.items()}
         ports = {service.name: stack.enter_context(service.started()) for service in (separate, shared)}
 
         def measure(images: str, clients: int, number: int) -> None:
@@ -53,7 +51,7 @@ def sizes(engines: Engines, args: argparse.Namespace) -> Report:
 
         for number in range(args.rounds):
             for images in folders:
-                for clients in CLIENTS:
+                for clients in args.clients:
                     what = f"{images}, {clients} clients, round {number + 1}"
                     report.attempt(what, partial(measure, images, clients, number))
     judge(report, separate.name, shared.name)
@@ -70,15 +68,3 @@ def judge(report: Report, separate: str, shared: str) -> None:
         if images != name:
             ratio = report.ratio((name, clients), (f"{images}, {separate}", clients))
             report.require(f"{images}, {clients} clients: QPS of {shared} against {separate}", ratio, low=LOW)
-
-
-def with_fallback(service: Service) -> Service:
-    """Where the GPU decodes, with a node for what nvJPEG does not take."""
-    if service.what == CPU:
-        return service
-    tables = {name: dict(table) for name, table in service.config.items()}
-    model = {key: value for key, value in tables["model"].items() if key != "DecodeTensor::max"}
-    backend = "SyncTensor[S[DecodeMat,ResizeMat,cvtColorMat,TensorrtTensor]]"
-    tables["fallback"] = {**model, "backend": backend, "color": "rgb", "filter": "or"}
-    tables["model"]["next"] = "fallback"
-    return replace(service, config=tables)
