@@ -71,7 +71,7 @@ def make_parser() -> ArgumentParser:
     option("--processes", action="store_true", help="decode in processes as well, by Process[...]")
     option = parser.add_argument_group("shared, mosec, sizes").add_argument
     option("--quick", action="store_true", help="of shared: only what decides the targets")
-    option("--only", default="", metavar="TEXT", help="services (of shared) or images (of sizes) whose name has it")
+    option("--only", default="", metavar="REGEX", help="services (shared) or images (sizes) whose name has it")
     checks = "where GPU decode checks JPEGs: node, inside, none; sizes takes the first (default: %(default)s)"
     option("--checks", type=choices(CHECKS), default="node", metavar="WHERE,WHERE", help=checks)
     option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")

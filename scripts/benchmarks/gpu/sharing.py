@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -33,7 +34,7 @@ def shared(engines: Engines, args: argparse.Namespace) -> Report:
     report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
     report.until = monotonic() + args.most_seconds
     chosen = [service for which in (QUICK if args.quick else ALL) for service in services_of(engines, args, *which)]
-    services = [service for service in chosen if args.only in service.name]
+    services = [service for service in chosen if re.search(args.only, service.name)]
     with image_folder() as folder:
         limits_alone(report, engines, args)
         report.attempt("the classic recipe", partial(_classic, report, engines, folder, args))

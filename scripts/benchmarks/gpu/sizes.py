@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import ExitStack
 from functools import partial
 from time import monotonic
@@ -36,7 +37,7 @@ def sizes(engines: Engines, args: argparse.Namespace) -> Report:
     separate = services_of(engines, args, what, args.separate, False)[0]
     shared = services_of(engines, args, what, args.shared, True)[0]
     with ExitStack() as stack:
-        chosen = {name: images for name, images in image_sets().items() if args.only in name}
+        chosen = {name: images for name, images in image_sets().items() if re.search(args.only, name)}
         folders = {name: stack.enter_context(image_folder(*images)) for name, images in chosen.items()}
         ports = {service.name: stack.enter_context(service.started()) for service in (separate, shared)}
 

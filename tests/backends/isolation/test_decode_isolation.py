@@ -229,10 +229,9 @@ def test_an_error_of_its_own_comes_back(register: Register) -> None:
         assert str(ask(p, b"x")["error"]) == "nothing here"
 
 
-@pytest.mark.parametrize(
-    "act", [f"open {__file__}", "connect", "run", "fork", f"kill {os.getpid()}", "shrink", "unlink /no/such"]
-)
+@pytest.mark.parametrize("act", [f"open {__file__}", "connect", "run", "fork", "kill", "shrink", "unlink /no/such"])
 def test_a_decoder_reaches_nobody(hostile: pipe, act: str) -> None:
+    act = f"kill {os.getpid()}" if act == "kill" else act
     assert said(hostile, act) == "'PermissionError'"
 
 
