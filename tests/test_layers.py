@@ -196,7 +196,7 @@ def test_importing_the_packages_and_a_call_import_no_heavy_library() -> None:
     heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray", "opentelemetry", "cryptography")
     code = f"""
 import sys, torchpipe_client, torchpipe_py, torchpipe_py.ray
-import torchpipe_server.serving.server, torchpipe_server.worker.worker
+import torchpipe_server.front.server, torchpipe_server.worker.worker
 with torchpipe_py.pipe({{"backend": "Identity"}}) as run:
     run({{"data": 1}})
 print([name for name in {heavy} if name in sys.modules])

@@ -75,7 +75,7 @@ def _serve(options: Options) -> int:
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
         if http is not None:
-            stack.enter_context(_monitoring(http, listener, files, supervisor))
+            _monitor(http, listener, files, supervisor, options)
         _prepare(options)
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
@@ -133,11 +133,12 @@ def _listen_http(options: Options) -> socket.socket:
     return _listen(options.http_host, options.http_port)
 
 
-def _monitoring(http: socket.socket, listener: socket.socket, files: int, supervisor: Any) -> Any:
+def _monitor(http: socket.socket, listener: socket.socket, files: int, supervisor: Any, options: Options) -> None:
     from torchpipe_server.supervisor.slots import http_connections
     from torchpipe_server.supervisor.status import StatusServer
 
-    return StatusServer(http, supervisor, listener.getsockname()[1], http_connections(files))
+    port = listener.getsockname()[1]
+    supervisor.monitoring = StatusServer(supervisor.loop, http, supervisor, port, options, http_connections(files))
 
 
 def _raise_file_limit() -> int:

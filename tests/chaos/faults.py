@@ -23,7 +23,7 @@ def plant_in_supervisor(name: str) -> None:
 
 def _lose_replies() -> None:
     """Every 200th is not written."""
-    from torchpipe_server.serving.connection import Connection
+    from torchpipe_server.front.connection import Connection
 
     send, count = Connection.send, [0]
 
@@ -36,7 +36,7 @@ def _lose_replies() -> None:
 
 def _repeat_replies() -> None:
     """Every 200th is written twice."""
-    from torchpipe_server.serving.connection import Connection
+    from torchpipe_server.front.connection import Connection
 
     send, count = Connection.send, [0]
 
@@ -76,7 +76,7 @@ def _spoil_neighbours() -> None:
 
 def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
     """Requests that end at once on several threads take turns, so that none is left out of the count."""
-    from torchpipe_server.worker.handler import InferenceHandler
+    from torchpipe_server.methods.thrift import InferenceHandler
 
     of, lock = InferenceHandler._outcome, threading.Lock()
     number, last = 0, None
@@ -94,7 +94,7 @@ def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
 
 def _die_of_garbage() -> None:
     """The 100th broken stream ends the process."""
-    from torchpipe_server.serving.server import Server
+    from torchpipe_server.front.server import Server
 
     refuse, count = Server._refuse, [0]
 
@@ -109,7 +109,7 @@ def _die_of_garbage() -> None:
 
 def _keep_garbage() -> None:
     """16 KiB stay of each broken stream."""
-    from torchpipe_server.serving.server import Server
+    from torchpipe_server.front.server import Server
 
     refuse, kept = Server._refuse, []
 
@@ -122,7 +122,7 @@ def _keep_garbage() -> None:
 
 def _keep_connections() -> None:
     """A client that goes is not noticed."""
-    from torchpipe_server.serving.server import Server
+    from torchpipe_server.front.server import Server
 
     drop = Server._drop
 
@@ -137,7 +137,7 @@ def _keep_connections() -> None:
 
 def _drain_hastily() -> None:
     """At the stop connections are closed, whatever they wait for."""
-    from torchpipe_server.serving.server import Server
+    from torchpipe_server.front.server import Server
 
     def drain(self: Any) -> None:
         self._ending_until = 1e-9

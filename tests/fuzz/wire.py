@@ -24,9 +24,9 @@ import psutil
 from http_maker import HttpMaker, plain_reading, what_is_wrong
 from thrift_maker import ThriftMaker
 from torchpipe_server.options import Options
-from torchpipe_server.serving.http import HttpService
-from torchpipe_server.serving.protocols import Protocols, Reader, Request, Stream
-from torchpipe_server.serving.service import ThriftService
+from torchpipe_server.front.http import HttpService
+from torchpipe_server.front.server import Protocols, Reader, Request, Stream
+from torchpipe_server.front.method import ThriftService
 from torchpipe_server.wire.header import ONEWAY
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.scanner import Limits, ProtocolError

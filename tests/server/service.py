@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import http.client
 import os
@@ -28,11 +29,10 @@ from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
 from torchpipe_server.options import Options
-from torchpipe_server.serving.http import Routes
-from torchpipe_server.serving.journal import Journal
-from torchpipe_server.serving.loop import Loop
-from torchpipe_server.serving.protocols import Served
-from torchpipe_server.serving.server import Server
+from torchpipe_server.front.http import Routes
+from torchpipe_server.front.journal import Journal
+from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
+from torchpipe_server.front.server import Served, Server, services_of
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.worker.worker import usual_service
@@ -73,7 +73,8 @@ class LocalServer:
         self.port: int = listener.getsockname()[1]
         settings = Options(**{"config": "test.toml", "host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
         self.run = run
-        self.loop = Loop()
+        self.loop = new_loop()
+        self.loop.set_exception_handler(self._note)
         self.journal = Journal(slots_for(settings.max_connections))
         self.slots = Slots(settings.max_connections, settings.max_connections_per_address, lambda slots: None)
         self.acceptor = Acceptor(self.loop, listener, self._take, self.slots.make_room)
@@ -81,13 +82,24 @@ class LocalServer:
             served = Served(make_methods(self.loop), Routes(()))
         else:
             served = make_served(self.loop) if make_served else usual_service(settings, run or FakePipe())
-        self.server = Server(self.loop, served, settings, lambda slot, is_closed: self.slots.release(slot))
-        self.loop.steps.append(self._step)
+        services = services_of(served, settings)
+        self.server = Server(self.loop, services, settings, self._gone, served.names_with_pipe())
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def stop(self) -> None:
-        self.loop.call(self._stop)
+        self.call(self._stop)
+
+    def call(self, function: Any) -> None:
+        """Run it on the loop's thread."""
+        call_from_any_thread(self.loop, function)
+
+    def _note(self, loop: Any, context: Any) -> None:
+        self.error = self.error or context.get("exception") or RuntimeError(context["message"])
+
+    def _gone(self, slot: int, is_closed: bool) -> None:
+        self.slots.release(slot)
+        self._end_if_finished()
 
     def _take(self, sock: socket.socket, peer: str) -> None:
         place = self.slots.take(peer)
@@ -100,18 +112,19 @@ class LocalServer:
     def _stop(self) -> None:
         self.acceptor.close()
         self.server.drain()
+        every(self.loop, 0.05, self._end_if_finished)
 
-    def _step(self) -> float:
+    def _end_if_finished(self) -> None:
         if self.server.is_finished:
             self.loop.stop()
-        return 0.5
 
     def _serve(self) -> None:
         try:
             self.acceptor.start()
-            self.loop.run()
+            self.loop.run_forever()
             self.acceptor.close()
             self.server.close()
+            self.loop.run_until_complete(asyncio.sleep(0.01))  # in which transports close their sockets
         except BaseException as error:
             self.error = error
         finally:

@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import thriftpy2.rpc
 import torch
-import torchpipe_server.serving.server
+import torchpipe_server.front.server
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from http_client import every_client
@@ -745,7 +745,7 @@ def test_a_oneway_message_is_done_and_not_answered(register: Register):
 
 @pytest.mark.parametrize("rest", [b"", pack_batch(b"half")[:9]], ids=["whole", "half"])
 def test_a_client_that_is_done_sending_gets_its_answers(register: Register, rest, monkeypatch):
-    monkeypatch.setattr(torchpipe_server.serving.server, "ENDED_SECONDS", WAIT)
+    monkeypatch.setattr(torchpipe_server.front.server, "ENDED_SECONDS", WAIT)
     gate = Gate()
     with serving(register(gate.backend)) as server, gate, connect(server.port) as sock:
         sock.sendall(

@@ -37,8 +37,8 @@ from service import (
     serving,
 )
 from torchpipe_server import cli
-from torchpipe_server.serving.connection import Connection
-from torchpipe_server.serving.journal import Journal
+from torchpipe_server.front.connection import Connection
+from torchpipe_server.front.journal import Journal
 from torchpipe_server.wire.header import CALL, Framing
 from torchpipe_server.wire.protocol import Message, MessageReader
 from torchpipe_server.wire.scanner import Limits

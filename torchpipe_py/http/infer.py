@@ -102,6 +102,9 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
     for key in value:
         if key not in ("inputs", *_OPTIONS):
             raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
+    if isinstance(value.get("outputs"), str):
+        raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
+    exact_milliseconds(value.get("deadline_ms"))
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
     return inputs_from(value["inputs"])
 
@@ -123,6 +126,13 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | Non
         check_name("node_name", node_name)
         data["node_name"] = node_name
     return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)), hint)
+
+
+def exact_milliseconds(given: Any) -> float | None:
+    """As ``milliseconds``, of a value of JSON: a number, neither a truth nor a text."""
+    if given is not None and type(given) not in (int, float):
+        raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")
+    return milliseconds(given)
 
 
 def milliseconds(given: Any) -> float | None:

@@ -7,9 +7,9 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
+from torchpipe_server.front.counters import RequestCounters
+from torchpipe_server.front.loop import every, new_loop
 from torchpipe_server.logs import dropped_lines
-from torchpipe_server.serving.counters import RequestCounters
-from torchpipe_server.serving.loop import Loop
 from torchpipe_server.worker.channel import Channel, Said
 from torchpipe_server.worker.heartbeat import Heart
 from torchpipe_server.worker.worker import (
@@ -58,8 +58,8 @@ class EngineProcess:
 
     def __init__(self, start: Start, server: EngineServer) -> None:
         self._server = server
-        self._loop = Loop()
-        self._loop.steps.append(self._step)
+        self._loop = new_loop(is_fast=False)
+        every(self._loop, 0.5, self._end_if_orphan)
         self._is_orphan = False
         self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
         self._heart = Heart(start.heartbeat, self._loop, server.pipe.stats)
@@ -69,7 +69,7 @@ class EngineProcess:
         """Until told to end."""
         self._heart.start()
         self._channel.send({"type": "ready", "graph": ""})
-        self._loop.run()
+        self._loop.run_forever()
         self._channel.send({"type": "end", "answered": True, "stats": self._stats()})
         self._channel.finish(CLOSE_SECONDS)
 
@@ -89,10 +89,9 @@ class EngineProcess:
         logger.error("the supervisor is gone: serving the workers until they end")
         self._is_orphan = True
 
-    def _step(self) -> float:
+    def _end_if_orphan(self) -> None:
         if self._is_orphan and not self._server.workers:
             self._loop.stop()
-        return 0.5
 
     def _stats(self) -> dict[str, Any]:
         stats = {**self._server.pipe.stats(), "inflight": 0, "requests": self._requests}

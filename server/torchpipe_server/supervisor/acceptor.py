@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
 from collections.abc import Callable
 from errno import EAGAIN, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from ipaddress import ip_address
-from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import nearest
-from torchpipe_server.serving.loop import READ, Loop
+from torchpipe_server.front.loop import Loop
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -70,42 +70,44 @@ class Acceptor:
     def __init__(self, loop: Loop, listener: socket.socket, take: Take, make_room: Callable[[], object]) -> None:
         self._loop, self._listener, self._take, self._make_room = loop, listener, take, make_room
         self._is_open = False
-        self._resume_at = 0.0  # 0 while it is not paused
+        self._resumes: asyncio.TimerHandle | None = None  # while it is paused
         listener.setblocking(False)
         _set_up(listener)
 
     def start(self) -> None:
         """Accept from now on."""
         self._is_open = True
-        self._loop.steps.append(self._step)
-        self._loop.watch(self._listener, READ, self._accept)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         """Take what the system has accepted already, then close the port."""
         if self._listener.fileno() < 0:
             return
         if self._is_open:
-            self._resume_at = 0.0
+            self.resume()
             self._accept(at_once=sys.maxsize)
-        self._is_open, self._resume_at = False, 0.0
-        self._loop.watch(self._listener, 0, self._accept)
+        self._is_open = False
+        self.pause()
         self._listener.close()
 
     def pause(self) -> None:
         """Leave connections to the system's queue until ``resume``, or for a moment."""
         # NOTE: level-triggered, the listener would report ready without end.
-        self._loop.watch(self._listener, 0, self._accept)
-        self._resume_at = monotonic() + RETRY_SECONDS
+        self._loop.remove_reader(self._listener.fileno())
+        if self._resumes is None:
+            self._resumes = self._loop.call_later(RETRY_SECONDS, self.resume)
 
     def resume(self) -> None:
         """Go on before the pause is over."""
-        if self._resume_at and self._is_open:
-            self._resume_at = 0.0
-            self._loop.watch(self._listener, READ, self._accept)
+        if self._resumes is not None:
+            self._resumes.cancel()
+            self._resumes = None
+            if self._is_open:
+                self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _accept(self, events: int = READ, at_once: int = ACCEPTS_AT_ONCE) -> None:
+    def _accept(self, at_once: int = ACCEPTS_AT_ONCE) -> None:
         for _ in range(at_once):
-            if not self._is_open or self._resume_at:
+            if not self._is_open or self._resumes is not None:
                 return  # closed or paused while this event was on its way, or by the last connection
             try:
                 sock, (peer, *_) = self._listener.accept()
@@ -121,14 +123,6 @@ class Acceptor:
                 return
             sock.setblocking(False)
             self._take(sock, peer)
-
-    def _step(self) -> float:
-        if not self._resume_at:
-            return RETRY_SECONDS
-        left = self._resume_at - monotonic()
-        if left <= 0:
-            self.resume()
-        return max(left, 0.01)
 
 
 def _set_up(listener: socket.socket) -> None:

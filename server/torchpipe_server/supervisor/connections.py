@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable, Collection, Iterator
@@ -9,15 +10,16 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import WorkerDied
+from torchpipe_server.front.journal import Journal
+from torchpipe_server.front.loop import Loop
+from torchpipe_server.front.server import Server, limits_of
 from torchpipe_server.options import Options
-from torchpipe_server.serving.journal import Journal
-from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.serving.server import Server
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.figures import Figures
 from torchpipe_server.supervisor.slots import Slots, slots_for
+from torchpipe_server.wire.http import HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -48,15 +50,15 @@ class Connections:
         self._options, self._ready, self._is_recovering = options, ready, is_recovering
         self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
         self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
-        self._fallback = Fallback(loop, idl)
-        self._fallback_server = Server(loop, self._fallback.served, options, self._left_fallback)
+        self._fallback = Fallback(loop, idl, limits_of(options), options.max_message_bytes)
+        self._fallback_server = Server(loop, self._fallback.services, options, self._left_fallback)
         self._sockets: dict[int, socket.socket] = {}
         self._refused: set[int] = set()
-        self._held: dict[int, float] = {}  # slots that wait for a worker, since when
+        self._loop = loop
+        self._held: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, each with a timer
         self._is_ending = False
         self._silent: Iterator[int] = iter(())  # slots of connections that never asked anything
         self._looked_at = 0.0  # when they were looked for
-        loop.steps.append(self._step)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -68,7 +70,8 @@ class Connections:
         """Close the port, having taken what the system has accepted; no connection is held for a worker any more."""
         self._acceptor.close()
         self._is_ending = True
-        for slot in list(self._held):
+        for slot, timer in list(self._held.items()):
+            timer.cancel()
             self._give_to_fallback(slot)
         self._fallback_server.drain()
 
@@ -110,7 +113,8 @@ class Connections:
     def became_ready(self, child: Child) -> None:
         """A worker is ready, perhaps the first: it gets what is held, and its share of what the others serve."""
         held, self._held = self._held, {}
-        for slot in held:
+        for slot, timer in held.items():
+            timer.cancel()
             self._give(slot, child)
         self._fallback_server.shed(self._fallback_server.connections)
         ready = self._ready()
@@ -129,7 +133,9 @@ class Connections:
         request, is_lost = self.journal.read(slot)
         if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
-            reply, name, outcome = self._fallback.protocols.of(request).reply(request, error)
+            services = self._fallback.services
+            service = services.http if isinstance(request, HttpRequest) else services.thrift
+            reply, name, outcome = service.reply(request, error)
             self._fallback_server.counters.add(name, outcome, 0.0, "")
             is_written = self._write(slot, reply)
             if is_written and request.is_last and not self._is_ending:
@@ -205,8 +211,9 @@ class Connections:
         if children and not (is_suspect and self._is_recovering()):
             self._give(slot, min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0))))
             return
-        self._held[slot] = monotonic()
+        self._held[slot] = timer = self._loop.call_later(HOLD_SECONDS, self._hold_no_longer, slot)
         if self._is_ending:
+            timer.cancel()
             self._give_to_fallback(slot)
 
     def _give(self, slot: int, child: Child) -> None:
@@ -235,19 +242,18 @@ class Connections:
         self._hang_up(slot)
         self._sockets.pop(slot).close()
         self._refused.discard(slot)
-        self._held.pop(slot, None)
+        timer = self._held.pop(slot, None)
+        if timer is not None:
+            timer.cancel()
         self._slots.release(slot)
         self._acceptor.resume()
 
-    def _step(self) -> float:
-        now = monotonic()
-        for slot in [slot for slot, since in self._held.items() if now - since >= HOLD_SECONDS]:
-            if self._ready():
-                del self._held[slot]
-                self._place(slot)
-            else:
-                self._give_to_fallback(slot)
-        return HOLD_SECONDS / 4 if self._held else LONGEST_WAIT
+    def _hold_no_longer(self, slot: int) -> None:
+        if self._ready():
+            del self._held[slot]
+            self._place(slot)
+        else:
+            self._give_to_fallback(slot)
 
 
 class _Borrowed(socket.socket):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Mapping
 from functools import partial
-from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.http.errors import describe_error
-from torchpipe_server.serving.http import HttpService, Route, Routes
-from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.serving.protocols import Protocols, Served
-from torchpipe_server.serving.service import Done, Method, ThriftService
+from torchpipe_server.front.http import HttpService, Route, Routes
+from torchpipe_server.front.loop import Loop
+from torchpipe_server.front.method import Done, Method
+from torchpipe_server.front.server import Services
+from torchpipe_server.front.thrift import ThriftService
 from torchpipe_server.wire.http import HttpRequest
-from torchpipe_server.wire.scanner import Limits
+from torchpipe_server.wire.thrift import Limits
 
 ANSWER_SECONDS = 0.25  # a client that repeats at once must not keep the supervisor busy
 
@@ -37,32 +35,21 @@ class _Unread:
 class Fallback:
     """A handler that refuses. ``idl`` is that of InferenceService, or ``None`` where a user's own is served."""
 
-    def __init__(self, loop: Loop, idl: Any) -> None:
+    def __init__(self, loop: Loop, idl: Any, limits: Limits, body_bytes: int) -> None:
         service = getattr(idl, "InferenceService", None)
         names = () if service is None else service.thrift_services
-        self._idl = idl
+        self._loop, self._idl = loop, idl
         results = {name: getattr(service, f"{name}_result") for name in names}
-        self.methods: Mapping[str, Method] = _Methods(
-            {
-                name: Method(_Unread, self._start, partial(self._fail, result), _code)
-                for name, result in results.items()
-            },
-            Method(_Unread, self._start, _raise),
+        other = Method(_Unread, self._start, _raise)
+        methods = {
+            name: Method(_Unread, self._start, partial(self._fail, result), _code) for name, result in results.items()
+        }
+        self.services = Services(
+            ThriftService(_Methods(methods, other), limits), HttpService(_AnyRoute(other), body_bytes, 2**20)
         )
-        self.served = Served(self.methods, _AnyRoute(Method(_Unread, self._start, _raise)))
-        self.protocols = Protocols(ThriftService(self.methods, Limits()), HttpService(self.served.routes, 0, 2**20))
-        self._late: list[tuple[float, int, Done]] = []
-        self._counter = itertools.count()
-        loop.steps.append(self._step)
 
     def _start(self, args: Any, done: Done) -> None:
-        heapq.heappush(self._late, (monotonic() + ANSWER_SECONDS, next(self._counter), done))
-
-    def _step(self) -> float:
-        while self._late and self._late[0][0] <= monotonic():
-            _, _, done = heapq.heappop(self._late)
-            done(Unavailable("no worker is running; one is being started"))
-        return self._late[0][0] - monotonic() if self._late else LONGEST_WAIT
+        self._loop.call_later(ANSWER_SECONDS, lambda: done(Unavailable("no worker is running; one is being started")))
 
     def _fail(self, result: type, error: BaseException) -> Any:
         if not any(spec[1] == "error" for spec in result.thrift_spec.values()):  # type: ignore[attr-defined]
@@ -79,11 +66,11 @@ class _Methods(dict[str, Method]):
         super().__init__(known)
         self._other = other
 
-    def __missing__(self, name: str) -> Method:
-        return self._other
-
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name]
+        return super().get(name, self._other)
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 class _AnyRoute(Routes):
@@ -93,8 +80,8 @@ class _AnyRoute(Routes):
         super().__init__(())
         self._route = Route("", "http", method)
 
-    def find(self, request: HttpRequest) -> Route:
-        return self._route
+    def find(self, request: HttpRequest) -> tuple[Route, Mapping[str, str]]:
+        return self._route, {}
 
 
 def _code(result: Any) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP port: health for an orchestrator, figures for a monitor, a page for a person."""
+"""The monitoring port: health for an orchestrator, figures for a monitor, a page for a person."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import json
 import logging
 import re
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from ipaddress import ip_address
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.http import answers
-from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
-from torchpipe_server.supervisor.http import HttpServer, Reply
+from torchpipe_py.http.errors import RouteError
+from torchpipe_server.front.http import HttpService, Routes, code_of, route
+from torchpipe_server.front.journal import SLOT_BYTES, Entry
+from torchpipe_server.front.loop import Loop
+from torchpipe_server.front.method import Done
+from torchpipe_server.front.server import Server, Services
+from torchpipe_server.options import Options
+from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
-from torchpipe_server.supervisor.slots import HTTP_CONNECTIONS
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 
-ANSWER_SECONDS = 3.0
-REQUEST_SECONDS = 10.0  # for a client to send its request, and to take the answer
+REQUEST_SECONDS = 10.0  # for a client to send its request, a pause before it included, and to take the answer
 ASK_PAUSE_SECONDS = 0.05  # between two questions for the workers' figures, however many clients ask
+REPLY_BYTES = 2**26
+METHODS = frozenset({"GET", "HEAD"})
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _HEADERS = {
@@ -42,13 +48,9 @@ _HEADERS = {
 _PROBES = ("/live", "/ready")
 _INFERENCE = ("/infer", "/openapi.json", "/v2")
 
-T = TypeVar("T")
-_Finish = Callable[[Callable[[], HttpAnswer]], object]
-"""Replies with what the function makes."""
-
 
 class Service(Protocol):
-    """What is asked; everything from any thread."""
+    """What is asked."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -56,64 +58,56 @@ class Service(Protocol):
     @property
     def graph(self) -> str: ...
 
-    def ping(self, answer: Callable[[], object]) -> None: ...
-
     def ask(self, answer: Callable[[dict[str, Any]], object]) -> None: ...
 
 
 class StatusServer:
-    """Answers ``most`` clients at once, from a thread of its own, until the end of a ``with`` block.
+    """Answers ``most`` clients at once on the loop; of more, the one that is read or written longest is closed.
 
     ``images_port`` is the one that takes images.
     """
 
     def __init__(
-        self, listener: socket.socket, service: Service, images_port: int, most: int = HTTP_CONNECTIONS
+        self, loop: Loop, listener: socket.socket, service: Service, images_port: int, options: Options, most: int
     ) -> None:
-        self.listener, self._service = listener, service
+        self._service, self._most = service, most
         self._elsewhere = f"this port is for monitoring, images go to --port {images_port}"
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
-        loop = Loop(lambda error: logger.error("a defect of the HTTP port", exc_info=error))
-        self._pings: _Shared[None] = _Shared(loop, lambda told: service.ping(lambda: told(None)), 0.0)
-        self._figures: _Shared[_StatusAnswers] = _Shared(
-            loop, lambda told: service.ask(lambda figures: told(_StatusAnswers(figures))), ASK_PAUSE_SECONDS
-        )
-        self._paths: Mapping[str, Callable[[_Finish], object]] = {
-            "/": _file("index.html", "text/html"),
-            "/page.js": _file("page.js", "text/javascript"),
-            "/page.css": _file("page.css", "text/css"),
-            "/graph.svg": lambda finish: finish(self._graph),
-            "/live": lambda finish: self._pings.get(lambda _: finish(lambda: _text(200, "live"))),
-            "/ready": lambda finish: finish(self._ready),
-            "/stats": lambda finish: self._figures.get(lambda figures: finish(lambda: figures.stats)),
-            "/metrics": lambda finish: self._figures.get(lambda figures: finish(lambda: figures.metrics)),
+        self._figures = _Figures(service)
+        self._paths: Mapping[str, Callable[[Done], object]] = {
+            "/": partial(_give, _file("index.html", "text/html")),
+            "/page.js": partial(_give, _file("page.js", "text/javascript")),
+            "/page.css": partial(_give, _file("page.css", "text/css")),
+            "/graph.svg": lambda done: done(self._graph()),
+            "/live": partial(_give, _text(200, "live")),
+            "/ready": lambda done: done(_text(200, "ready") if service.is_ready else _text(503, "not ready")),
+            "/stats": lambda done: self._figures.get(lambda figures: done(figures.stats)),
+            "/metrics": lambda done: self._figures.get(lambda figures: done(figures.metrics)),
         }
-        self._server = HttpServer(
-            loop, listener, self._ask, _SILENT, _HEADERS, most, REQUEST_SECONDS, ANSWER_SECONDS, self._elsewhere
-        )
+        routes = Routes([route("GET", path, partial(self._answer, start)) for path, start in self._paths.items()])
+        http = HttpService(routes, 0, REPLY_BYTES, METHODS, _HEADERS, self._failure)
+        limits = replace(options, message_seconds=REQUEST_SECONDS, idle_seconds=REQUEST_SECONDS, log_requests="none")
+        self._server = Server(loop, Services(http, http), limits, lambda slot, is_closed: None)
+        self._acceptor = Acceptor(loop, listener, self._take, self._server.close_slowest)
+        self._acceptor.start()
 
-    def __enter__(self) -> StatusServer:
-        self._server.__enter__()
-        return self
+    def close(self) -> None:
+        """Close the port and its connections."""
+        self._acceptor.close()
+        self._server.close()
 
-    def __exit__(self, *_: object) -> None:
-        self._server.__exit__()
-
-    def _ask(self, request: HttpRequest, reply: Reply) -> None:
-        path = request.path
-        if self._is_local and path not in _PROBES and _is_foreign(request.host):
-            reply(_text(421, "only this machine is answered here, under its own name; --http-host opens the port"))
-            return
-        respond = self._paths.get(path)
-        if respond is None:
-            hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path[:80], self._paths)
-            reply(_text(404, f"no {path[:80]}; {hint}"))
+    def _take(self, sock: socket.socket, peer: str) -> None:
+        if self._server.connections >= self._most and not self._server.close_slowest():
+            sock.close()
         else:
-            respond(partial(_finish, path, reply))
+            self._server.adopt(sock, 0, Entry(memoryview(bytearray(SLOT_BYTES)), 0))
 
-    def _ready(self) -> HttpAnswer:
-        return _text(200, "ready") if self._service.is_ready else _text(503, "not ready")
+    def _answer(self, start: Callable[[Done], object], request: HttpRequest, done: Done) -> None:
+        if self._is_local and request.path not in _PROBES and _is_foreign(request.host):
+            done(_text(421, "only this machine is answered here, under its own name; --http-host opens the port"))
+        else:
+            start(done)
 
     def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
@@ -121,44 +115,45 @@ class StatusServer:
             return _text(503, "no worker has drawn it yet")
         return HttpAnswer(200, "image/svg+xml", drawing.encode())
 
+    def _failure(self, request: HttpRequest, error: BaseException) -> HttpAnswer:
+        """In words: the port is for people and probes."""
+        path = request.path[:80]
+        if isinstance(error, RouteError):
+            if self._is_local and _is_foreign(request.host):
+                return _text(421, "only this machine is answered here, under its own name")
+            hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
+            return _text(404, f"no {path}; {hint}")
+        if code_of(error) == "internal":
+            logger.error("%s cannot be answered", path, exc_info=error)
+            return _text(500, "a defect; the log says which")
+        hint = "" if request.method in ("", *METHODS) else f"; {self._elsewhere}"
+        status = getattr(error, "status", answers.STATUSES.get(code_of(error), 400))
+        return _text(status, f"{getattr(error, 'detail', error)}{hint}")
 
-class _Shared(Generic[T]):
-    """One question for all who ask it at a time, and the next one after ``pause`` seconds, for who came meanwhile.
 
-    ``ask(told)`` may call ``told(answer)`` on any thread, or never: the next question is not kept by that for longer
-    than ``ANSWER_SECONDS``. All else is for the thread of the loop.
-    """
+class _Figures:
+    """One question at a time, for all who ask meanwhile; for a moment its answer is that of the next ones, too."""
 
-    def __init__(self, loop: Loop, ask: Callable[[Callable[[T], object]], object], pause: float) -> None:
-        self._loop, self._ask, self._pause = loop, ask, pause
-        # NOTE: bounded, since no answer may ever come. Those that fall out were answered otherwise long ago.
-        self._waiting: deque[Callable[[T], object]] = deque(maxlen=2 * HTTP_CONNECTIONS)
-        self._asked: list[Callable[[T], object]] = []
-        self._next_at = 0.0
-        loop.steps.append(self._step)
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._waiting: list[Callable[[_StatusAnswers], object]] = []
+        self._last: _StatusAnswers | None = None
+        self._fresh_until = 0.0
 
-    def get(self, then: Callable[[T], object]) -> None:
-        """Call ``then(answer)``, unless none comes."""
+    def get(self, then: Callable[[_StatusAnswers], object]) -> None:
+        """Call ``then(answers)``, now or later."""
+        if self._last is not None and monotonic() < self._fresh_until:
+            then(self._last)
+            return
         self._waiting.append(then)
-        self._step()
+        if len(self._waiting) == 1:
+            self._service.ask(self._told)
 
-    def _step(self) -> float:
-        now = monotonic()
-        if not self._waiting:
-            return LONGEST_WAIT
-        if now < self._next_at:
-            return self._next_at - now
-        self._asked = list(self._waiting)
-        self._waiting.clear()
-        self._next_at = now + ANSWER_SECONDS
-        self._ask(lambda answer: self._loop.call(partial(self._told, answer, now)))
-        return LONGEST_WAIT
-
-    def _told(self, answer: T, asked_at: float) -> None:
-        self._next_at = min(self._next_at, asked_at + self._pause)
-        asked, self._asked = self._asked, []
-        for then in asked:
-            then(answer)
+    def _told(self, figures: dict[str, Any]) -> None:
+        self._last, self._fresh_until = _StatusAnswers(figures), monotonic() + ASK_PAUSE_SECONDS
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then(self._last)
 
 
 class _StatusAnswers:
@@ -176,18 +171,12 @@ class _StatusAnswers:
         return HttpAnswer(200, CONTENT_TYPE, render(self._figures))
 
 
-def _finish(path: str, reply: Reply, make: Callable[[], HttpAnswer]) -> None:
-    try:
-        answer = make()
-    except Exception:
-        logger.exception("%s cannot be answered", path)
-        answer = _text(500, "a defect; the log says which")
-    reply(answer)
+def _give(answer: HttpAnswer, done: Done) -> None:
+    done(answer)
 
 
-def _file(name: str, kind: str) -> Callable[[_Finish], object]:
-    answer = HttpAnswer(200, f"{kind}; charset=utf-8", (_PAGE / name).read_bytes())
-    return lambda finish: finish(lambda: answer)
+def _file(name: str, kind: str) -> HttpAnswer:
+    return HttpAnswer(200, f"{kind}; charset=utf-8", (_PAGE / name).read_bytes())
 
 
 def _is_foreign(host: str) -> bool:
@@ -204,6 +193,3 @@ def _is_foreign(host: str) -> bool:
 
 def _text(status: int, text: str) -> HttpAnswer:
     return HttpAnswer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
-
-
-_SILENT = _text(503, "the supervisor does not answer")

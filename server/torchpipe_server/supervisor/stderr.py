@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from multiprocessing.connection import Connection
 
+from torchpipe_server.front.loop import Loop
 from torchpipe_server.logs.stderr import StderrLines
-from torchpipe_server.serving.loop import READ, Loop
 
 READ_BYTES = 2**16  # at a time
 LAST_READS = 4  # once the worker has ended: a program that it has started may go on writing
@@ -19,7 +19,7 @@ class WorkerStderr:
         self._loop, self._pipe = loop, pipe
         self._lines = StderrLines(pid)
         os.set_blocking(pipe.fileno(), False)
-        loop.watch(pipe, READ, self._read)
+        loop.add_reader(pipe.fileno(), self._read)
 
     def close(self) -> None:
         """Read what is left, and close it."""
@@ -32,7 +32,7 @@ class WorkerStderr:
         """What it wrote in the last moments, on one line."""
         return " / ".join(self._lines.recent())
 
-    def _read(self, events: int = READ) -> bool:
+    def _read(self) -> bool:
         """Whether there was anything."""
         try:
             data = os.read(self._pipe.fileno(), READ_BYTES)
@@ -48,6 +48,6 @@ class WorkerStderr:
 
     def _end(self) -> None:
         if not self._pipe.closed:
-            self._loop.watch(self._pipe, 0, self._read)
+            self._loop.remove_reader(self._pipe.fileno())
             self._pipe.close()
             self._lines.end()

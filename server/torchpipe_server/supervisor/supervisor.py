@@ -18,9 +18,9 @@ from typing import Any
 import torchpipe_py
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.runtime.statistics import BOUNDS_MS
+from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
-from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.children.fleet import Fleet
 from torchpipe_server.supervisor.children.generation import WorkerSlot
@@ -30,6 +30,7 @@ from torchpipe_server.worker.channel import Said
 
 logger = logging.getLogger("torchpipe_server")
 
+STEP_SECONDS = 0.1  # between two looks at whether a question, or the stop, is over
 ASK_SECONDS = 1.0  # for a worker to tell its figures
 EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
 KILL_SECONDS = 1.0  # beyond those, for those that were killed to be gone, and for what they had to be answered
@@ -54,36 +55,29 @@ class Supervisor:
     def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
         tables = load()
         self._options = options
-        self._loop = Loop(lambda error: logger.error("a defect", exc_info=error))
+        self.loop = new_loop(is_fast=False)
         self._connections = Connections(
-            self._loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering
+            self.loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering
         )
-        self._fleet = Fleet(self._loop, options, self._connections.journal, tables, load, self)
+        self._fleet = Fleet(self.loop, options, self._connections.journal, tables, load, self)
+        self.monitoring: Any = None  # the other port, closed at the end
         self._asks: list[Ask] = []
         self._problem = ""
         self._has_lost = self._is_accepting = self._has_killed = False
         self._stopping_until: float | None = None
         self._began = monotonic()
         self._on_ready: Callable[[], object] = lambda: None
-        self._loop.steps.append(self._step)
+        every(self.loop, STEP_SECONDS, self._step)
 
     # -- from any thread ----------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Stop accepting, let the workers answer what was accepted, end. Safe in a signal handler."""
-        self._loop.call(self._begin_stop)
+        call_from_any_thread(self.loop, self._begin_stop)
 
     def reload(self) -> None:
         """Read the configuration again and replace all workers. Safe in a signal handler."""
-        self._loop.call(self._fleet.reload)
-
-    def ping(self, answer: Callable[[], object]) -> None:
-        """Call ``answer()`` on the loop's thread."""
-        self._loop.call(answer)
-
-    def ask(self, answer: Callable[[Figures], object]) -> None:
-        """Call ``answer(figures)`` with what ``/stats`` shows, on the loop's thread."""
-        self._loop.call(lambda: self._begin_ask(answer))
+        call_from_any_thread(self.loop, self._fleet.reload)
 
     @property
     def is_ready(self) -> bool:
@@ -105,11 +99,13 @@ class Supervisor:
         self._on_ready = on_ready
         self._fleet.start()
         try:
-            self._loop.run()
+            self.loop.run_forever()
         finally:
             self._fleet.close()
             self._connections.close()
-            self._loop.close()
+            if self.monitoring is not None:
+                self.monitoring.close()
+            self.loop.close()
         if self._problem:
             raise ConfigError(self._problem)
         return not self._has_lost
@@ -121,13 +117,12 @@ class Supervisor:
             self._connections.drain()
             self._fleet.drain()
 
-    def _step(self) -> float:
+    def _step(self) -> None:
         now = monotonic()
         for ask in [ask for ask in self._asks if not ask.waiting or ask.until <= now]:
             self._finish(ask)
         if self._stopping_until is not None and self._is_stopped(now):
-            self._loop.stop()
-        return ASK_SECONDS / 4 if self._asks else LONGEST_WAIT
+            self.loop.stop()
 
     def _is_stopped(self, now: float) -> bool:
         assert self._stopping_until is not None
@@ -153,7 +148,7 @@ class Supervisor:
             return
         self._is_accepting = True
         self._connections.open()
-        self._loop.call(self._on_ready)
+        self.loop.call_soon(self._on_ready)
 
     def died(self, child: Child) -> None:
         """What it had goes on elsewhere."""
@@ -176,21 +171,26 @@ class Supervisor:
         elif kind == "released":
             self._connections.released(child, message["slot"])
         elif kind == "stats":
-            for ask in self._asks:
+            for ask in list(self._asks):
                 ask.waiting.discard(child)
+                if not ask.waiting:
+                    self._finish(ask)
 
     def failed(self, problem: str) -> None:
         """The service cannot go on."""
         self._problem = self._problem or problem
-        self._loop.stop()
+        self.loop.stop()
 
     # -- figures ------------------------------------------------------------------------------------------------
 
-    def _begin_ask(self, answer: Callable[[Figures], object]) -> None:
+    def ask(self, answer: Callable[[Figures], object]) -> None:
+        """Call ``answer(figures)`` with what ``/stats`` shows."""
         asked = {child for child in self._fleet.children if child.state in ("ready", "draining")}
         self._asks.append(Ask(set(asked), monotonic() + ASK_SECONDS, answer))
         for child in asked:
             child.ask_stats()
+        if not asked:
+            self._finish(self._asks[-1])
 
     def _finish(self, ask: Ask) -> None:
         self._asks.remove(ask)

@@ -1,21 +1,36 @@
-"""HTTP/1.1: what a request holds, and how an answer becomes bytes. No sockets, no threads, no clock."""
+"""HTTP/1.1: bytes become requests, and answers become bytes. No sockets, no threads, no clock.
+
+httptools reads header fields. Where a head and a body end is decided here: nothing is read before it is bounded.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
-from typing import NamedTuple
+from time import time
+from typing import Any, NamedTuple
 
-from torchpipe_server.wire.header import CALL, HTTP
-from torchpipe_server.wire.protocol import COSTLY_BYTES
-from torchpipe_server.wire.scanner import ProtocolError
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
+from torchpipe_server.wire.errors import ProtocolError
+
+MAX_HEAD_BYTES = 8192
+MAX_FIELDS = 64
+SMALL_CHUNKS = 64
+CHUNK_BYTES = 1024
+"""A body has so many chunks that are shorter, no more: each costs the same."""
 NAME_CHARACTERS = 48
-COSTLY_JSON_BYTES = 2**13
-COSTLY_QUERY_BYTES = 2**10
-_OIP_PATHS, _OIP_JSON_LENGTH, _LENGTH = "/v2/", "inference-header-content-length", re.compile(r"[0-9]{1,12}")
+INVITATION = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+_REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/(\d)\.(\d)\r?\n")
+_EMPTY_LINES = re.compile(rb"(?:\r?\n)+")
+_HEAD_END = re.compile(rb"\n\r?\n")
+_CHUNK_LINE = re.compile(rb"0*([0-9A-Fa-f]{1,16})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
+_NEXT_CHUNK_LINE = re.compile(rb"\r\n" + _CHUNK_LINE.pattern)  # after the end of the chunk before it
+_CHUNK_LINE_BYTES = 256
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+;=%-]*)(?::\d*)?"
 _FIELD_HOST = re.compile(_HOST, re.ASCII)
 # Groups: the host, the path, the query.
@@ -36,7 +51,7 @@ class HttpError(ProtocolError):
 
 
 class HttpAnswer(NamedTuple):
-    """``kind`` is the body's type, ``headers`` what stands beside it and the length."""
+    """``kind`` is the body's type, ``headers`` are sent beside it and the length."""
 
     status: int
     kind: str
@@ -45,27 +60,32 @@ class HttpAnswer(NamedTuple):
 
 
 class HttpRequest:
-    """One request; ``answer`` makes its bytes, once, on any thread.
+    """One request.
 
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
-    kind: of the body, in lower case, without parameters. size: bytes of the head and of the body. route: what it is
-    counted as. error: why there is no body, of a request that was not read to its end. is_last: whether the connection
-    ends behind its answer.
+    parameters: what is in the path where its route has braces. error: why there is no body, if it was not read whole.
+    is_last: whether the connection ends after its answer. name: method and path, cut where they are long.
+    head: the same without the body. known: what others have found out about the head; requests of a connection with
+    the same head share it.
     """
 
     __slots__ = (
-        "body", "error", "fields", "is_last", "kind", "method", "parameters", "path", "query", "route", "size",
+        "body", "error", "fields", "head", "is_last", "known", "length", "method", "name", "parameters", "path",
+        "query",
     )  # fmt: skip
 
-    framing, type, seqid = HTTP, CALL, 0
+    is_oneway, seqid, protocol = False, 0, "http"
 
     def __init__(self, method: str = "", path: str = "", is_last: bool = False) -> None:
         self.method, self.path, self.query, self.is_last = method, path, "", is_last
-        self.parameters: Mapping[str, str] = {}  # what its route calls parts of the path
         self.fields: Mapping[str, str] = {}
-        self.kind, self.body, self.size = "", b"", 0
-        self.route = "http"  # NOTE: what a client makes up must not become a name among the counters.
+        self.parameters: Mapping[str, str] = {}
+        self.length: int | None = 0  # of the body; none where it comes in chunks
+        self.body = b""
         self.error: ProtocolError | None = None
+        self.name = f"{method} {path}"[:NAME_CHARACTERS]
+        self.known: dict[str, Any] = {}
+        self.head: HttpRequest | None = None
 
     @classmethod
     def named(cls, name: str) -> HttpRequest:
@@ -73,10 +93,19 @@ class HttpRequest:
         method, _, path = name.partition(" ")
         return cls(method, path, is_last=True)
 
-    @property
-    def name(self) -> str:
-        """Method and path, cut where they are long."""
-        return f"{self.method} {self.path}"[:NAME_CHARACTERS]
+    def with_body(self, body: bytes) -> HttpRequest:
+        """Another request with the same head."""
+        request = HttpRequest.__new__(HttpRequest)
+        request.method, request.path, request.query, request.is_last = self.method, self.path, self.query, self.is_last
+        request.fields, request.parameters, request.length = self.fields, self.parameters, self.length
+        request.body, request.error, request.name, request.known = body, None, self.name, self.known
+        request.head = self
+        return request
+
+    def refused(self, error: ProtocolError) -> HttpRequest:
+        """The same, not read to its end because of ``error``; nothing after it is read."""
+        self.error, self.is_last = error, True
+        return self
 
     @property
     def host(self) -> str:
@@ -84,74 +113,272 @@ class HttpRequest:
         return self.fields.get("host", "")
 
     @property
-    def json_bytes(self) -> int:
-        """How many bytes of the body are JSON, as the head says."""
-        if self.path.startswith(_OIP_PATHS):  # whose clients may name another kind, or none
-            length = self.fields.get(_OIP_JSON_LENGTH, "")
-            return min(int(length), len(self.body)) if _LENGTH.fullmatch(length) else len(self.body)
-        return len(self.body) if self.kind == "application/json" else 0
+    def kind(self) -> str:
+        """The type of the body, in lower case and without parameters."""
+        return self.fields.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
-    def is_costly(self) -> bool:
-        """Whether it may take milliseconds to decode it."""
-        body, query = len(self.body), len(self.query)
-        return body > COSTLY_BYTES or self.json_bytes > COSTLY_JSON_BYTES or query > COSTLY_QUERY_BYTES
+    def size(self) -> int:
+        """Bytes of the body."""
+        return len(self.body)
 
-    def without_body(self) -> HttpRequest:
-        """What an answer needs."""
-        head = HttpRequest(self.method, self.path, self.is_last)
-        head.route = self.route
-        return head
+    def answer(self, answer: HttpAnswer, more: Mapping[str, str] | None = None) -> bytes:
+        """The bytes of the answer, for HEAD without its body. ``more`` are header fields besides its own.
 
-    def refused(self, error: ProtocolError) -> HttpRequest:
-        """The same, not read to its end because of ``error``; nothing behind it is read."""
-        self.error, self.is_last = error, True
-        return self
-
-    def answer(self, answer: HttpAnswer, headers: Mapping[str, str] | None = None, is_last: bool = False) -> bytes:
-        """The bytes of the answer, for HEAD without its body; ``is_last``: no other request is read.
-
-        Raises ``ValueError`` for a header that would end its line, or is not Latin-1.
+        Raises ``ValueError`` for a header field that would end its line, or is not Latin-1.
         """
         status, kind, body, own = answer
-        head = f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n"
-        head += f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-        lines = 4  # with the empty one
-        for fields in (own, headers):
+        head = b"%b%d\r\nDate: %b\r\n" % (_start_of_head(status, kind), len(body), _date(int(time())))
+        for fields in (own, more):
             if fields:
                 for name, value in fields.items():
-                    head += f"{name}: {value}\r\n"
-                lines += len(fields)
-        head += "Connection: close\r\n\r\n" if is_last or self.is_last else "\r\n"
-        lines += is_last or self.is_last
-        if not lines == head.count("\r") == head.count("\n"):
-            raise ValueError(f"a header of the answer has a line break: {head!r}")
+                    if "\r" in (field := f"{name}: {value}") or "\n" in field:
+                        raise ValueError(f"a header field of the answer has a line break: {field!r}")
+                    head += f"{field}\r\n".encode("latin-1")
+        if self.is_last:
+            head += b"Connection: close\r\n"
         if self.method == "HEAD" or status in _WITHOUT_BODY:
-            return head.encode("latin-1")
-        return head.encode("latin-1") + body
+            return head + b"\r\n"
+        return b"%b\r\n%b" % (head, body)
 
-    def read_head(self, line: re.Match[bytes], fields: Mapping[str, str]) -> None:
-        """Take what the head says. Raises ``HttpError``."""
-        self.fields = fields
-        if line[4] != b"0" and "host" not in fields:
+
+@lru_cache(maxsize=64)
+def _start_of_head(status: int, kind: str) -> bytes:
+    if "\r" in kind or "\n" in kind:
+        raise ValueError(f"the Content-Type of the answer has a line break: {kind!r}")
+    phrase = _PHRASES.get(status, "")
+    return f"HTTP/1.1 {status} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: ".encode("latin-1")
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()
+
+
+class HttpReader:
+    """Cuts a byte stream into requests. One per connection.
+
+    ``methods`` are those that are read, ``body_bytes`` the most that a body may have.
+    """
+
+    def __init__(self, methods: frozenset[str], body_bytes: int) -> None:
+        self._methods, self._body_bytes = methods, body_bytes
+        self._data, self._at = b"", 0  # what was received, and the first byte of it that is not read yet
+        self._head, self._template = b"\n", HttpRequest()  # of the last request; "\n" begins none
+        self._head_size = 0  # of the unfinished request
+        self._request: HttpRequest | None = None  # its head is read, its body is not
+        self._body: bytes | bytearray = b""
+        self._left = 0  # bytes of the body, or of its chunk, that are still to be read
+        self._chunks = 0  # whose lines are read
+        self._is_at_trailers = False
+        self._broken: HttpError | None = None
+        self.is_over = False  # after a request that is the last: what follows is nobody's
+        self.awaits_invitation = False
+        """Whether the client sends the body of its request once it is told to (``Expect: 100-continue``)."""
+
+    is_paused = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes held here that belong to no request that was returned."""
+        if self._broken is not None:
+            return 0
+        return len(self._data) - self._at + len(self._body) + (self._head_size if self._request is not None else 0)
+
+    @property
+    def request(self) -> HttpRequest | None:
+        """The unfinished request, to be answered with an error; its head may be unknown."""
+        if self._request is None and (self.pending_bytes or self._broken):
+            self._request = HttpRequest(is_last=True)
+        return self._request
+
+    def feed(self, data: bytes) -> None:
+        """Take what was received."""
+        if self._broken is None and not self.is_over:
+            self._data, self._at = self._data[self._at :] + data if self._at < len(self._data) else data, 0
+
+    def next(self) -> HttpRequest | None:
+        """The next request; ``None`` if it is not whole. Raises ``HttpError``, from then on each time."""
+        if self._broken is not None:
+            raise HttpError(self._broken.status, self._broken.detail, self._broken.kind)
+        data, at, head = self._data, self._at, self._head
+        if self._request is None:
+            # Most clients send the same head again and again.
+            if data.startswith(head, at) and (length := self._template.length) is not None:
+                at += len(head)
+                if at + length <= len(data):
+                    self._at = at + length
+                    return self._template.with_body(data[at : at + length])
+            if at == len(data):
+                return None
+        try:
+            return self._read()
+        except HttpError as error:
+            self.abandon(error)
+            raise
+
+    def abandon(self, error: ProtocolError) -> None:
+        """Give up the unfinished request, whatever it holds; ``error`` is what a further ``next`` raises."""
+        status = error.status if isinstance(error, HttpError) else 400
+        self._broken = HttpError(status, error.detail, error.kind)
+        self._body, self._data, self._at = b"", b"", 0
+
+    def _read(self) -> HttpRequest | None:
+        request = self._request or self._read_head()
+        if request is None:
+            return None
+        if self._at < len(self._data):
+            self.awaits_invitation = False
+        if not (self._read_bytes() if request.length is not None else self._read_chunks()):
+            return None
+        self.awaits_invitation = False
+        body, self._request, self._body = bytes(self._body), None, b""
+        if request.is_last:
+            self.is_over, self._data, self._at = True, b"", 0
+        return request.with_body(body)
+
+    def _read_head(self) -> HttpRequest | None:
+        """Begin a request, if all of its head is there."""
+        data, at = self._data, self._at
+        if at < len(data) and data[at] < 0x21:
+            if (empty := _EMPTY_LINES.match(data, at)) is not None:
+                at = self._at = empty.end()
+            if at < len(data) and data[at] < 0x21 and data[at:] != b"\r":
+                raise HttpError(400, "no request line")
+        end = self._find_end()
+        if end is None:
+            return None
+        line = _REQUEST_LINE.match(data, at, end)
+        if line is None:
+            raise HttpError(400, "the first line is no method, target and version")
+        self._request = request = HttpRequest(line[1].decode(), is_last=True)  # until all of the head is read
+        if line[3] != b"1":
+            raise HttpError(505, "this port speaks HTTP/1.1")
+        if request.method not in self._methods:
+            raise HttpError(501, f"{request.method[:20]} is not served, only {', '.join(sorted(self._methods))}")
+        request.fields = fields = read_fields(data[line.end() : end])
+        is_old = line[4] == b"0"
+        if not is_old and "host" not in fields:
             raise HttpError(400, "no Host")
         if fields.get("transfer-encoding", "chunked").lower() != "chunked":
             raise HttpError(501, "a body comes in chunks or as it is, in no other Transfer-Encoding")
-        self._read_target(line[2].decode())
-        self.kind = fields.get("content-type", "").partition(";")[0].strip().lower()
-        self.is_last = line[4] == b"0"
-        if "connection" in fields:
-            self.is_last |= "close" in {option.strip().lower() for option in fields["connection"].split(",")}
+        _read_target(request, line[2].decode())
+        options = fields.get("connection", "").lower()
+        request.is_last = is_old or ("close" in options and "close" in {one.strip() for one in options.split(",")})
+        self._at, self._head_size, self._is_at_trailers, self._chunks, self._left = end, end - at, False, 0, 0
+        if "transfer-encoding" in fields:
+            request.length = None
+        else:
+            # NOTE: of thousands of zeros Python makes no int.
+            request.length = self._left = int(fields.get("content-length", "").lstrip("0") or 0)
+        if self._left > self._body_bytes:
+            request.is_last = True
+            raise self._too_large()
+        self.awaits_invitation = not is_old and fields.get("expect", "").lower() == "100-continue"
+        if not request.is_last and not self.awaits_invitation:
+            self._head, self._template = data[at:end], request
+        return request
 
-    def _read_target(self, text: str) -> None:
-        target = _TARGET.fullmatch(text)
-        if target is None or (target[1] is None and target[2] is None):
-            raise HttpError(400, "the target is not a path")
-        host, path, query = target.groups()
-        if path == "*" and (self.method != "OPTIONS" or host is not None):
-            raise HttpError(400, f"the target * is for OPTIONS, not {self.method}")
-        if _FIELD_HOST.fullmatch(self.host) is None:  # two of them, too
-            raise HttpError(400, "the field Host is no name of a host")
-        if host is not None:
-            self.fields = {**self.fields, "host": host}
-        self.path, self.query = path or "/", query or ""
+    def _find_end(self) -> int | None:
+        """Where the head that begins here ends, or the trailers; ``None`` while that is not there."""
+        found = _HEAD_END.search(self._data, self._at, self._at + MAX_HEAD_BYTES)
+        size = (found.end() if found else len(self._data)) - self._at
+        if size > MAX_HEAD_BYTES:
+            if self._data.find(b"\n", self._at, self._at + MAX_HEAD_BYTES) < 0:
+                raise HttpError(414, f"a target of more than {MAX_HEAD_BYTES} bytes")
+            raise HttpError(431, f"a head of more than {MAX_HEAD_BYTES} bytes")
+        if self._data.count(b"\n", self._at, self._at + size) > MAX_FIELDS + 2:
+            raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
+        return found.end() if found else None
+
+    def _read_bytes(self) -> bool:
+        """Take what is there of the body, or of its chunk; whether that is all of it."""
+        piece = self._data[self._at : self._at + self._left]
+        self._at += len(piece)
+        self._left -= len(piece)
+        if not self._body:
+            self._body = piece  # most come in one piece: it is not copied again
+        else:
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += piece
+        return not self._left
+
+    def _read_chunks(self) -> bool:
+        """Take what is there of a body in chunks, and the trailers; whether that is all of them."""
+        while not self._is_at_trailers:
+            if not (self._read_bytes() and self._read_chunk_line()):
+                return False
+        end = self._find_end()
+        if end is None:
+            return False
+        read_fields(self._data[self._at + 1 : end])
+        self._at = end
+        return True
+
+    def _read_chunk_line(self) -> bool:
+        """Begin a chunk, or the trailers; whether all of the line before it is there."""
+        data, at, until = self._data, self._at, self._at + _CHUNK_LINE_BYTES
+        line = (_NEXT_CHUNK_LINE if self._chunks else _CHUNK_LINE).match(data, at, until)
+        if line is None:
+            if data.find(b"\n", at + 2 if self._chunks else at, until) >= 0:
+                raise HttpError(400, "the line of a chunk is no size, or does not end with CR LF")
+            if len(data) >= until:
+                raise HttpError(400, f"the line of a chunk has more than {_CHUNK_LINE_BYTES} bytes")
+            return False
+        self._left = int(line[1], 16)
+        self._chunks += 1
+        self._is_at_trailers = not self._left
+        # NOTE: the line feed of the last one is left: an empty line after it ends the trailers.
+        self._at = line.end() - self._is_at_trailers
+        if len(self._body) + self._left > self._body_bytes:
+            raise self._too_large()
+        if self._left and self._chunks > SMALL_CHUNKS + len(self._body) // CHUNK_BYTES:
+            raise HttpError(413, f"too many chunks of fewer than {CHUNK_BYTES} bytes", "too_large")
+        return True
+
+    def _too_large(self) -> HttpError:
+        if self._body_bytes:
+            return HttpError(413, f"a body of more than {self._body_bytes} bytes (--max-message-bytes)", "too_large")
+        return HttpError(413, "a request has no body here", "too_large")
+
+
+def _read_target(request: HttpRequest, text: str) -> None:
+    target = _TARGET.fullmatch(text)
+    if target is None or (target[1] is None and target[2] is None):
+        raise HttpError(400, "the target is not a path")
+    host, path, query = target.groups()
+    if path == "*" and (request.method != "OPTIONS" or host is not None):
+        raise HttpError(400, f"the target * is for OPTIONS, not {request.method}")
+    if _FIELD_HOST.fullmatch(request.host) is None:  # two of them, too
+        raise HttpError(400, "the field Host is no name of a host")
+    if host is not None:
+        request.fields = {**request.fields, "host": host}
+    request.path, request.query = path or "/", query or ""
+    request.name = f"{request.method} {request.path}"[:NAME_CHARACTERS]
+
+
+class _Fields(dict[str, str]):
+    """Header fields, told by httptools one by one; those of one name become one."""
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key, text = name.lower().decode(), value.rstrip(b" \t").decode("latin-1")
+        self[key] = f"{self[key]}, {text}" if key in self else text
+
+
+def read_fields(lines: bytes) -> Mapping[str, str]:
+    """Lines of header fields up to the empty one, their names in lower case. Raises ``HttpError``.
+
+    A second Content-Length, one beside Transfer-Encoding, folded lines, blanks before a colon: none of them is read.
+    """
+    fields = _Fields()
+    parser = HttpRequestParser(fields)
+    # RFC 9112 2.2 allows a line feed alone; of codings whoever asks for the fields knows more.
+    parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_transfer_encoding=True)
+    try:
+        parser.feed_data(b"POST / HTTP/1.1\r\n%b" % lines)
+    except HttpParserUpgrade:
+        pass  # nobody has to follow the wish
+    except HttpParserError as error:
+        raise HttpError(400, str(error)[:80]) from None
+    return fields

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torchpipe_server.serving.loop import READ, WRITE, Loop
+from torchpipe_server.front.loop import Loop
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -49,7 +49,7 @@ class Channel:
         self._unsent: deque[tuple[memoryview, int]] = deque()
         self._is_closed = False
         sock.setblocking(False)
-        loop.watch(sock, READ, self._ready, is_urgent=True)
+        loop.add_reader(sock.fileno(), self._receive)
 
     def send(self, message: Said, descriptor: int = -1) -> None:
         """Send a message; the other side gets a copy of ``descriptor``, which the caller may close afterwards."""
@@ -62,7 +62,7 @@ class Channel:
         if sent < len(data) and not self._is_closed:
             is_left = descriptor >= 0 and not sent  # it goes with the first byte
             self._unsent.append((data[sent:], os.dup(descriptor) if is_left else -1))
-            self._loop.watch(self._sock, READ | WRITE, self._ready, is_urgent=True)
+            self._loop.add_writer(self._sock.fileno(), self._flush)
 
     def finish(self, seconds: float) -> None:
         """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
@@ -84,20 +84,15 @@ class Channel:
         self._is_closed = True
         # NOTE: who has the channel is had by it: its descriptors would stay open until the garbage is collected.
         self._on_message, self._on_end = _ignore, _ignore
-        self._loop.watch(self._sock, 0, self._ready)
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         for descriptor in [*self._descriptors, *(descriptor for _, descriptor in self._unsent)]:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _ready(self, events: int) -> None:
-        if events & WRITE:
-            self._flush()
-        if events & READ and not self._is_closed:
-            self._receive()
-
     def _flush(self) -> None:
-        while self._unsent:
+        while self._unsent and not self._is_closed:
             data, descriptor = self._unsent[0]
             sent = self._write(data, descriptor)
             if not sent:
@@ -108,7 +103,7 @@ class Channel:
                 self._unsent[0] = data[sent:], -1
             else:
                 self._unsent.popleft()
-        self._loop.watch(self._sock, READ, self._ready, is_urgent=True)
+        self._loop.remove_writer(self._sock.fileno())
 
     def _write(self, data: memoryview, descriptor: int) -> int:
         """How many bytes the system has taken, or nobody ever will."""
@@ -120,7 +115,7 @@ class Channel:
         except OSError as error:
             if error.errno in _GONE:
                 # NOTE: later, since what it has said before its end is still to be heard.
-                self._loop.call(self.hear_out)
+                self._loop.call_soon(self.hear_out)
                 return len(data)
             if error.errno not in _PASSING:
                 self._end()
@@ -128,6 +123,8 @@ class Channel:
 
     def _receive(self) -> bool:
         """Whether there was anything."""
+        if self._is_closed:
+            return False
         try:
             if self._is_trusted:
                 data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any, NamedTuple
 
-from torchpipe_server.serving.loop import Loop
-from torchpipe_server.serving.memory import SharedMemory
+from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.front.memory import SharedMemory
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -70,7 +70,7 @@ class Heart:
     def __init__(self, heartbeat: Heartbeat, loop: Loop, stats: Callable[[], dict[str, Any]]) -> None:
         self._heartbeat, self._loop, self._stats = heartbeat, loop, stats
         self._beats = self._idle_beats = 0
-        self._progress = -1
+        self._has_turned = True  # whether the loop has gone round since the last beat
 
     def start(self) -> None:
         """Beat from now on, the first time before this returns."""
@@ -79,15 +79,20 @@ class Heart:
 
     def beat(self) -> None:
         """Tell how things are now."""
-        progress = self._loop.progress
         # NOTE: beats are counted, not seconds: a process that was stopped must not find its loop stuck.
-        self._idle_beats = self._idle_beats + 1 if progress == self._progress else 0
-        self._progress = progress
+        if self._has_turned:
+            self._idle_beats, self._has_turned = 0, False
+            call_from_any_thread(self._loop, self._turned)
+        else:
+            self._idle_beats += 1
         self._beats += 1
         nodes = self._stats()["nodes"].values()
         oldest = max((node["oldest_batch_s"] for node in nodes), default=0.0)
         dead = sum(node["instances"] - node["alive"] for node in nodes)
         self._heartbeat.write(Signs(self._beats, self._idle_beats * BEAT_SECONDS, oldest, dead))
+
+    def _turned(self) -> None:
+        self._has_turned = True
 
     def _run(self) -> None:
         while True:

@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchpipe_server.front.http import Routes
+from torchpipe_server.front.journal import Journal
+from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
+from torchpipe_server.front.server import Served, Server, services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
-from torchpipe_server.serving.http import Routes
-from torchpipe_server.serving.journal import Journal
-from torchpipe_server.serving.loop import READ, Loop
-from torchpipe_server.serving.protocols import Served
 from torchpipe_server.worker.channel import Channel, Said
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
@@ -39,6 +39,7 @@ SWITCH_SECONDS = 0.0005
 PR_SET_PDEATHSIG = 1
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
+END_SECONDS = 0.25  # between two looks at whether the time to end is over
 NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
 
 
@@ -83,7 +84,7 @@ def run_process(start: Start, work: Callable[[Start], object]) -> None:
 def _work(start: Start) -> None:
     choose_device(start)
     die_with_parent(True)
-    engine, loop = None, Loop()
+    engine, loop = None, new_loop()
     try:
         from torchpipe_py import pipe
 
@@ -101,7 +102,7 @@ def _work(start: Start) -> None:
         served = make_served(run)
         provider = None
         if start.options.trace_ratio >= 0:
-            from torchpipe_server.serving import tracing
+            from torchpipe_server import tracing
 
             provider = tracing.set_up()
             run.instrument(provider, starts_traces=False)
@@ -137,13 +138,12 @@ class Worker:
     def __init__(
         self, start: Start, loop: Loop, plan: Pipeline, run: pipe, served: Served, engine: EngineClient | None = None
     ) -> None:
-        from torchpipe_server.serving.server import Server
-
         self._plan, self._run, self._engine = plan, run, engine
         self._loop = loop
-        self._loop.steps.append(self._step)
         self._journal = start.journal
-        self._server = Server(self._loop, served, start.options, self._gone)
+        services = services_of(served, start.options)
+        self._server = Server(loop, services, start.options, self._gone, served.names_with_pipe())
+        every(loop, END_SECONDS, self._end_if_finished)
         self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
         self._heart = Heart(start.heartbeat, self._loop, run.stats)
 
@@ -151,7 +151,7 @@ class Worker:
         """Until told to end; whether every accepted request was answered."""
         self._heart.start()
         self._channel.send({"type": "ready", "graph": _draw(self._plan)})
-        self._loop.run()
+        self._loop.run_forever()
         answered = self._server.close()
         self._channel.send({"type": "end", "answered": answered, "stats": self._stats()})
         self._channel.finish(CLOSE_SECONDS)
@@ -188,15 +188,15 @@ class Worker:
 
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._channel.send({"type": "closed" if is_closed else "released", "slot": slot})
+        self._end_if_finished()
 
     def _orphaned(self) -> None:
         logger.error("the supervisor is gone: answering what was accepted, then ending")
         self._server.drain()
 
-    def _step(self) -> float:
+    def _end_if_finished(self) -> None:
         if self._server.is_finished:
             self._loop.stop()
-        return 0.5
 
     def _stats(self) -> dict[str, Any]:
         stats = {**self._run.stats(), "requests": self._server.counters.summary()}
@@ -208,13 +208,11 @@ class Worker:
 
 
 def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
-    """Have what ``fd`` announces taken on the loop, before it reads more from clients; ``None`` ends that."""
-
-    def ready(events: int) -> None:
-        if take is not None:
-            take()
-
-    loop.call(lambda: loop.watch(fd, 0 if take is None else READ, ready, is_urgent=True))
+    """Have what ``fd`` announces taken on the loop; ``None`` ends that."""
+    if take is None:
+        call_from_any_thread(loop, loop.remove_reader, fd)
+    else:
+        call_from_any_thread(loop, loop.add_reader, fd, take)
 
 
 def set_up_process(options: Options) -> None:
@@ -281,7 +279,7 @@ def limit_threads() -> None:
 def served_maker(options: Options) -> Callable[[pipe], Served]:
     """What makes of a pipe what is served: the usual service, or the user's own."""
     if options.handler:
-        from torchpipe_server.worker.custom import CustomHandler, load_handler
+        from torchpipe_server.methods.custom import CustomHandler, load_handler
 
         cls = load_handler(options.handler)
 
@@ -298,12 +296,12 @@ def usual_service(options: Options, run: pipe) -> Served:
     from torchpipe_py.http.errors import Bound
     from torchpipe_py.idl import load_idl
     from torchpipe_py.runtime.deadlines import Deadlines
-    from torchpipe_server.serving.service import reply_bound
-    from torchpipe_server.worker.handler import InferenceHandler
-    from torchpipe_server.worker.http_handler import HttpHandler
-    from torchpipe_server.worker.many import Turns
-    from torchpipe_server.worker.oip.handler import OipHandler
-    from torchpipe_server.worker.oip.requests import InferLimits
+    from torchpipe_server.front.method import reply_bound
+    from torchpipe_server.methods.http import HttpHandler
+    from torchpipe_server.methods.many import Turns
+    from torchpipe_server.methods.oip.handler import OipHandler
+    from torchpipe_server.methods.oip.requests import InferLimits
+    from torchpipe_server.methods.thrift import InferenceHandler
 
     deadlines, turns = Deadlines(run, options.deadline_ms), Turns(run)
     thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)

@@ -17,7 +17,7 @@ from service import IDL, Client, LocalServer, Process, connect, eventually, pack
 from thrift.Thrift import TApplicationException
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.serving.counters import RequestCounters
+from torchpipe_server.front.counters import RequestCounters
 
 from torchpipe_py import Backend
 from torchpipe_py.errors import DecodeError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from torchpipe_server.serving.connection import Connection
-from torchpipe_server.serving.journal import Journal
+from torchpipe_server.front.connection import Connection
+from torchpipe_server.front.journal import Journal
 from torchpipe_server.wire.protocol import MessageReader
 from torchpipe_server.wire.scanner import Limits, ProtocolError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from torchpipe_server.serving.journal import SLOT_BYTES, Entry, Journal, LastState
+from torchpipe_server.front.journal import SLOT_BYTES, Entry, Journal, LastState
 from torchpipe_server.wire.header import CALL, ONEWAY, Framing
 from torchpipe_server.wire.protocol import Message
 

@@ -17,9 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-import torchpipe_server.serving.connection
-import torchpipe_server.serving.server
-import torchpipe_server.serving.service
+import torchpipe_server.front.connection
 from conftest import Register
 from fakes import WAIT, Gate
 from http_client import HttpClient, every_client
@@ -42,7 +40,9 @@ from service import (
 )
 from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
-from torchpipe_server.worker.handler import InferenceHandler
+from torchpipe_server.front.server import TICK_SECONDS
+from torchpipe_server.methods.thrift import InferenceHandler
+from torchpipe_server.wire.thrift import ThriftReader
 
 from torchpipe_py import Backend, pipe
 
@@ -305,8 +305,9 @@ def test_waiting_for_a_busy_pipe_is_not_the_clients_slowness(register: Register)
 def wait_ticks(server: LocalServer, count: int) -> None:
     """Wait until the server's clock has enforced its limits so many times."""
     for _ in range(count):
-        last = server.server._next_tick
-        eventually(lambda last=last: server.error or server.server._next_tick > last)
+        ticked = threading.Event()
+        server.call(lambda ticked=ticked: server.loop.call_later(TICK_SECONDS, ticked.set))
+        assert ticked.wait(WAIT)
         assert server.error is None, f"the I/O thread died of {server.error!r}"
 
 
@@ -314,7 +315,7 @@ def wait_ticks(server: LocalServer, count: int) -> None:
 def holding(server: LocalServer) -> Iterator[None]:
     """The server's loop stands still: all that is sent meanwhile is there when its next round begins."""
     entered, go_on = threading.Event(), threading.Event()
-    server.loop.call(lambda: (entered.set(), go_on.wait(WAIT)))
+    server.call(lambda: (entered.set(), go_on.wait(WAIT)))
     assert entered.wait(WAIT)  # else the round that holds it may have a part of what is sent
     try:
         yield
@@ -388,10 +389,8 @@ def test_a_message_that_takes_long_to_read_begins_after_those_of_other_connectio
     assert began[0] == "ping"
 
 
-def test_connections_with_costly_messages_take_turns_whatever_they_pipeline(monkeypatch):
-    """All of it is there when the first round begins, and a turn has room for one message, however fast it is read."""
-    for module in (torchpipe_server.serving.connection, torchpipe_server.serving.server):
-        monkeypatch.setattr(module, "TURN_SECONDS", 0.0)
+def test_connections_with_costly_messages_take_turns_whatever_they_pipeline():
+    """All of it is there when the first round begins."""
     began: list[str] = []
 
     def noting(loop: Any) -> Any:
@@ -441,7 +440,7 @@ every_pack = pytest.mark.parametrize("pack", [pack_infer, HttpClient.pack], ids=
 
 
 def held_bytes(server: LocalServer) -> int:
-    return sum(len(one.unsent or b"") for one in list(server.server._connections))
+    return sum(one.transport.get_write_buffer_size() for one in list(server.server._connections))
 
 
 @every_pack
@@ -618,8 +617,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(torchpipe_server.serving.server, "monotonic", made)
-    monkeypatch.setattr(torchpipe_server.serving.connection, "monotonic", made)
+    monkeypatch.setattr(torchpipe_server.front.server, "monotonic", made)
+    monkeypatch.setattr(torchpipe_server.front.connection, "monotonic", made)
     return made
 
 
@@ -664,7 +663,7 @@ def test_a_connection_that_is_shed_is_let_go_of_between_two_messages(register: R
         client.sock.sendall(client_type.pack(b"block") + message[:-2])
         gate.wait_entered()
         eventually(lambda: held_by_connections(server) >= len(message) - 2)
-        server.loop.call(lambda: server.server.shed(1))
+        server.call(lambda: server.server.shed(1))
         gate.open()
         with suppress(IDL.InferenceError):  # bytes are no label
             client.receive()
@@ -705,14 +704,14 @@ def test_an_error_of_accept_does_not_end_the_server(number):
 
 
 def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch):
-    feed = torchpipe_server.serving.service.MessageReader.feed
+    feed = ThriftReader.feed
 
     def failing(self: Any, data: bytes) -> Any:
         if b"\x80poison" in data:
             raise RuntimeError("a defect")
         return feed(self, data)
 
-    monkeypatch.setattr(torchpipe_server.serving.service.MessageReader, "feed", failing)
+    monkeypatch.setattr(ThriftReader, "feed", failing)
     with serving(length) as server, Client(server.port) as other:
         other.ping()
         with connect(server.port) as sock:
@@ -858,7 +857,7 @@ def test_half_sent_messages_of_many_connections_are_bounded(length, client_type)
 
 
 def held_by_connections(server: LocalServer) -> int:
-    return sum(one.held_bytes() for one in list(server.server._connections))
+    return sum(one.held_bytes for one in list(server.server._connections))
 
 
 def is_readable(sock: socket.socket) -> bool:
@@ -869,7 +868,7 @@ def is_readable(sock: socket.socket) -> bool:
 def test_messages_that_wait_for_their_turn_count_as_well(register: Register, client_type):
     gate = Gate()
     with (
-        serving(register(gate.backend), max_held_bytes=2**20) as server,
+        serving(register(gate.backend), max_held_bytes=3 * 2**17) as server,
         gate,
         client_type(server.port) as client,
         client_type(server.port) as other,
@@ -877,7 +876,7 @@ def test_messages_that_wait_for_their_turn_count_as_well(register: Register, cli
         count = 8
         client.sock.sendall(b"".join(client_type.pack(b"x" * 2**18, seqid) for seqid in range(1, count + 1)))
         gate.wait_entered()
-        eventually(lambda: server.server._held_bytes > 2**20)
+        eventually(lambda: held_by_connections(server) <= 2**18 + 4096, "what waits is held")
         other.ping()
         gate.open()
         codes = []

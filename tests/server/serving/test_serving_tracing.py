@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from service import LocalServer
 from torchpipe_client import AsyncClient, Client, InferenceError
 from torchpipe_server.options import Options
-from torchpipe_server.serving import tracing
-from torchpipe_server.serving.http import Routes
-from torchpipe_server.serving.protocols import Served
-from torchpipe_server.worker.custom import CustomHandler, Handler
+from torchpipe_server import tracing
+from torchpipe_server.front.http import Routes
+from torchpipe_server.front.server import Served
+from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import ConfigError, pipe

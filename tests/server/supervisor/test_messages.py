@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torchpipe_server.serving.counters import RequestCounters
+from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
 
 from torchpipe_py.backends.shared.client import HandOverTimes

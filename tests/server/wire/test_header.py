@@ -12,7 +12,7 @@ from thrift_messages import (
     refusal,
 )
 from torchpipe_server.wire.protocol import MessageReader
-from torchpipe_server.wire.scanner import ProtocolError
+from torchpipe_server.wire.errors import ProtocolError
 
 
 class TestDetection:

@@ -25,7 +25,7 @@ from thriftpy2.protocol import TBinaryProtocolFactory, TCompactProtocolFactory
 from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TBufferedTransportFactory, TFramedTransportFactory
 from torchpipe_server import Handler
-from torchpipe_server.worker.custom import CustomHandler, load_handler
+from torchpipe_server.methods.custom import CustomHandler, load_handler
 
 from torchpipe_py import Backend, ConfigError, NoResult, Overloaded, pipe
 from torchpipe_py.errors import DecodeError

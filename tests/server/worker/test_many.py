@@ -9,8 +9,8 @@ import pytest
 from conftest import Register
 from fakes import Gate
 from service import IDL, Client, FakePipe, eventually, serving
-from torchpipe_server.serving.connection import Work
-from torchpipe_server.worker.many import ROUNDS, Call, Turns
+from torchpipe_server.front.connection import Work
+from torchpipe_server.methods.many import ROUNDS, Call, Turns
 
 from torchpipe_py import Overloaded
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferLimits, InferRequest, Wanted, read_infer
-from torchpipe_server.worker.oip.tensors import DATATYPES, NUMBERS
+from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferLimits, InferRequest, Wanted, read_infer
+from torchpipe_server.methods.oip.tensors import DATATYPES, NUMBERS
 
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.http.errors import Bound, RequestTooLargeError, UnsupportedEncodingError

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchpipe_server.worker.oip.requests import InferRequest, Wanted
-from torchpipe_server.worker.oip.results import answer, kept, outputs_of
-from torchpipe_server.worker.oip.tensors import Output
+from torchpipe_server.methods.oip.requests import InferRequest, Wanted
+from torchpipe_server.methods.oip.results import answer, kept, outputs_of
+from torchpipe_server.methods.oip.tensors import Output
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING

@@ -21,10 +21,10 @@ from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from service import IDL, LIGHT, ROOT, Client, LocalServer, Process, connect, eventually, serving
 from torchpipe_server.options import Options
-from torchpipe_server.serving.http import Routes
-from torchpipe_server.serving.protocols import Served
+from torchpipe_server.front.http import Routes
+from torchpipe_server.front.server import Served
 from torchpipe_server.wire.http import HttpAnswer
-from torchpipe_server.worker.custom import CustomHandler, Handler
+from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import Backend, NoResult, pipe

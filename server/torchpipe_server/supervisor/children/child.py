@@ -7,12 +7,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any, Literal
 
-from torchpipe_server.serving.loop import READ, Loop
+from torchpipe_server.front.loop import Loop
 from torchpipe_server.supervisor.children.forker import Forked
 from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
 from torchpipe_server.supervisor.stderr import WorkerStderr
@@ -70,7 +69,6 @@ class Child:
         self._overdue_looks = 0  # in a row, at which a batch ran for too long
         self._is_asked = False  # for its figures
         self._is_trusted = True
-        self._gone_at = 0.0
         self.is_dismissed = False  # ended on purpose, before it had anything to answer
         self.process = forked.process
         self.pid: int = self.process.pid
@@ -79,7 +77,7 @@ class Child:
         self._stderr = WorkerStderr(loop, forked.stderr, self.pid)
         if self._pidfd >= 0:
             # NOTE: a process that it has started may hold the channel open beyond its end.
-            loop.watch(self._pidfd, READ, self._process_ended)
+            loop.add_reader(self._pidfd, self._process_ended)
 
     @property
     def is_ready(self) -> bool:
@@ -185,7 +183,7 @@ class Child:
         self._channel.close()
         self._stderr.close()
         if self._pidfd >= 0 and not self.is_gone:
-            self._loop.watch(self._pidfd, 0, self._process_ended)
+            self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
         self.state = "gone"
 
@@ -246,30 +244,21 @@ class Child:
         """All it has said is heard. What it held may be looked at as soon as it is certain that it runs no more."""
         self.kill()
         if self._pidfd < 0:
-            self._loop.call(self._exited)
-            return
-        self._gone_at = monotonic() + KILLED_SECONDS
-        self._loop.steps.append(self._step)
+            self._loop.call_soon(self._exited)
+        else:
+            self._loop.call_later(KILLED_SECONDS, self._exited)
 
-    def _process_ended(self, events: int) -> None:
+    def _process_ended(self) -> None:
         self._channel.hear_out()
         self._exited()
-
-    def _step(self) -> float:
-        left = self._gone_at - monotonic()
-        if left <= 0:
-            self._exited()
-        return left
 
     def _exited(self) -> None:
         if self.is_gone:
             return
         self.state = "gone"
         if self._pidfd >= 0:
-            self._loop.watch(self._pidfd, 0, self._process_ended)
+            self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        if self._step in self._loop.steps:
-            self._loop.call(partial(self._loop.steps.remove, self._step))
         self._stderr.close()
         self._on_exit(self)
 

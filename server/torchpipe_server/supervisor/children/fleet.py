@@ -11,9 +11,9 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchpipe_py.errors import TorchpipeError
+from torchpipe_server.front.journal import Journal
+from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
-from torchpipe_server.serving.journal import Journal
-from torchpipe_server.serving.loop import LONGEST_WAIT, Loop
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.children.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.children.forker import Forked, Forker
@@ -66,10 +66,9 @@ class Fleet:
         self._loop, self._options, self._load, self._watcher = loop, options, load, watcher
         self._forker = Forker(loop, options, journal)
         self._leaving: set[Child] = set()
-        self._retirement = Retirement(options.hang_seconds)
+        self._retirement = Retirement(loop, options.hang_seconds)
         self._has_begun = self._is_ending = self._wants_reload = False
-        self._next_look = 0.0
-        loop.steps.append(self._step)
+        every(loop, LOOK_SECONDS, self._look)
 
     @property
     def workers(self) -> list[WorkerSlot]:
@@ -148,7 +147,6 @@ class Fleet:
             child.close()
 
     def _start(self, worker: WorkerSlot) -> None:
-        worker.start_at = 0.0
         self._forker.fork(
             worker.role, worker.index, worker.tables, partial(self._wants, worker),
             partial(self._forked, worker), partial(self._not_forked, worker),
@@ -174,25 +172,21 @@ class Fleet:
         elif worker in self._now.slots and not self._is_ending:
             self._count_restart(worker, "failed_start")
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
-                worker.start_at = monotonic() + EXHAUSTED_DELAY  # no fault of the worker's, however often
+                self._start_after(worker, EXHAUSTED_DELAY)  # no fault of the worker's, however often
             else:
                 self._pause(worker, is_failure=True)
 
-    def _step(self) -> float:
-        now = monotonic()
-        waits = [LONGEST_WAIT]
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            self._retirement.look(self.children)
-            self._forker.look(LOOK_SECONDS)
-            self._link_again()
-        waits += self._retirement.kill_due(now)
-        for worker in self._now.slots:
-            if worker.start_at and not self._is_ending:
-                waits.append(worker.start_at - now)
-                if waits[-1] <= 0:
-                    self._start(worker)
-        return min(waits)
+    def _look(self) -> None:
+        self._retirement.look(self.children)
+        self._forker.look(LOOK_SECONDS)
+        self._link_again()
+
+    def _start_after(self, worker: WorkerSlot, seconds: float) -> None:
+        def start() -> None:
+            if worker in self._now.slots and not self._is_ending:
+                self._start(worker)
+
+        self._loop.call_later(seconds, start)
 
     # -- what becomes of a worker -------------------------------------------------------------------------------
 
@@ -268,7 +262,7 @@ class Fleet:
             self._now.tell_engines(self._options)
             self._watcher.became_ready(self.ready[0])
             if self._wants_reload:
-                self._loop.call(self.reload)
+                self._loop.call_soon(self.reload)
 
     def _ended(self, child: Child) -> None:
         if child.stats:
@@ -324,7 +318,7 @@ class Fleet:
         worker.pauses += 1
         worker.failures += is_failure
         if worker.failures < START_ATTEMPTS:
-            worker.start_at = monotonic() + min(LONGEST_DELAY, FIRST_DELAY * 2 ** (worker.pauses - 1))
+            self._start_after(worker, min(LONGEST_DELAY, FIRST_DELAY * 2 ** (worker.pauses - 1)))
             return
         worker.is_given_up = True
         logger.critical("%s is given up after %d attempts to start it", worker.name, worker.failures)

@@ -10,15 +10,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
 from torchpipe_server.engine.engine import engine_main
+from torchpipe_server.front.journal import Journal
+from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options
-from torchpipe_server.serving.journal import Journal
-from torchpipe_server.serving.loop import Loop
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import Start, worker_main
 
@@ -114,9 +113,9 @@ class Forker:
                 self._has_forked = True
                 self._unclaimed.append(forked)
         except Exception as error:
-            self._loop.call(partial(failed, error))
+            call_from_any_thread(self._loop, failed, error)
         else:
-            self._loop.call(partial(self._claim, forked, done))
+            call_from_any_thread(self._loop, self._claim, forked, done)
 
     def _claim(self, forked: Forked, done: Callable[[Forked], object]) -> None:
         self._unclaimed.remove(forked)

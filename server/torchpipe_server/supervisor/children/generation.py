@@ -20,7 +20,7 @@ logger = logging.getLogger("torchpipe_server")
 class WorkerSlot:
     """One worker or engine process of a generation, whichever process it is now, and its configuration.
 
-    ``child`` is none while it is being forked, and during the pause before the next attempt, at ``start_at``.
+    ``child`` is none while it is being forked, and during the pause before the next attempt.
     """
 
     index: int
@@ -30,7 +30,6 @@ class WorkerSlot:
     restarts: int = 0
     pauses: int = 0  # since it last worked for a while
     failures: int = 0  # starts that failed, since the last one that did not
-    start_at: float = 0.0
     is_given_up: bool = False
     died_at: float = 0.0  # when its last process died with connections; 0 once the next one is ready
 

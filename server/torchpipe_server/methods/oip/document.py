@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchpipe_server.worker.oip.requests import HEADER_LENGTH
-from torchpipe_server.worker.oip.tensors import DATATYPES
+from torchpipe_server.methods.oip.requests import HEADER_LENGTH
+from torchpipe_server.methods.oip.tensors import DATATYPES
 
 _TEXT = {"type": "string"}
 _PARAMETERS = {"type": "object", "additionalProperties": True}

@@ -19,9 +19,9 @@ from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # what distri
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
 from torchpipe_py.errors import ConfigError
-from torchpipe_server.serving.http import code_of
-from torchpipe_server.serving.protocols import Served
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method
+from torchpipe_server.front.http import code_of
+from torchpipe_server.front.method import OK, Cancellable, Done, Method
+from torchpipe_server.front.server import Served
 
 _PARENT = re.compile("(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _PARENT_CHARACTERS = 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchpipe_py
-from torchpipe_server.worker.oip.document import paths
+from torchpipe_server.methods.oip.document import paths
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "number"}

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from email.utils import formatdate
-from functools import lru_cache
-from time import time
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.http import answers, errors
 from torchpipe_py.http.errors import ReplyTooLargeError, RouteError
+from torchpipe_server.front.method import OK, Cancellable, Done, Method, TraceFields, reply_bound
 from torchpipe_server.options import MONITORING_PATHS
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, Reply, TraceFields, reply_bound
-from torchpipe_server.wire.codec import TEXT_BYTES
-from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpRequest
-from torchpipe_server.wire.http_reader import HttpReader
-from torchpipe_server.wire.scanner import ProtocolError
+from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 JSON = "application/json"
 
+_ROUTE = "route"  # what a head is known to take, and the parameters
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
@@ -58,18 +54,17 @@ class Routes:
         """Each with what its requests are counted as."""
         return [(route.name, route.method) for route in self._routes]
 
-    def find(self, request: HttpRequest) -> Route:
-        """The route; ``request.parameters`` are then what stands for the parts in braces. Raises ``RouteError``."""
+    def find(self, request: HttpRequest) -> tuple[Route, Mapping[str, str]]:
+        """The route, and what the path has in place of the parts in braces. Raises ``RouteError``."""
         verb = "GET" if request.method == "HEAD" else request.method
         route = self._fixed.get((verb, request.path))
         if route is not None:
-            return route
+            return route, {}
         allowed = {other for other, path in self._fixed if path == request.path}
         for pattern, route in self._patterns:
             match = pattern.fullmatch(request.path)
             if match and route.verb == verb:
-                request.parameters = match.groupdict()
-                return route
+                return route, match.groupdict()
             if match:
                 allowed.add(route.verb)
         path = request.path[:80]
@@ -93,48 +88,53 @@ class Routes:
 
 
 class HttpService:
-    """Routes, called by HTTP requests. One for all connections; ``reply`` is for any thread, the rest for one."""
+    """Routes, called by HTTP requests. One for all connections; ``reply`` is for any thread, the rest for one.
 
-    def __init__(self, routes: Routes, body_bytes: int, reply_bytes: int) -> None:
+    ``headers`` are those of each answer besides its own; ``failure`` makes an answer of an error.
+    """
+
+    def __init__(
+        self, routes: Routes, body_bytes: int, reply_bytes: int, methods: frozenset[str] = METHODS,
+        headers: Mapping[str, str] | None = None,
+        failure: Callable[[HttpRequest, BaseException], HttpAnswer] | None = None,
+    ) -> None:  # fmt: skip
         self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
-        self.decoded_bytes = 0  # that what is made of the request decoded last takes beyond it, about
+        self._methods, self._headers, self._failure = methods, headers, failure or _failure
 
     def reader(self) -> HttpReader:
         """What cuts the bytes of a new connection into requests."""
-        return HttpReader(METHODS, self._body_bytes)
-
-    def method(self, request: HttpRequest) -> Method:
-        """What the request calls, whose name it is counted under from now on. Raises what is wrong with it."""
-        try:
-            route = self._routes.find(request)
-            request.route = route.name
-        except RouteError as error:
-            raise request.error or error from None
-        if request.error is not None:
-            raise request.error
-        return route.method
+        return HttpReader(self._methods, self._body_bytes)
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
         """What the request calls, and the request. Raises what is wrong with it."""
-        self.decoded_bytes = TEXT_BYTES * request.json_bytes
-        return self.method(request), request
+        found = request.known.get(_ROUTE)
+        if found is None:
+            try:
+                found = self._routes.find(request)
+            except RouteError as error:
+                raise request.error or error from None
+            request.known[_ROUTE] = found
+        route, request.parameters = found
+        if request.error is not None:
+            raise request.error
+        return route.method, request
 
-    def reply(self, request: HttpRequest, result: Any) -> Reply:
+    def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
         """The answer that carries an ``HttpAnswer``, or the exception there is in its place."""
-        headers = {"Date": _date(int(time()))}
+        found = request.known.get(_ROUTE)
+        name = "http" if found is None else found[0].name  # NOTE: what a client makes up is no name to count under
         try:
             if isinstance(result, BaseException):
                 raise result
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
-            return request.answer(result, headers), request.route, OK
+            return request.answer(result, self._headers), name, OK
         except BaseException as error:  # a header that cannot be sent, too
-            return request.answer(error_answer(error), headers), request.route, code_of(error)
+            return request.answer(self._failure(request, error), self._headers), name, code_of(error)
 
 
-@lru_cache(maxsize=1)
-def _date(second: int) -> str:
-    return formatdate(second, usegmt=True)
+def _failure(request: HttpRequest, error: BaseException) -> HttpAnswer:
+    return error_answer(error)
 
 
 def code_of(error: BaseException) -> str:

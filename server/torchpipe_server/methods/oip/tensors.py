@@ -48,12 +48,14 @@ class Form(NamedTuple):
         return self.shape[0]
 
 
-def form_of(name: str, datatype: Any, shape: Any) -> Form:
+def form_of(name: str, datatype: str, shape: Sequence[int]) -> Form:
     """Checked; ``InvalidRequest`` for a type that there is not, or a shape that none can have."""
-    form = Form(name, datatype, ())
-    if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise InvalidRequest(f"{form.where}datatype {str(datatype)[:40]!r}; {nearest(str(datatype)[:40], DATATYPES)}")
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MOST_SIZE for size in shape):
+    form = Form(name, datatype, tuple(shape))
+    if datatype == BYTES and len(shape) == 1 and 0 < shape[0] <= MOST_SIZE:
+        return form  # nearly all
+    if datatype not in DATATYPES:
+        raise InvalidRequest(f"{form.where}datatype {datatype[:40]!r}; {nearest(datatype[:40], DATATYPES)}")
+    if not all(0 <= size <= MOST_SIZE for size in shape):
         raise InvalidRequest(f"{form.where}the shape is no list of sizes")
     if len(shape) > MOST_DIMENSIONS:
         raise InvalidRequest(f"{form.where}{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
@@ -61,7 +63,7 @@ def form_of(name: str, datatype: Any, shape: Any) -> Form:
         raise InvalidRequest(f"{form.where}the shape {shape} has no batch: its first size is the number of items")
     if datatype == BYTES and math.prod(shape) != shape[0]:
         raise InvalidRequest(f"{form.where}the shape {shape} of BYTES: each item is one element, [n] or [n, 1]")
-    return form._replace(shape=tuple(shape))
+    return form
 
 
 def rows_of_json(form: Form, data: Any) -> list[Any]:

@@ -11,8 +11,8 @@ from time import time
 from typing import Any
 
 from torchpipe_py.runtime.statistics import PLACES, folded
+from torchpipe_server.front.method import OK
 from torchpipe_server.logs.handler import REQUESTS
-from torchpipe_server.serving.service import OK
 
 logger = logging.getLogger(REQUESTS)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
@@ -15,8 +15,8 @@ from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_py.http import answers
 from torchpipe_py.http.errors import reason
-from torchpipe_server.serving.http import METHODS, Route, json_answer, route
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, trace_fields
+from torchpipe_server.front.http import METHODS, Route, json_answer, route
+from torchpipe_server.front.method import OK, Done, Method, trace_fields
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 Data = dict[str, Any]
@@ -35,8 +35,8 @@ class Handler:
     ``service`` is the service that ``thriftpy2.load`` made of the IDL. For each of its methods the class has one of the
     same name, with the arguments in the IDL's order: ``async def``, or plain where it has nothing to wait for. What it
     returns is the answer. An exception that the IDL declares reaches the client as it is; any other one as a
-    ``TApplicationException`` with its type and message. Methods run on the I/O thread and on the pipe's threads and
-    must not block; what they may await is ``self.run``.
+    ``TApplicationException`` with its type and message. Methods run on the worker's event loop and must not block; they
+    may await ``self.run`` and whatever else asyncio has.
 
     ``routes`` are the paths that answer HTTP on the same port, ``{"POST /photos": "upload"}``: the method of that name
     is given the request, with its ``body``, ``fields``, ``query`` and ``parameters``. A dict or a list that it returns
@@ -56,82 +56,54 @@ class Run:
     def __init__(self, run: pipe) -> None:
         self._pipe = run
 
-    def __call__(self, data: Data, timeout: float | None = None) -> Awaited:
+    async def __call__(self, data: Data, timeout: float | None = None) -> Data:
         """The finished dict, the one that was given. Raises what ends the request, and why it has no ``result``."""
-        return Awaited(self._pipe, data, timeout)
-
-
-class Awaited:
-    """One request of a method, which goes on when it is finished."""
-
-    def __init__(self, run: pipe, data: Data, timeout: float | None) -> None:
-        self._pipe, self._data, self._timeout = run, data, timeout
-        self._context = copy_context()  # what is current where the method asks, a span for one
-
-    def __await__(self) -> Generator[Awaited, Data, Data]:
-        return (yield self)
-
-    def start(self, on_done: Callable[[Data, BaseException | None], None]) -> Cancellable:
-        """Start it; ``on_done(data, error)`` is called once, unless this raises."""
-        return self._context.run(self._pipe.dispatch, self._data, on_done, self._timeout)
+        try:
+            await self._pipe.acall(data, timeout)
+        except asyncio.CancelledError:
+            running = _RUNNING.get()
+            if running is None or running.ended is None:
+                raise
+            raise running.ended from None
+        if "result" not in data:
+            raise reason(data, "result")
+        return data
 
 
 class RunningMethod:
-    """The coroutine of a method of the handler; the thread that finishes a request of it runs it on to the next one."""
+    """A coroutine of the handler as a task of the worker's loop."""
 
-    def __init__(self, steps: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
+    def __init__(self, coroutine: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
-        self._steps, self._finish = steps, finish
-        self._context = copy_context()
-        self._lock = threading.Lock()
-        self._number = 0  # of the request that it waits for
-        self._ticket: Cancellable | None = None
-        self._cancelled: BaseException | None = None
+        self.ended: BaseException | None = None  # why it is to end
+        self._finish = finish
+        self._has_finished = False
+        context = copy_context()  # what is current where the method is called, a span for one
+        context.run(_RUNNING.set, self)
+        self._task = context.run(asyncio.get_running_loop().create_task, self._run(coroutine))
+        self._task.add_done_callback(lambda task: coroutine.close())
+        self._task.add_done_callback(lambda task: self._tell(None, self.ended or CancelledError()))
 
     def cancel(self, error: BaseException | None = None) -> None:
         """End what it waits for, and so the coroutine, with ``error``."""
-        with self._lock:
-            cancelled = self._cancelled = error or CancelledError()
-            ticket = self._ticket
-        if ticket is not None:
-            ticket.cancel(cancelled)
+        self.ended = self.ended or error or CancelledError()
+        self._task.cancel()
 
-    def go_on(self, data: Data | None, error: BaseException | None) -> None:
-        """With the request that it waited for; to its end, or to the next one."""
-        if data is not None and error is None and "result" not in data:
-            error = reason(data, "result")
-        while True:
-            try:
-                step, value = (self._steps.send, data) if error is None else (self._steps.throw, error)
-                awaited = self._context.run(step, value)
-            except StopIteration as end:
-                self._finish(end.value, None)
-                return
-            except BaseException as raised:
-                self._finish(None, raised)
-                return
-            data, error = None, self._start(awaited)
-            if error is None:
-                return
-
-    def _start(self, awaited: Any) -> BaseException | None:
-        """Start what it waits for; why that cannot be."""
-        if not isinstance(awaited, Awaited):
-            return TypeError(f"a handler can await self.run(...), not {type(awaited).__name__}")
-        self._number = number = self._number + 1
+    async def _run(self, coroutine: Any) -> None:
         try:
-            ticket = awaited.start(self.go_on)
-        except BaseException as refused:
-            return refused
-        # NOTE: the request may be finished already, and another thread be at the next one, whose ticket is to stay.
-        # Looked at after the ticket is there, or a cancel between two requests would be lost.
-        with self._lock:
-            if self._number == number:
-                self._ticket = ticket
-            cancelled = self._cancelled
-        if cancelled is not None:
-            ticket.cancel(cancelled)
-        return None
+            value = await coroutine
+        except BaseException as error:  # also ``SystemExit``: requests of others are in this process
+            self._tell(None, self.ended if isinstance(error, asyncio.CancelledError) and self.ended else error)
+        else:
+            self._tell(value, None)
+
+    def _tell(self, value: Any, error: BaseException | None) -> None:
+        if not self._has_finished:
+            self._has_finished = True
+            self._finish(value, error)
+
+
+_RUNNING: ContextVar[RunningMethod | None] = ContextVar("torchpipe_running_method", default=None)
 
 
 class CustomHandler:
@@ -224,9 +196,7 @@ def _call(value: Any, finish: Callable[[Any, BaseException | None], None], secon
     if not inspect.iscoroutine(value):
         finish(value, None)
         return None
-    running = RunningMethod(value, finish, seconds)
-    running.go_on(None, None)
-    return running
+    return RunningMethod(value, finish, seconds)
 
 
 def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import Signature, TensorSpec
-from torchpipe_server.worker.oip.tensors import BYTES, OF_DTYPE
+from torchpipe_server.methods.oip.tensors import BYTES, OF_DTYPE
 
 PLATFORM = "torchpipe_py"
 VERSION = "1"

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_py.http.errors import Bound, RouteError, describe_error, log_defect
 from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_server.serving.http import Route, json_answer, route
-from torchpipe_server.serving.service import Cancellable, Done
+from torchpipe_server.front.http import Route, json_answer, route
+from torchpipe_server.front.method import Cancellable, Done
+from torchpipe_server.methods.many import Turns
+from torchpipe_server.methods.oip import metadata
+from torchpipe_server.methods.oip.requests import InferLimits, InferRequest, read_head, read_infer
+from torchpipe_server.methods.oip.results import RESULT, Templates, answer, kept, outputs_of
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
-from torchpipe_server.worker.many import Turns
-from torchpipe_server.worker.oip import metadata
-from torchpipe_server.worker.oip.requests import InferLimits, InferRequest, read_infer
-from torchpipe_server.worker.oip.results import answer, kept, outputs_of
 
 _MODEL = "/v2/models/{model}"
+_HEAD = "oip"  # what a head is known to say
+
+
+class _Root(NamedTuple):
+    """Where requests may enter, and their answers."""
+
+    signature: Signature
+    templates: Templates
 
 
 class OipHandler:
@@ -35,6 +43,7 @@ class OipHandler:
         self._pipe, self._name, self._deadlines, self._turns = run, name, deadlines, turns
         self._limits, self._reply = limits, reply
         self._figures = metadata.Figures()
+        self._roots: dict[str | None, _Root] = {}
         of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
             ("POST", "/infer", self._infer),
             ("GET", "", self._answering(self._metadata)),
@@ -102,29 +111,48 @@ class OipHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         began = perf_counter()
-        self._check(request)
-        asked = read_infer(request.body, request.fields, self._limits)
-        signature = self._pipe.signature(asked.node_name)
-        items = asked.items(signature.inputs)
+        head = request.known.get(_HEAD)
+        if head is None:
+            self._check(request)
+            head = request.known[_HEAD] = read_head(request.fields)
+        asked = read_infer(request.body, head, self._limits)
+        root = self._roots.get(asked.node_name) or self._root(asked.node_name)
+        items = asked.items(root.signature.inputs)
         count, asked = len(items), asked._replace(rows=())  # NOTE: inputs are kept no longer than the pipe keeps them
 
         def finish(outcomes: list[Any]) -> None:
             try:
-                result: Any = self._answer(asked, signature, outcomes)
+                result: Any = self._answer(asked, root.signature, outcomes)
             except BaseException as failure:
                 result = failure
             self._figures.add(count, began, isinstance(result, HttpAnswer))
             done(result)
 
-        outcome = partial(_outcome, asked)
+        def finish_one(data: dict[str, Any], error: BaseException | None) -> None:
+            answer = None
+            if error is None and is_plain and RESULT in data:
+                answer = root.templates.answer(data[RESULT])
+            if answer is None:
+                finish([_outcome(asked, data, error)])
+            else:
+                self._figures.add(1, began, True)
+                done(answer)
+
+        is_plain = not (asked.outputs or asked.is_binary or asked.id is not None)
         try:
             seconds = self._deadlines.seconds(asked.deadline_ms)
             if count == 1:
-                return self._pipe.dispatch(items[0], lambda data, error: finish([outcome(data, error)]), seconds)
-            return self._turns.gather(items, seconds, outcome, finish)
+                return self._pipe.dispatch(items[0], finish_one, seconds)
+            return self._turns.gather(items, seconds, partial(_outcome, asked), finish)
         except BaseException:  # it was not let in
             self._figures.add(count, began, False)
             raise
+
+    def _root(self, name: str | None) -> _Root:
+        """What is known of a root that requests may name; ``UnknownNode`` for one that there is not."""
+        signature = self._pipe.signature(name)
+        root = self._roots[name] = _Root(signature, Templates(self._name, [spec.name for spec in signature.outputs]))
+        return root
 
     def _answer(self, asked: InferRequest, signature: Signature, outcomes: list[Any]) -> HttpAnswer:
         failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]

@@ -9,9 +9,9 @@ from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.http.errors import ReplyTooLargeError, told
 from torchpipe_py.http.values import check_name, check_names, output_of, size_of
 from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_server.serving.service import OK, Cancellable, Done, Method, reply_bound, trace_fields
-from torchpipe_server.worker.conversion import to_label_and_score, to_python, to_values
-from torchpipe_server.worker.many import Turns
+from torchpipe_server.front.method import OK, Cancellable, Done, Method, reply_bound, trace_fields
+from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
+from torchpipe_server.methods.many import Turns
 
 
 class InferenceHandler:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +16,16 @@ from torchpipe_py.http import answers
 from torchpipe_py.http.errors import Bound, ReplyTooLargeError
 from torchpipe_py.http.json_values import to_text
 from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, output_of
+from torchpipe_server.methods.conversion import is_ranking
+from torchpipe_server.methods.oip.metadata import VERSION
+from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferRequest
+from torchpipe_server.methods.oip.tensors import BYTES, Output, numbers, texts
 from torchpipe_server.wire.http import HttpAnswer
-from torchpipe_server.worker.conversion import is_ranking
-from torchpipe_server.worker.oip.metadata import VERSION
-from torchpipe_server.worker.oip.requests import HEADER_LENGTH, InferRequest
-from torchpipe_server.worker.oip.tensors import Output, numbers, texts
 
 RESULT = "result"
+_MOST_FLOAT32 = 3.4e38
+_float32 = struct.Struct("f")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
 
@@ -49,6 +54,46 @@ def outputs_of(
             raise InvalidRequest(f"no output {name[:40]!r}; {nearest(name[:40], list(made) or names or [RESULT])}")
         found.append((output or to_output(name, [item[name] for item in items]), is_binary))
     return found
+
+
+class Templates:
+    """Answers of one item whose result is a label and its score, or one number or text, written at once.
+
+    ``names`` are those of the outputs as the pipe says them.
+    """
+
+    def __init__(self, model: str, names: Sequence[str]) -> None:
+        name = names[0] if len(names) == 1 else RESULT
+        head = json.dumps({"model_name": model, "model_version": VERSION}, ensure_ascii=False)[:-1]
+        self._pair = (
+            (
+                f'{head}, "outputs": [{{"name": "label", "datatype": "BYTES", "shape": [1], "data": [%s]}}, '
+                '{"name": "score", "datatype": "FP32", "shape": [1], "data": [%r]}]}'
+            )
+            if "%" not in head
+            else ""
+        )
+        self._one = {
+            kind: f'{head}, "outputs": [{{"name": {_encode(name)}, "datatype": "{datatype}", "shape": [1], "data": ['
+            for kind, datatype in ((bool, "BOOL"), (int, "INT64"), (float, "FP64"), (str, BYTES))
+        }
+
+    def answer(self, value: Any) -> HttpAnswer | None:
+        """``None`` for another result."""
+        kind = type(value)
+        if kind is tuple and self._pair and is_label_and_score(value):
+            if not -_MOST_FLOAT32 < (score := float(value[1])) < _MOST_FLOAT32:
+                return None
+            (score,) = _float32.unpack(_float32.pack(score))
+            text = self._pair % (_encode(str(value[0])), score)
+        else:
+            start = self._one.get(kind)
+            if start is None or (kind is float and not math.isfinite(value)):
+                return None
+            if kind is int and not -(2**63) <= value < 2**63:
+                return None
+            text = f"{start}{_encode(value)}]}}]}}"
+        return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
 
 
 def answer(

@@ -10,10 +10,10 @@ from torchpipe_py import pipe
 from torchpipe_py.http.errors import Bound
 from torchpipe_py.http.infer import answer_of, read_request
 from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_server.serving.http import JSON, Route, json_answer, route
-from torchpipe_server.serving.service import Cancellable, Done, reply_bound
+from torchpipe_server.front.http import JSON, Route, json_answer, route
+from torchpipe_server.front.method import Cancellable, Done, reply_bound
+from torchpipe_server.methods.openapi import openapi
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
-from torchpipe_server.worker.openapi import openapi
 
 
 class HttpHandler:

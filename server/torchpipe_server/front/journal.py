@@ -13,25 +13,28 @@ from heapq import heapify, heappop
 from struct import Struct
 from typing import Any, NamedTuple
 
-from torchpipe_server.serving.memory import SharedMemory
-from torchpipe_server.serving.protocols import Request
-from torchpipe_server.wire.header import CALL, HTTP, ONEWAY, Framing
+from torchpipe_server.front.memory import SharedMemory
 from torchpipe_server.wire.http import HttpRequest
-from torchpipe_server.wire.protocol import Message
+from torchpipe_server.wire.thrift import Framing, Message
+
+Request = Message | HttpRequest
 
 SLOT_BYTES = 72
 _NAME_BYTES = 56
-_head = Struct(f"<BBi{_NAME_BYTES}s")  # framing and type, length of the name, sequence number, name
+_head = Struct(f"<BBi{_NAME_BYTES}s")  # protocol, and whether it is oneway; length of the name, sequence number, name
 _seqid, _SEQID_AT = Struct("<i"), 4
 _time = Struct("d")
 _TIME_BYTES = 64  # before the time, a double that is aligned: it is read while another process writes it
-_NO_REQUEST = 255  # in place of framing and type, as long as there was none
+_NO_REQUEST = 255  # in place of the protocol, as long as there was none
 
-_CLEAN, _TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
-_IDLE, _BUSY, _REPLYING = 0, 1, 2  # the request in work
+CLEAN, TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
+IDLE, BUSY, REPLYING = 0, 1, 2  # the request in work
 
-_FRAMINGS = [*(Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")), HTTP]
-_CODES = {framing: index for index, framing in enumerate(_FRAMINGS)}
+_PROTOCOLS: list[Any] = [
+    *(Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")),
+    HttpRequest.protocol,
+]
+_CODES = {protocol: index for index, protocol in enumerate(_PROTOCOLS)}
 
 
 class LastState(NamedTuple):
@@ -63,7 +66,7 @@ class Journal:
     def begin(self, index: int, now: float) -> None:
         """A new connection has the slot, since ``now``, as ``monotonic``; it has asked nothing."""
         base = index * SLOT_BYTES
-        self._view[base : base + 3] = bytes((_CLEAN, _IDLE, _NO_REQUEST))
+        self._view[base : base + 3] = bytes((CLEAN, IDLE, _NO_REQUEST))
         self._times[index] = now
 
     def entry(self, index: int) -> Entry:
@@ -82,7 +85,7 @@ class Journal:
         idle = [
             (times[index], index)
             for index in indexes
-            if streams[index] == _CLEAN and works[index] == _IDLE and (requests[index] != _NO_REQUEST) is has_asked
+            if streams[index] == CLEAN and works[index] == IDLE and (requests[index] != _NO_REQUEST) is has_asked
         ]
         heapify(idle)
         while idle:
@@ -95,74 +98,58 @@ class Journal:
         """Whether nothing is in work or half read there."""
         base = index * SLOT_BYTES
         # NOTE: in this order, since a request that has begun is in work before its bytes count as taken.
-        return self._view[base] == _CLEAN and self._view[base + 1] == _IDLE
+        return self._view[base] == CLEAN and self._view[base + 1] == IDLE
 
     def read(self, index: int) -> LastState:
         """What a dead process was doing there."""
         base = index * SLOT_BYTES
         stream, work = self._view[base], self._view[base + 1]
-        if work == _IDLE:
-            return LastState(None, stream != _CLEAN)
+        if work == IDLE:
+            return LastState(None, stream != CLEAN)
         code, size, seqid, name = _head.unpack_from(self._view, base + 2)
-        framing, is_oneway = divmod(code, 2)
-        # NOTE: whatever stands there: the process may have died of bytes that had it write anywhere.
-        if work != _BUSY or not 0 < size <= _NAME_BYTES or framing >= len(_FRAMINGS):
+        protocol, is_oneway = divmod(code, 2)
+        # NOTE: whatever is there: the process may have died of bytes that had it write anywhere.
+        if work != BUSY or not 0 < size <= _NAME_BYTES or protocol >= len(_PROTOCOLS):
             return LastState(None, True)
         called = name[:size].decode(errors="replace")
-        message: Request = Message(called, ONEWAY if is_oneway else CALL, seqid, _FRAMINGS[framing])
-        if _FRAMINGS[framing] is HTTP:
+        message: Request
+        if _PROTOCOLS[protocol] == HttpRequest.protocol:
             message = HttpRequest.named(called)
-        return LastState(None if is_oneway else message, stream != _CLEAN)
+        else:
+            message = Message(called, bool(is_oneway), seqid, _PROTOCOLS[protocol])
+        return LastState(None if is_oneway else message, stream != CLEAN)
 
 
 class Entry:
-    """One connection's slot, written by the process that serves it.
+    """One connection's slot, written by the process that serves it: ``view[base]`` is its stream, then comes its work.
 
-    The first byte belongs to the I/O thread, the rest to whoever has the request in work. What is said comes before
-    what it is said of: a process may be killed between any two of these calls.
+    What is said comes before what it is said of: a process may be killed between any two steps.
     """
 
-    __slots__ = ("_base", "_name", "_view", "_written")
+    __slots__ = ("_name", "_protocol", "base", "view")
 
     def __init__(self, view: memoryview, base: int) -> None:
-        self._view, self._base = view, base
-        self._name = ""  # of the last request
-        self._written: tuple[Framing, int] | None = None  # its framing and type
+        self.view, self.base = view, base
+        self._name = ""
+        self._protocol: Any = None  # of the last request
 
     def wipe(self) -> None:
         """Nothing taken, nothing in work."""
-        self._view[self._base] = _CLEAN
-        self._view[self._base + 1] = _IDLE
+        self.view[self.base] = CLEAN
+        self.view[self.base + 1] = IDLE
 
     def remember(self, last_active: float) -> None:
-        """When something was last read or written, as ``monotonic``; told now and then."""
-        _time.pack_into(self._view, self._base + _TIME_BYTES, last_active)
-
-    def touch(self) -> None:
-        """Bytes are about to be taken from the socket."""
-        self._view[self._base] = _TOUCHED
-
-    def settle(self) -> None:
-        """All bytes taken belong to requests that have begun."""
-        self._view[self._base] = _CLEAN
+        """When the client last did something, as ``monotonic``; told now and then."""
+        _time.pack_into(self.view, self.base + _TIME_BYTES, last_active)
 
     def begin(self, message: Request) -> None:
         """The request's work begins."""
-        view, base = self._view, self._base
-        if message.name == self._name and (message.framing, message.type) == self._written:
+        view, base = self.view, self.base
+        if message.name == self._name and message.protocol == self._protocol and not message.is_oneway:
             _seqid.pack_into(view, base + _SEQID_AT, message.seqid)
         else:
-            self._name, self._written = message.name, (message.framing, message.type)
+            self._name, self._protocol = ("" if message.is_oneway else message.name), message.protocol
             name = message.name.encode()
-            code = 2 * _CODES[message.framing] + (message.type == ONEWAY)
             size = len(name) if len(name) <= _NAME_BYTES else 0
-            _head.pack_into(view, base + 2, code, size, message.seqid, name)
-        view[base + 1] = _BUSY
-
-    def reply(self) -> None:
-        """Its reply is about to be written."""
-        self._view[self._base + 1] = _REPLYING
-
-    def end(self) -> None:
-        """All of the reply has been given to the system."""
-        self._view[self._base + 1] = _IDLE
+            _head.pack_into(view, base + 2, 2 * _CODES[message.protocol] + message.is_oneway, size, message.seqid, name)
+        view[base + 1] = BUSY

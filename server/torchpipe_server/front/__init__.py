@@ -1,0 +1,1 @@
+"""Connections, and what happens between their bytes and the methods."""

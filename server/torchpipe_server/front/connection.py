@@ -1,0 +1,451 @@
+"""One client's connection: what has arrived, the request in work, and what is still to be written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from enum import Enum, auto
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
+from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
+from torchpipe_server.front.method import Cancellable, Service
+from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.http import INVITATION
+
+if TYPE_CHECKING:
+    from torchpipe_server.front.server import Server
+
+logger = logging.getLogger("torchpipe_server")
+
+AHEAD_BYTES = 2**18  # that are read while a request is in work
+TELLING_BYTES = 5  # no request of any protocol is shorter
+LINGER_SECONDS = 2.0
+ENDED_SECONDS = 1.0  # after a client's last byte; what is still queued then is not computed
+REFUSED_SECONDS = 1.0  # for a client over the limit to ask, and so to be told
+
+_TEXT = frozenset(b"\t\r\n" + bytes(range(0x20, 0x7F)))
+
+
+class State(Enum):
+    """Of a connection. It only ever goes on to a state further down."""
+
+    OPEN = auto()  # messages are read and answered
+    LEAVING = auto()  # the same, until the connection is idle: then this process closes it, or lets go of it
+    CLOSING = auto()  # nothing more is read; what was read is answered
+    LINGERING = auto()  # all is written; what the client still sends is discarded, so that it reads the reply
+    CLOSED = auto()  # the socket is not ours any more
+
+
+OPEN, LEAVING, CLOSING, LINGERING, CLOSED = State
+
+
+class Call:
+    """A request in work. ``done`` is for any thread, the rest for that of the loop."""
+
+    __slots__ = ("began", "connection", "message", "request_id", "service", "size", "ticket", "timer")
+
+    def __init__(self, connection: Connection, service: Service, message: Any, size: int, began: float) -> None:
+        self.connection, self.service, self.message, self.size, self.began = connection, service, message, size, began
+        self.request_id = ""
+        self.ticket: Cancellable | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def done(self, result: Any) -> None:
+        """Answer with the result, or with the exception there is in its place."""
+        self.connection.server.answer(self, *self.service.reply(self.message, result))
+
+    def expire(self) -> None:
+        """Its deadline is over."""
+        self.cancel(DeadlineExceeded("not finished by its deadline"))
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """End it, if it is still in work."""
+        ticket = self.ticket
+        self.over()
+        if ticket is not None:
+            try:
+                ticket.cancel(error)
+            except Exception:
+                self.connection.fail()
+
+    def over(self) -> None:
+        """It is answered, or nobody waits for it any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.ticket = self.timer = None
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Requests of a connection are answered one after the other, in their order. All of it is on the loop's thread::
+
+        OPEN ── drain, release, shed ──► LEAVING ── idle ──────────────────────────────► CLOSED
+         └───────┬───────────────────────┘                                                 ▲
+                 └─ last request, broken stream, end ──► CLOSING ── answered ──► LINGERING ┘
+
+    In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
+    neither; only then the next one begins. ``entry`` is the connection's slot in the journal: it says, for whoever goes
+    on after a sudden death of this process, what is being done. The buffer is asked for before the system gives any
+    bytes, which is when the journal has to know.
+    """
+
+    __slots__ = (
+        "_base", "_is_scheduled", "_marks", "call", "ended_at", "entry", "is_full", "is_reading", "is_refused",
+        "last_active", "message_since", "reader", "server", "service", "slot", "sock", "state", "transport",
+    )  # fmt: skip
+
+    def __init__(self, server: Server, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
+        self.server, self.sock, self.slot, self.entry = server, sock, slot, entry
+        self._marks, self._base = entry.view, entry.base
+        self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
+        self.state = OPEN
+        self.transport: Any = None
+        self.service: Service | None = None  # until the first bytes have told the protocol
+        self.reader: Any = _Start(self)
+        self.call: Call | None = None
+        self.is_full = False  # a part of a reply is still to be written
+        self.is_reading = True
+        self._is_scheduled = False
+        self.last_active = monotonic()  # when it was made, or a request began or was answered
+        self.message_since = 0.0  # when an unfinished message began, 0 if there is none
+        self.ended_at = 0.0  # when the client said that it sends nothing more, 0 if it has not
+
+    # -- what the transport calls -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        # A reply is written at once, and `pause_writing` tells where a part of it is left.
+        transport.set_write_buffer_limits(0)
+        if self.state is CLOSED:
+            transport.abort()
+        elif self.state is CLOSING:
+            self.go_on()
+        elif self.server.is_ending:
+            self.leave()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._marks[self._base] = TOUCHED
+        return self.server.received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.state is CLOSED or self.state is LINGERING:
+            return
+        server = self.server
+        server.held_bytes += nbytes
+        if server.held_bytes > server.options.max_held_bytes:
+            server.loop.call_soon(server.bound_memory)
+        try:
+            self.reader.feed(bytes(server.received[:nbytes]))
+            if self.call is None and not self.is_full:
+                self.advance()
+            elif self.reader.pending_bytes > AHEAD_BYTES:
+                self._read(False)
+        except Exception:
+            self.fail()
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. Nobody can see whether it still reads: it has a moment to be answered in."""
+        if self.state is LINGERING or not self.is_busy:
+            self.drop()
+            return False
+        self.ended_at = monotonic()
+        self.close_when_answered()
+        return True
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+        self.server.held_bytes += self.transport.get_write_buffer_size()
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        self.last_active = monotonic()
+        if self.call is None:
+            self._marks[self._base + 1] = IDLE
+            self.go_on()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.drop()
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is in work or waits, or something is not written yet."""
+        return self.call is not None or self.is_full or (self.reader.pending_bytes > 0 and not self.message_since)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is between two messages, as far as it was read."""
+        return self.call is None and not self.is_full and not self.reader.pending_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What it keeps in memory: what was read and is not answered, and the unsent reply."""
+        unsent = self.transport.get_write_buffer_size() if self.is_full else 0
+        held: int = self.reader.pending_bytes + unsent
+        return held + (0 if self.call is None else self.call.size)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """`advance`; a defect ends this connection and nothing else."""
+        self._is_scheduled = False
+        try:
+            self.advance()
+        except Exception:
+            self.fail()
+
+    def fail(self) -> None:
+        """There is a defect, which is being handled."""
+        logger.exception("a defect; closing the connection")
+        self.drop()
+
+    def advance(self) -> None:
+        """Begin the next request, if it is whole. Others of this connection wait until it is answered."""
+        if self.state is CLOSED or self.state is LINGERING or self.call is not None or self.is_full:
+            return
+        reader = self.reader
+        try:
+            message = reader.next()
+        except ProtocolError as error:
+            self.refuse(error)
+            return
+        if message is not None:
+            self.message_since = 0.0
+            self._begin(message)
+            return
+        if not reader.pending_bytes:
+            self._marks[self._base] = CLEAN
+            self.message_since = 0.0
+        elif not self.message_since:
+            self.message_since = monotonic()
+        if reader.is_paused:
+            self._schedule()
+        elif self.state is CLOSING:
+            self._linger()
+        else:
+            if reader.awaits_invitation:
+                reader.awaits_invitation = False
+                self.transport.write(INVITATION)
+            self._read(True)
+            if self.state is LEAVING:
+                self.leave()
+
+    def _begin(self, message: Any) -> None:
+        reader, service = self.reader, self.service
+        assert service is not None
+        # NOTE: the call keeps what the answer needs. An image is not kept until then.
+        self.call = call = Call(self, service, message.head or message, message.size, monotonic())
+        self.last_active = call.began
+        self.entry.begin(message)
+        if not reader.pending_bytes:
+            self._marks[self._base] = CLEAN
+        if message.is_last:
+            self.close_when_answered()
+        server = self.server
+        try:
+            method, args = service.decode(message)
+            if self.is_refused:
+                self.reader = _OVER
+                self.close_when_answered()
+                most = counted(server.options.max_connections, "connection")
+                raise Overloaded(f"more than {most}", retry_after_ms=1000)
+            if server.counters.is_logging:
+                call.request_id = method.request_id(args)
+            ticket = method.start(args, call.done)
+        except BaseException as error:  # code of the user's own may raise ``SystemExit``, and others' requests are here
+            call.done(error)
+            return
+        if ticket is not None:
+            call.ticket, deadline = ticket, ticket.deadline
+            if deadline is not None:
+                call.timer = server.loop.call_later(max(0.0, deadline - perf_counter()), call.expire)
+
+    def answered(self, call: Call, data: bytes, now: float) -> None:
+        """The request in work has its reply."""
+        if self.call is not call:  # the connection is closed meanwhile
+            return
+        self.call = None
+        call.over()
+        self.last_active = now
+        marks, work = self._marks, self._base + 1
+        marks[work] = REPLYING
+        if not self.transport.is_closing():
+            self.transport.write(data)
+        if not self.is_full:
+            marks[work] = IDLE
+            if self.reader.pending_bytes or self.state is not OPEN or not self.is_reading:
+                self.go_on()
+
+    def refuse(self, error: ProtocolError) -> None:
+        """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""
+        self.reader.abandon(error)
+        if self.call is not None or self.is_full:
+            return  # `next` raises it, once what came before is answered
+        request, self.reader = self.reader.request, _OVER
+        self.message_since = 0.0
+        self.close_when_answered()
+        if request is None:
+            logger.info("closing a connection that sent no request: %s", error)
+            self._linger()
+        else:
+            self._begin(request.refused(error))
+
+    # -- its end ------------------------------------------------------------------------------------------------
+
+    def close_when_answered(self) -> None:
+        """Read nothing more, and close it after the last reply."""
+        if self.state in (OPEN, LEAVING):
+            self.state = CLOSING
+
+    def leave(self) -> None:
+        """This process is to close it, or to let go of it, as soon as it is idle."""
+        if self.state is OPEN:
+            self.state = LEAVING
+        if self.state is LEAVING and self.transport is not None and self.is_idle:
+            self.server.let_leave(self)
+
+    def see_off(self) -> None:
+        """Its last answer is written; close it once its client has had the time to read it."""
+        self.state = CLOSING
+
+    def _linger(self) -> None:
+        """Everything is said: the client gets the time to read it before the reset."""
+        if self.ended_at or self.transport.is_closing():
+            self.drop()
+            return
+        self.state, self.last_active = LINGERING, monotonic()
+        try:
+            self.transport.write_eof()
+        except OSError:
+            self.drop()
+            return
+        self._read(True)
+
+    def drop(self) -> None:
+        """Close it: nobody listens any more. What was asked for and is still queued is not computed."""
+        if self.state is CLOSED:
+            return
+        self.state = CLOSED
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)  # others hold copies of it
+        except OSError:
+            pass  # the client was faster
+        call = self._let_go()
+        if call is not None:
+            call.cancel()
+        self.server.forget(self, True)
+
+    def abandon(self) -> None:
+        """Close this process's copy of the socket, on which another one goes on: a reply that is made is not sent."""
+        if self.state is not CLOSED:
+            self.state = CLOSED
+            call = self._let_go()
+            if call is not None:
+                call.over()
+
+    def _let_go(self) -> Call | None:
+        call, self.call = self.call, None
+        self.reader = _OVER
+        if self.transport is not None:
+            self.transport.abort()
+        return call
+
+    # -- the clock ----------------------------------------------------------------------------------------------
+
+    def check_time(self, now: float) -> None:
+        """Enforce the limits that are a matter of time."""
+        self.entry.remember(self.message_since or self.last_active)
+        seconds, silent = self.server.options.message_seconds, now - self.last_active
+        if self.state is LINGERING:
+            is_over = silent >= LINGER_SECONDS
+        elif self.is_full:
+            is_over = silent > seconds  # the client does not take its reply
+        elif self.ended_at:
+            is_over = now - self.ended_at >= ENDED_SECONDS
+        elif self.call is not None:
+            is_over = False
+        elif self.message_since:
+            is_over = False
+            if self.is_reading and now - self.message_since > seconds:
+                self.refuse(ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
+        else:
+            is_over = 0 < self.server.options.idle_seconds < silent or (self.is_refused and silent > REFUSED_SECONDS)
+            # NOTE: a buffer may have been asked for without any bytes for it.
+            if self._marks[self._base] == TOUCHED and self.state in (OPEN, LEAVING) and self.is_idle:
+                self._marks[self._base] = CLEAN
+        if is_over:
+            self.drop()
+
+    # -- small parts --------------------------------------------------------------------------------------------
+
+    def _read(self, is_wanted: bool) -> None:
+        if is_wanted is not self.is_reading and self.transport is not None and not self.transport.is_closing():
+            self.is_reading = is_wanted
+            if is_wanted:
+                self.transport.resume_reading()
+                if self.message_since:
+                    self.message_since = monotonic()
+            else:
+                self.transport.pause_reading()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.server.loop.call_soon(self.go_on)
+
+
+class _Start:
+    """The reader of a new connection, until the first bytes tell which protocol's reader takes over."""
+
+    request = None
+    awaits_invitation = is_paused = is_over = False
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._data = connection, b""
+
+    @property
+    def pending_bytes(self) -> int:
+        return len(self._data)
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+        start = self._data[:TELLING_BYTES]
+        is_text = _TEXT.issuperset(start)
+        # Text is HTTP: it would be a name of 150 MB and more, or a frame, in which the fifth byte is none.
+        if len(start) < TELLING_BYTES and is_text:
+            return
+        connection = self._connection
+        services = connection.server.services
+        connection.service = services.http if is_text else services.thrift
+        connection.reader = connection.service.reader()
+        connection.reader.feed(self._data)
+
+    def next(self) -> None:
+        return None
+
+    def abandon(self, error: ProtocolError) -> None:
+        self._data = b""
+
+
+class _Over:
+    """The reader of a connection that is closed."""
+
+    request = None
+    pending_bytes = 0
+    awaits_invitation = is_paused = False
+    is_over = True
+
+    def feed(self, data: bytes) -> None:
+        """Nobody wants it."""
+
+    def next(self) -> None:
+        """There is none."""
+
+    def abandon(self, error: ProtocolError) -> None:
+        """There is nothing."""
+
+
+_OVER = _Over()

@@ -1,0 +1,261 @@
+"""Serves connections: begins their requests, and takes the answers from the threads that made them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from time import monotonic
+from typing import NamedTuple
+
+from torchpipe_py.errors import Overloaded, counted
+from torchpipe_server.front.connection import CLOSED, Call, Connection
+from torchpipe_server.front.counters import RequestCounters
+from torchpipe_server.front.http import HttpService, Routes
+from torchpipe_server.front.journal import Entry
+from torchpipe_server.front.loop import Loop, call_from_any_thread, every
+from torchpipe_server.front.method import Method, Service
+from torchpipe_server.front.thrift import ThriftService
+from torchpipe_server.options import Options
+from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.thrift import Limits
+
+logger = logging.getLogger("torchpipe_server")
+
+# Below malloc's threshold for mapping memory anew each time. What a round reads of a connection is bounded by it, too.
+RECEIVE_BYTES = 120 * 1024
+TICK_SECONDS = 0.5
+
+
+class Served(NamedTuple):
+    """What a port answers: Thrift's methods, HTTP's routes."""
+
+    methods: Mapping[str, Method]
+    routes: Routes
+
+    def names_with_pipe(self) -> frozenset[str]:
+        """What calls that run the pipe are counted as."""
+        named = [*self.methods.items(), *self.routes.methods()]
+        return frozenset(name for name, method in named if method.trace_fields is not None)
+
+
+class Services(NamedTuple):
+    """A port's protocols."""
+
+    thrift: Service
+    http: Service
+
+
+def limits_of(options: Options) -> Limits:
+    """What a Thrift message may hold."""
+    return Limits(
+        message_bytes=options.max_message_bytes,
+        string_bytes=options.max_message_bytes,
+        text_bytes=options.max_text_bytes,
+        items=options.max_items,
+        depth=options.max_depth,
+    )
+
+
+def services_of(served: Served, options: Options) -> Services:
+    """What answers, within the limits of the options."""
+    return Services(
+        ThriftService(served.methods, limits_of(options), options.max_reply_bytes),
+        HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
+    )
+
+
+class Server:
+    """Serves the connections that it is given.
+
+    ``drain`` answers what was accepted and closes each connection then. ``release`` and ``shed`` let go of connections
+    between two of their messages, unclosed, for another process to go on with. ``on_gone(slot, is_closed)`` is called
+    for each connection that was closed or let go of. All of it, but for ``answer``, is for the thread of the loop.
+    """
+
+    def __init__(
+        self, loop: Loop, services: Services, options: Options, on_gone: Callable[[int, bool], object],
+        timed: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.loop, self.services, self.options, self._on_gone = loop, services, options, on_gone
+        self.counters = RequestCounters(options.log_requests, timed)
+        self.received = memoryview(bytearray(RECEIVE_BYTES))  # what a connection reads, until it is asked to take it
+        self.held_bytes = 0  # at least what the connections hold
+        self._connections: set[Connection] = set()
+        self._adopting: set[asyncio.Task] = set()
+        self._answers: deque[tuple[Call, bytes, str, str]] = deque()
+        self._is_awake = False
+        self._ending_until: float | None = None
+        self._is_draining = False
+        self._thread = 0
+        self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def adopt(self, sock: socket.socket, slot: int, entry: Entry, is_refused: bool = False) -> None:
+        """Serve the connection, a socket that does not block, from now on."""
+        self._add(Connection(self, sock, slot, entry, is_refused))
+
+    def see_off(self, sock: socket.socket, slot: int, entry: Entry) -> None:
+        """Close the connection, whose last answer is written, once its client has had the time to read it."""
+        connection = Connection(self, sock, slot, entry, is_refused=False)
+        connection.close_when_answered()
+        self._add(connection)
+
+    def _add(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        task = self.loop.create_task(self._connect(connection))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _connect(self, connection: Connection) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: connection, connection.sock)
+        except OSError:
+            connection.drop()
+
+    def forget(self, connection: Connection, is_closed: bool) -> None:
+        """The connection is not served any more."""
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._on_gone(connection.slot, is_closed)
+
+    def let_leave(self, connection: Connection) -> None:
+        """An idle connection leaves: it is closed, or goes on in another process."""
+        if self._is_draining:
+            # NOTE: what the client has sent already is answered. It is read in a moment, if it is there.
+            if not _has_unread(connection.sock):
+                connection.drop()
+        else:
+            connection.abandon()
+            self.forget(connection, False)
+
+    def close_slowest(self) -> bool:
+        """Close the connection whose client has kept it waiting longest; ``False`` where all have a request in work."""
+        waiting = [connection for connection in self._connections if connection.call is None]
+        if waiting:
+            min(waiting, key=lambda connection: connection.message_since or connection.last_active).drop()
+        return bool(waiting)
+
+    @property
+    def connections(self) -> int:
+        """How many it serves."""
+        return len(self._connections)
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def answer(self, call: Call, data: bytes, method: str, outcome: str) -> None:
+        """The reply to a request, from any thread. The loop is woken once for all that come until it is there."""
+        self._answers.append((call, data, method, outcome))
+        if not self._is_awake:
+            self._is_awake = True
+            if get_ident() == self._thread:
+                self.loop.call_soon(self._send_answers)
+            else:
+                call_from_any_thread(self.loop, self._send_answers)
+
+    def _send_answers(self) -> None:
+        self._is_awake = False
+        answers, now, counters = self._answers, monotonic(), self.counters
+        self._thread = get_ident()
+        for _ in range(len(answers)):  # NOTE: requests that are begun here may be answered at once: in the next round
+            call, data, method, outcome = answers.popleft()
+            counters.add(method, outcome, now - call.began, call.request_id)
+            call.connection.answered(call, data, now)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Answer everything that was accepted, for ``drain_seconds`` at most, and close."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._end()
+
+    def release(self) -> None:
+        """Let go of every connection as soon as it is between two messages; those that are not in time, are closed."""
+        if self._ending_until is None:
+            self._end()
+
+    def _end(self) -> None:
+        self._ending_until = monotonic() + self.options.drain_seconds
+        self.shed(len(self._connections))
+
+    def shed(self, count: int) -> None:
+        """Let go of so many connections, each as soon as it is between two messages."""
+        for connection in list(itertools.islice(self._connections, count)):
+            connection.leave()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._ending_until is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was told to end, and has, or its time for that is over."""
+        if self._ending_until is None:
+            return False
+        return not self._connections or monotonic() >= self._ending_until
+
+    def close(self) -> bool:
+        """End every connection there is; whether none of them still had a request to be answered.
+
+        One whose request is in work is let go of: whoever holds its socket as well answers when this process has ended.
+        """
+        busy = sum(connection.is_busy for connection in self._connections)
+        if busy:
+            logger.warning("%s still busy after drain_seconds", counted(busy, "connection"))
+        for connection in list(self._connections):
+            if connection.call is None:
+                connection.drop()
+            else:
+                connection.abandon()
+                self._connections.discard(connection)
+        self._stop_ticks()
+        return not busy
+
+    # -- the clock ----------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._thread = get_ident()
+        now = monotonic()
+        for connection in list(self._connections):
+            try:
+                connection.check_time(now)
+                if self.is_ending:
+                    connection.leave()
+            except Exception:
+                connection.fail()
+
+    def bound_memory(self) -> None:
+        """Where all connections together really hold too much, those end that hold most, until it fits again.
+
+        A reply that its client does not take is dropped, a message that is not whole or waits is refused. What is in
+        work stays.
+        """
+        limit = self.options.max_held_bytes
+        if self.held_bytes <= limit:
+            return
+        held = {connection: connection.held_bytes for connection in self._connections}
+        self.held_bytes = sum(held.values())
+        largest = sorted(held, key=held.__getitem__, reverse=True) if self.held_bytes > limit else []
+        for connection in largest:
+            if self.held_bytes <= limit:
+                break
+            if connection.is_full:
+                connection.drop()
+            elif connection.reader.pending_bytes:
+                connection.refuse(ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages"))
+            self.held_bytes -= held[connection] - (0 if connection.state is CLOSED else connection.held_bytes)
+
+
+def _has_unread(sock: socket.socket) -> bool:
+    """Whether the client has sent what nobody has read yet."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False

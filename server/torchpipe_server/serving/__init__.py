@@ -1,1 +1,0 @@
-"""Connections and their states, the I/O loop."""
