@@ -101,7 +101,7 @@ def _work(start: Start) -> None:
         served = make_served(run)
         provider = None
         if start.options.trace_ratio >= 0:
-            from torchpipe_server.serving import tracing
+            from torchpipe_server import tracing
 
             provider = tracing.set_up()
             run.instrument(provider, starts_traces=False)

@@ -1,0 +1,141 @@
+"""OpenTelemetry's server spans: one for each request that runs the pipe, below the span that its ``traceparent`` names.
+
+Exporters are OpenTelemetry's own, as ``OTEL_TRACES_EXPORTER`` and its like say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from random import random
+from typing import Any
+
+from opentelemetry import context as contexts
+from opentelemetry import trace
+from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # what distributions of OpenTelemetry are to use
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from torchpipe_py.errors import ConfigError
+from torchpipe_server.serving.http import code_of
+from torchpipe_server.serving.protocols import Served
+from torchpipe_server.serving.service import OK, Cancellable, Done, Method
+
+_FIELD_CHARACTERS = 512
+_REQUEST_ID_CHARACTERS = 200
+_PROPAGATOR = TraceContextTextMapPropagator()
+_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+
+
+Start = Callable[[Any, Done], "Cancellable | None"]
+
+
+def set_up() -> trace.TracerProvider:
+    """The process's provider, which takes every span: what is traced is decided before.
+
+    It starts the exporters' threads, which a fork would not take along. ``ConfigError`` for what OpenTelemetry's
+    variables name and is not there.
+    """
+    keep_fields_out_of_the_log()
+    environment = os.environ
+    if "service.name=" not in environment.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        environment.setdefault("OTEL_SERVICE_NAME", "torchpipe-serve")
+    environment.setdefault("OTEL_TRACES_EXPORTER", "otlp")
+    environment.setdefault("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    try:
+        configurator: Any = _OTelSDKConfigurator
+        configurator().configure(sampler=ParentBased(ALWAYS_ON))
+    except Exception as error:
+        hint = "torchpipe_py[otel] brings otlp, and console is always there"
+        exporter = environment["OTEL_TRACES_EXPORTER"]
+        raise ConfigError(
+            f"--trace-ratio: OpenTelemetry cannot be set up (OTEL_TRACES_EXPORTER={exporter}; {hint}): {error}"
+        ) from error
+    return trace.get_tracer_provider()
+
+
+def keep_fields_out_of_the_log() -> None:
+    """OpenTelemetry warns of a ``tracestate`` that is wrong and repeats it: a client's text."""
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def shut_down(provider: Any, seconds: float) -> bool:
+    """Export what is left, for so long at most; whether that was enough."""
+    thread = threading.Thread(target=provider.shutdown, name="torchpipe-flush", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def traced(served: Served, provider: trace.TracerProvider, ratio: float) -> Served:
+    """The same with a span around each method that runs the pipe.
+
+    A request with a parent has one if the parent's sampled flag says so, of the others a share of ``ratio``.
+    """
+    tracer = provider.get_tracer("torchpipe_server")
+
+    def change(name: str, method: Method) -> Method:
+        fields, start = method.trace_fields, method.start
+        if fields is None:
+            return method
+
+        def start_traced(args: Any, done: Done) -> Cancellable | None:
+            parent, state = fields(args)
+            # NOTE: this is all that a request pays which is not traced.
+            context = None if parent is None else context_of(parent, state)
+            if context is not None:
+                if not trace.get_current_span(context).get_span_context().trace_flags.sampled:
+                    return _within(context, start, args, done)
+            elif random() >= ratio:
+                return start(args, done)
+            span = tracer.start_span(name, context or contexts.Context(), trace.SpanKind.SERVER)
+            if request_id := method.request_id(args):
+                span.set_attribute("torchpipe.request_id", request_id[:_REQUEST_ID_CHARACTERS])
+
+            def answer(result: Any) -> None:
+                try:
+                    done(result)
+                finally:
+                    _end(span, code_of(result) if isinstance(result, BaseException) else method.outcome(result))
+
+            try:
+                return _within(trace.set_span_in_context(span, contexts.Context()), start, args, answer)
+            except BaseException as error:
+                _end(span, code_of(error))
+                raise
+
+        return method._replace(start=start_traced)
+
+    methods = {name: change(name, method) for name, method in served.methods.items()}
+    return Served(methods, served.routes.changed(lambda route: route._replace(method=change(route.name, route.method))))
+
+
+def context_of(parent: str, state: str | None) -> contexts.Context | None:
+    """The context of the span that a ``traceparent`` names, with its ``tracestate`` (W3C Trace Context, level 2).
+
+    ``None`` for what the standard does not allow; a ``tracestate`` that it does not allow counts for nothing.
+    """
+    if not isinstance(parent, str) or len(parent) > _FIELD_CHARACTERS:
+        return None
+    carrier = {"traceparent": parent}
+    if isinstance(state, str) and len(state) <= _FIELD_CHARACTERS:
+        carrier["tracestate"] = state
+    return _PROPAGATOR.extract(carrier, contexts.Context()) or None
+
+
+def _within(context: contexts.Context, start: Start, args: Any, done: Done) -> Cancellable | None:
+    token = contexts.attach(context)
+    try:
+        return start(args, done)
+    finally:
+        contexts.detach(token)
+
+
+def _end(span: trace.Span, outcome: str) -> None:
+    if outcome != OK:
+        span.set_attribute("error.type", outcome)
+        span.set_status(trace.StatusCode.ERROR, outcome)
+    span.end()
