@@ -35,7 +35,7 @@ PACKAGE = [
 ]
 CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
 """Imports neither ``torchpipe_py`` nor the server."""
-SERVER = ["options", "logs", "wire", "serving", "worker", "engine", "supervisor", "cli", "__main__"]
+SERVER = ["options", "logs", "wire", "serving", "tracing", "worker", "engine", "supervisor", "cli", "__main__"]
 TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]

@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 from http_maker import HttpMaker, plain_reading, what_is_wrong
 from thrift_maker import ThriftMaker
-from torchpipe_server.options import Options
 from torchpipe_server.front.http import HttpService
-from torchpipe_server.front.server import Protocols, Reader, Request, Stream
 from torchpipe_server.front.method import ThriftService
+from torchpipe_server.front.server import Protocols, Reader, Request, Stream
+from torchpipe_server.options import Options
 from torchpipe_server.wire.header import ONEWAY
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.scanner import Limits, ProtocolError

@@ -318,6 +318,23 @@ def test_of_an_image_that_is_cut_off_the_format_and_the_size_are_told(data: byte
     assert "of 32x24 pixels; it is damaged, cut off" in str(decode(data)["error"])
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "P"])
+@pytest.mark.parametrize("damage", [0, 1], ids=["whole", "with a wrong checksum"])
+def test_the_name_of_a_profile_is_not_written_on_stderr(mode: str, damage: int, capfd) -> None:
+    """libpng's warnings repeat it, line ends included."""
+    profile = struct.pack(">I", 200) + b"lcms\2\1\0\0mntrRGB XYZ " + bytes(12) + b"acsp" + bytes(160)
+    chunk = bytearray(png_chunk(b"iCCP", b"\n2026 ERROR forged\n\0\0" + zlib.compress(profile, 0)))
+    chunk[-1] ^= damage
+    plain = saved("PNG", mode=mode)
+    named = plain[:33] + bytes(chunk) + plain[33:]
+    cv2.imdecode(np.frombuffer(named, np.uint8), cv2.IMREAD_COLOR)
+    assert "\n2026 ERROR forged\n" in capfd.readouterr().err, "of libpng alone"
+    for color in ("bgr", "gray"):
+        for data in (named, bytearray(named), memoryview(named)):
+            assert np.array_equal(decode(data, color=color)["result"], decode(plain, color=color)["result"])
+    assert "forged" not in capfd.readouterr().err
+
+
 def test_what_has_no_reader_cannot_be_named() -> None:
     with pytest.raises(ConfigError, match="no image format 'hdr' can be read here"):
         decode(JPEG, formats="jpeg, hdr")

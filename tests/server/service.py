@@ -28,11 +28,11 @@ from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
-from torchpipe_server.options import Options
 from torchpipe_server.front.http import Routes
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Served, Server, services_of
+from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.worker.worker import usual_service

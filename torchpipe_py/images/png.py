@@ -74,6 +74,29 @@ def read_ihdr(data: Bytes) -> PngHeader:
     return PngHeader(width, height, CHANNELS[color], bits)
 
 
+def without_profile_name(data: Bytes) -> Bytes:
+    """The same file with another name for its colour profile; the pixels, and what is wrong with it, stay.
+
+    NOTE: the name is a client's text, line ends included, and libpng's warnings about the profile repeat it on stderr.
+    """
+    changed: bytearray | None = None
+    position = 33
+    while position + 8 <= len(data):
+        length, kind = _CHUNK.unpack_from(data, position)
+        if kind == b"IDAT":
+            break
+        end = position + 8 + length
+        if kind == b"iCCP":
+            changed = bytearray(data) if changed is None else changed
+            chunk = bytes(data[position + 4 : end])
+            size = len(chunk[4:84].partition(b"\0")[0])
+            changed[position + 8 : position + 8 + size] = b"_" * size
+            is_damaged = zlib.crc32(chunk) != int.from_bytes(data[end : end + 4], "big")
+            changed[end : end + 4] = (zlib.crc32(changed[position + 4 : end]) ^ is_damaged).to_bytes(4, "big")
+        position = end + 4
+    return data if changed is None else changed
+
+
 def _chunks(data: Bytes) -> tuple[list[Span], list[tuple[bytes, Span]]]:
     """The image data, and what else is compressed, with its kind; the last chunks may be missing."""
     image: list[Span] = []

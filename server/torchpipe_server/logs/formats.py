@@ -38,20 +38,12 @@ class LineFormatter(logging.Formatter):
         texts = {"message": message_of(record)}
         if record.exc_info:
             texts["traceback"] = self.formatException(record.exc_info)
-        if sum(map(len, texts.values())) < LINE_BYTES:
-            line = self.compose(record, texts)
-            if len(line) < LINE_BYTES // 4:
-                return line  # a character takes four bytes at most
-        return self._compose_short(record, texts)
-
-    def _compose_short(self, record: logging.LogRecord, texts: dict[str, str]) -> str:
-        sizes = {name: min(len(text), LINE_BYTES) for name, text in texts.items()}
+        most = LINE_BYTES
         while True:
-            line = self.compose(record, {name: _without_middle(text, sizes[name]) for name, text in texts.items()})
-            longest = max(sizes, key=sizes.__getitem__)
-            if len(line.encode("utf-8", "backslashreplace")) < LINE_BYTES or not sizes[longest]:
+            line = self.compose(record, {name: _without_middle(text, most) for name, text in texts.items()})
+            if len(line.encode("utf-8", "backslashreplace")) < LINE_BYTES or not most:
                 return line
-            sizes[longest] = sizes[longest] * 3 // 4  # nobody knows what a character takes before it is written out
+            most = most * 3 // 4  # nobody knows what a character takes before it is written out
 
     @abstractmethod
     def compose(self, record: logging.LogRecord, texts: dict[str, str]) -> str:

@@ -25,14 +25,18 @@ _line_end = re.compile(rb"[\r\n]+")
 
 
 class StderrLines:
-    """Makes a record of each line. ``process`` is whose lines they are, if not this one's. For any thread."""
+    """Makes a record of each line. ``process`` is whose lines they are, if not this one's. For any thread.
+
+    A client may have a part in a library's words, its line ends too: each record begins with a bar, so that neither a
+    person nor a program that looks into messages takes one for a line of the service's own.
+    """
 
     def __init__(self, process: int | None = None) -> None:
         self._process = process
         self._rest = b""
         self._kept: deque[tuple[float, bytes]] = deque(maxlen=KEPT_LINES)
         self._second_ends = 0.0
-        self._left = self._skipped = 0  # lines of this second: that may be logged yet, that were not
+        self._count = 0  # lines of this second
         self._lock = threading.RLock()
         self._is_logging = False
 
@@ -40,38 +44,41 @@ class StderrLines:
         """The next bytes of the stream."""
         with self._lock:
             if self._is_logging:
-                return  # NOTE: a handler of the user's may write what is logged here on sys.stderr, and so on
+                return  # NOTE: a user's handler may write what is logged here on sys.stderr, and so on
             *lines, self._rest = _line_end.split(self._rest + data)
             if len(self._rest) > REST_BYTES:
                 lines.append(self._rest)
                 self._rest = b""
             self._is_logging = True
             try:
-                self._take([line for line in lines if line])
+                for line in filter(None, lines):
+                    self._take(line)
             finally:
                 self._is_logging = False
 
     def end(self) -> None:
         """The stream has ended, in the middle of a line perhaps."""
-        self._second_ends = 0.0
         self.feed(b"\n")
+        self._begin_second(0.0)
 
     def recent(self) -> list[str]:
         """The last lines, if they were written a moment ago."""
         return [_text(line) for at, line in self._kept if at > monotonic() - RECENT_SECONDS]
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _take(self, line: bytes) -> None:
         now = monotonic()
-        self._kept.extend((now, line) for line in lines[-KEPT_LINES:])
+        self._kept.append((now, line))
         if now >= self._second_ends:
-            if self._skipped:
-                self._log(f"[... {counted(self._skipped, 'line')} ...]")
-            self._second_ends, self._left, self._skipped = now + 1, LINES_A_SECOND, 0
-        logged = lines[: self._left]
-        self._left -= len(logged)
-        self._skipped += len(lines) - len(logged)
-        for line in logged:
-            self._log(_text(line))
+            self._begin_second(now)
+        self._count += 1
+        if self._count <= LINES_A_SECOND:
+            self._log(f"| {_text(line)}")
+
+    def _begin_second(self, now: float) -> None:
+        skipped = self._count - LINES_A_SECOND
+        self._second_ends, self._count = now + 1, 0
+        if skipped > 0:
+            self._log(f"[... {counted(skipped, 'line')} ...]")
 
     def _log(self, text: str) -> None:
         if logger.isEnabledFor(logging.WARNING):

@@ -15,9 +15,9 @@ from conftest import Register
 from http_client import HttpClient
 from service import IDL, Client, LocalServer, Process, connect, eventually, pack_batch, serving
 from thrift.Thrift import TApplicationException
+from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.front.counters import RequestCounters
 
 from torchpipe_py import Backend
 from torchpipe_py.errors import DecodeError

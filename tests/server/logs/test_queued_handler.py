@@ -71,7 +71,7 @@ def test_a_reader_that_has_stopped_stops_nobody(pipe: Pipe, monkeypatch):
 
 def test_it_goes_on_when_the_reader_does(pipe: Pipe, monkeypatch):
     monkeypatch.setattr(module, "QUEUE_BYTES", 1000)
-    monkeypatch.setattr(module, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.01)
     log = QueuedHandler(pipe.writer, TextFormatter())
     for _ in range(1000):
         log.handle(record("early"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from torchpipe_server.logs import repeats as module
-from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TELL_SECONDS, TRACEBACK_LINES, Repeats
+from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TRACEBACK_LINES, Repeats
 
 from torchpipe_py import BackendError
 
@@ -15,33 +15,26 @@ class Log:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.holds = 0
-        self.repeats = Repeats(self._on_hold, lambda: self.now)
-
-    def _on_hold(self) -> None:
-        self.holds += 1
+        self.repeats = Repeats("asked for", lambda: self.now)
 
     def admits(self, text: str = "closed: %s", *args: object, line: int = 1, level: int = logging.INFO) -> bool:
-        return self.repeats.admits(logging.LogRecord("x", level, "here.py", line, text, args, None))
+        return self.repeats.filter(logging.LogRecord("x", level, "here.py", line, text, args, None))
 
     def admits_defect(self, cause: Exception) -> bool:
         error = BackendError("node 'a'")
         error.__cause__ = cause
         raised = (type(error), error, None)
-        return self.repeats.admits(logging.LogRecord("x", logging.ERROR, "here.py", 1, "failed", (), raised))
+        return self.repeats.filter(logging.LogRecord("x", logging.ERROR, "here.py", 1, "failed", (), raised))
 
-    def told(self, at_once: bool = False) -> list[str]:
-        return [record.getMessage() for record in self.repeats.told(at_once)]
+    def told(self) -> list[str]:
+        return [record.getMessage() for record in self.repeats.told()]
 
 
 def test_a_burst_is_written_and_the_rest_counted():
     log = Log()
     assert [log.admits("closed: %s", index) for index in range(BURST + 2)] == [True] * BURST + [False] * 2
-    assert log.holds == 1
-    assert log.told() == []
-    log.now += TELL_SECONDS
     assert log.told() == [f"closed: {BURST} (repeated 2 times)"]
-    assert (log.told(at_once=True), log.repeats.is_holding) == ([], False)
+    assert log.told() == []
 
 
 def test_a_flood_is_written_at_a_steady_rate():
@@ -79,6 +72,8 @@ def test_a_defect_that_comes_all_the_time_hides_no_other_one():
 def test_what_the_operator_asked_for_is_all_written():
     log = Log()
     assert all(log.admits(level=logging.DEBUG) for _ in range(10 * BURST))
+    asked = logging.LogRecord("asked for", logging.INFO, "here.py", 1, "x", (), None)
+    assert all(log.repeats.filter(asked) for _ in range(10 * BURST))
 
 
 def test_places_without_end_take_bounded_memory(monkeypatch):
@@ -86,9 +81,7 @@ def test_places_without_end_take_bounded_memory(monkeypatch):
     log = Log()
     written = sum(log.admits(line=line) for line in range(100) for _ in range(BURST + 1))
     assert written <= BURST * 21
-    assert sum(int(text.split("repeated ")[1].split()[0]) for text in log.told(at_once=True)) >= 20
-    assert not log.admits(line=-1)
-    log.now += BURST / LINES_PER_SECOND
+    assert sum(int(text.split("repeated ")[1].split()[0]) for text in log.told()) >= 20
     assert sum(log.admits(line=-1) for _ in range(BURST)) == BURST, "there is room again"
 
 
@@ -97,5 +90,5 @@ def test_what_is_held_back_keeps_nothing_alive():
     for _ in range(BURST):
         log.admits()
     log.admits("%s", "x" * 10**6)
-    (text,) = log.told(at_once=True)
+    (text,) = log.told()
     assert len(text) < 1000

@@ -16,7 +16,9 @@ from torchpipe_server.logs.stderr import KEPT_LINES, LINES_A_SECOND, REST_BYTES,
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     assert {record.name for record in caplog.records} <= {"stderr"}
-    return [record.getMessage() for record in caplog.records]
+    found = [record.getMessage() for record in caplog.records]
+    assert all(message.startswith(("| ", "[... ")) for message in found), "no record of the service begins like that"
+    return [message.removeprefix("| ") for message in found]
 
 
 def test_each_line_is_a_record(caplog):
@@ -70,7 +72,7 @@ def test_a_print_is_a_record_and_a_handler_that_prints_does_no_harm(caplog, monk
     logging.getLogger().addHandler(echo)
     try:
         print("here\ud800\x1b", "and there", file=sys.stderr, flush=True)
-        logging.getLogger("stderr").warning("own")
+        logging.getLogger("stderr").warning("| own")
     finally:
         logging.getLogger().removeHandler(echo)
     assert messages(caplog)[0] == "here\\ud800\x1b and there"

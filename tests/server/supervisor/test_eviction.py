@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from torchpipe_server.options import Options
 from torchpipe_server.front.journal import Entry
+from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.supervisor.acceptor import listen
 from torchpipe_server.supervisor.connections import Connections

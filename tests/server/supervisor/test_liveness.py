@@ -24,10 +24,10 @@ from fakes import WAIT
 from service import IDL, LIGHT, Client, Process, eventually, told_at
 from test_figures import ONE
 from thrift.Thrift import TApplicationException
-from torchpipe_server.options import Options
 from torchpipe_server.front.journal import SLOT_BYTES, Journal
-from torchpipe_server.serving.loop import Loop
 from torchpipe_server.front.memory import SharedMemory
+from torchpipe_server.options import Options
+from torchpipe_server.serving.loop import Loop
 from torchpipe_server.supervisor.children import forker
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.children.fleet import Fleet

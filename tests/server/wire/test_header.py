@@ -11,8 +11,8 @@ from thrift_messages import (
     feed_bytes,
     refusal,
 )
-from torchpipe_server.wire.protocol import MessageReader
 from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.protocol import MessageReader
 
 
 class TestDetection:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -20,15 +21,19 @@ import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from service import IDL, LIGHT, ROOT, Client, LocalServer, Process, connect, eventually, serving
-from torchpipe_server.options import Options
 from torchpipe_server.front.http import Routes
 from torchpipe_server.front.server import Served
-from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.methods.custom import CustomHandler, Handler
+from torchpipe_server.methods.oip.requests import HEADER_LENGTH
+from torchpipe_server.methods.oip.tensors import DATATYPES
+from torchpipe_server.options import Options
+from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.worker.worker import usual_service
 
+import torchpipe_py
 from torchpipe_py import Backend, NoResult, pipe
 from torchpipe_py.errors import ConfigError
+from torchpipe_py.http.answers import STATUSES
 
 IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 OK = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok"
@@ -477,15 +482,45 @@ def test_paths_and_methods(demo: LocalServer):
         assert int(response.headers["Content-Length"]) > 1000
 
 
-def test_the_document_names_every_status_and_path(demo: LocalServer):
+def test_the_document_names_every_path_and_its_method(demo: LocalServer):
     status, document = ask(demo.port, b"", "/openapi.json", "GET")
     assert status == 200
     assert document["openapi"].startswith("3.1")
+    assert document["info"]["version"] == torchpipe_py.__version__
     served = set(usual_service(Options(config="demo.toml"), demo.run).routes._paths)
     assert set(document["paths"]) == served - {"/openapi.json"}
-    assert {"200", "400", "404", "405", "408", "413", "414", "415", "422", "429", "431", "500", "503", "504"} == set(
-        document["paths"]["/infer"]["post"]["responses"]
-    )
+    for path, operations in document["paths"].items():
+        (method,) = operations
+        other = {"get": "DELETE", "post": "GET"}[method]
+        for asked, is_allowed in ((method.upper(), True), (other, False)):
+            with conversing(demo.port) as connection:
+                connection.request(asked, path.format(model="test", version="1"), b"{}" if is_allowed else None)
+                assert (hear(connection)[0] != 405) == is_allowed, (asked, path)
+
+
+def test_the_document_holds_to_the_code(demo: LocalServer):
+    document = ask(demo.port, b"", "/openapi.json", "GET")[1]
+    statuses = {str(status) for status in (200, 400, 414, 431, *STATUSES.values())}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            named = re.findall(r"{(\w+)}", path)
+            assert [one["name"] for one in operation["parameters"] if one["in"] == "path"] == named
+            assert set(operation["responses"]) == statuses, path
+    schemas = document["components"]["schemas"]
+    assert tuple(schemas["Tensor"]["properties"]["datatype"]["enum"]) == tuple(DATATYPES)
+    (infer,) = document["paths"]["/v2/models/{model}/infer"].values()
+    assert HEADER_LENGTH in [one["name"] for one in infer["parameters"]]
+
+
+def test_every_reference_of_the_document_leads_somewhere(demo: LocalServer):
+    document = ask(demo.port, b"", "/openapi.json", "GET")[1]
+    found = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(document)))
+    assert len(found) > 10
+    for reference in found:
+        part = document
+        for key in reference.removeprefix("#/").split("/"):
+            part = part[key]
+        assert isinstance(part, dict)
 
 
 def test_the_document_has_fields_and_lists_beside_the_image(demo: LocalServer):

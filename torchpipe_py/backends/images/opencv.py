@@ -18,6 +18,7 @@ from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signatu
 from torchpipe_py.errors import DecodeError, InvalidRequest, first_line, shown
 from torchpipe_py.images.header import FORMATS, MAX_PIXELS, HeaderCheck, Size, declared_size, is_large, to_formats
 from torchpipe_py.images.memory import DECODING, SMALL
+from torchpipe_py.images.png import without_profile_name
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_str
 
@@ -122,6 +123,8 @@ class MatDecoder:
         """
         encoded = encoded_bytes(data)
         header = self._check(data if isinstance(data, bytes) else encoded.data, start)
+        if header.format == "png":
+            encoded = np.frombuffer(without_profile_name(encoded.data), UINT8)
         try:
             if header.memory <= SMALL:
                 mat = self._imdecode(encoded, self._flags)

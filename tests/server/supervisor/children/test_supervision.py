@@ -22,8 +22,8 @@ import pytest
 from fakes import WAIT, in_threads
 from service import IDL, LIGHT, Client, Process, connect, eventually, on_its_way, told_at
 from thrift.Thrift import TApplicationException
-from torchpipe_server.options import Options
 from torchpipe_server.front.journal import Journal
+from torchpipe_server.options import Options
 from torchpipe_server.serving.loop import Loop
 from torchpipe_server.supervisor.children.fleet import EXHAUSTED_DELAY, START_ATTEMPTS, Fleet, WorkerSlot
 from torchpipe_server.worker.channel import Channel
