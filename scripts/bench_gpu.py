@@ -25,7 +25,7 @@ from benchmarks.gpu.sizes import sizes
 from torchpipe_server.worker.worker import limit_threads
 
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.backends.models.engine.api import is_lean, load_tensorrt
+from torchpipe_py.backends.model.engine.api import is_lean, load_tensorrt
 from torchpipe_py.errors import BackendUnavailable
 
 BENCHMARKS = {

@@ -16,7 +16,7 @@ import torch
 
 from torchpipe_py import Backend, pipe
 from torchpipe_py.backends import cuda
-from torchpipe_py.backends.models.cuda_model import CudaModel
+from torchpipe_py.backends.model.cuda_model import CudaModel
 
 WAIT = 60.0
 """Seconds after which something that must happen counts as not happening."""

@@ -21,21 +21,22 @@ PACKAGE = [
     "cores errors files idl keys malloc",
     "arguments values filters",
     "encryption",
-    "http images backends.params backends.signature",
+    "wire images backends.params backends.signature",
     "backends.base",
     "registry",
     "plan",
     "backends",
+    "proc",
     "runtime",
     "tools tools.report",
     "tools.options",
-    "engine training tools.draw tools.export tools.load tools.parity",
+    "proc.engine training tools.draw tools.export tools.load tools.parity",
     "ray tools.quantize",
     "cli",
 ]
 CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
 """Imports neither ``torchpipe_py`` nor the server."""
-SERVER = ["options", "logs", "wire", "serving", "tracing", "worker", "engine", "supervisor", "cli", "__main__"]
+SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "engine", "supervisor", "cli", "__main__"]
 TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
@@ -47,13 +48,13 @@ SERVER_MAY_IMPORT = {
         "errors",
         "idl",
         "malloc",
-        "http",
-        "http.errors",
-        "http.infer",
-        "http.json_values",
-        "http.values",
+        "wire",
+        "wire.errors",
+        "wire.infer",
+        "wire.json_values",
+        "wire.values",
     ),
-    *("runtime.deadlines", "runtime.statistics", "tools.draw.render", "engine", "plan.build", "plan.sharing"),
+    *("runtime.deadlines", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build", "plan.sharing"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

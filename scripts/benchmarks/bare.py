@@ -142,7 +142,7 @@ class Classifier:
     def __init__(self, model: str, size: int, threads: int = 1, allow_spinning: bool = False) -> None:
         import onnxruntime
 
-        from torchpipe_py.backends.models.onnx_graph import normalized_model
+        from torchpipe_py.backends.model.onnx_graph import normalized_model
         from torchpipe_py.encryption.model_file import ModelFile
 
         options = onnxruntime.SessionOptions()

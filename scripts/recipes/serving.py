@@ -13,8 +13,8 @@ from torch import nn
 from recipes.data import MEAN, STD, Normalise
 from recipes.models import check_classes, load_checkpoint, load_weights, make_model
 from torchpipe_py import parse_toml
-from torchpipe_py.backends.models.engine.half import half_model
-from torchpipe_py.backends.models.onnx_graph import normalized_model
+from torchpipe_py.backends.model.engine.half import half_model
+from torchpipe_py.backends.model.onnx_graph import normalized_model
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.tools.export.config import ENGINE, Files, Transform, followed_by, model_node, to_toml
 from torchpipe_py.tools.export.onnx_file import TOLERANCE, compare_outputs, save_onnx

@@ -22,7 +22,7 @@ from torchpipe_py import (
 )
 from torchpipe_py.backends.control import jump
 from torchpipe_py.errors import prefixed
-from torchpipe_py.http.answers import failure
+from torchpipe_py.wire.answers import failure
 
 
 class Tells(Backend):

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from torchpipe_py.backends.base import Backend, BackendConfig
-from torchpipe_py.backends.models.engine.api import MODULES
+from torchpipe_py.backends.model.engine.api import MODULES
 from torchpipe_py.plan.build import plan_pipeline
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))

@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper, save
 from test_tensorrt import resnet_config, small_model
 
 from torchpipe_py.backends.base import Backend
-from torchpipe_py.backends.models.engine.api import is_lean, load_tensorrt, profile_range
-from torchpipe_py.backends.models.engine.precision import Layer, multiplying_layers
+from torchpipe_py.backends.model.engine.api import is_lean, load_tensorrt, profile_range
+from torchpipe_py.backends.model.engine.precision import Layer, multiplying_layers
 
 pytestmark = pytest.mark.timeout(400)
 

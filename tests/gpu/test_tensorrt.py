@@ -25,7 +25,7 @@ from device import (
 from onnx import TensorProto, helper, numpy_helper, save
 
 from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor, registry
-from torchpipe_py.backends.models.postprocess import make_postprocessor
+from torchpipe_py.backends.model.postprocess import make_postprocessor
 
 pytestmark = [needs_tensorrt, pytest.mark.timeout(400)]
 

@@ -188,7 +188,7 @@ def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_
 
 _PEAKS = """
 import cv2, numpy as np
-from torchpipe_py.backends.images.opencv import MatDecoder
+from torchpipe_py.backends.image.opencv import MatDecoder
 from torchpipe_py.images.header import HeaderCheck
 
 def peak():

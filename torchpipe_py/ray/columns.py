@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchpipe_py.backends.models.inputs import to_numpy
+from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.errors import counted
-from torchpipe_py.http import answers
-from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, plain
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, plain
 
 Values = Sequence[Any]
 

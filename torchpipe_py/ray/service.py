@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure
-from torchpipe_py.http.answers import failure, to_line
-from torchpipe_py.http.errors import Bound, RequestTooLargeError, RouteError, reason
-from torchpipe_py.http.infer import answer_of, read_request
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.wire.answers import failure, to_line
+from torchpipe_py.wire.errors import Bound, RequestTooLargeError, RouteError, reason
+from torchpipe_py.wire.infer import answer_of, read_request
 
 logger = logging.getLogger("torchpipe_py")
 

@@ -20,8 +20,8 @@ from thriftpy2.transport import TServerSocket
 from benchmarks.gpu.engines import Context
 from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.backends.models.engine.api import load_tensorrt
-from torchpipe_py.backends.models.engine.build import load_engine
+from torchpipe_py.backends.model.engine.api import load_tensorrt
+from torchpipe_py.backends.model.engine.build import load_engine
 from torchpipe_py.idl import load_idl
 
 IDL = load_idl()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Load, in_threads
-from torchpipe_py.backends.models.engine.api import load_tensorrt
-from torchpipe_py.backends.models.engine.build import load_engine
+from torchpipe_py.backends.model.engine.api import load_tensorrt
+from torchpipe_py.backends.model.engine.build import load_engine
 
 SIDE = 224
 

@@ -26,7 +26,7 @@ from torchpipe_server.worker.worker import (
 )
 
 if TYPE_CHECKING:
-    from torchpipe_py.engine import EngineServer
+    from torchpipe_py.proc.engine import EngineServer
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -40,7 +40,7 @@ def _work(start: Start) -> None:
     choose_device(start)
     die_with_parent(True)
     try:
-        from torchpipe_py.engine import EngineServer
+        from torchpipe_py.proc.engine import EngineServer
 
         set_up_process(start.options)
         server = EngineServer(make_plan(start.options, start.tables, start.options.engine_processes))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import nearest
-from torchpipe_py.http import answers, errors
-from torchpipe_py.http.errors import ReplyTooLargeError, RouteError
+from torchpipe_py.wire import answers, errors
+from torchpipe_py.wire.errors import ReplyTooLargeError, RouteError
 from torchpipe_server.front.method import OK, Cancellable, Done, Method, TraceFields, reply_bound
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.wire.errors import ProtocolError

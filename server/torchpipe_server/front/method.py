@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from torchpipe_py.http.errors import Bound
+from torchpipe_py.wire.errors import Bound
 
 OK = "ok"
 

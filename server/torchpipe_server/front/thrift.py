@@ -9,7 +9,7 @@ from typing import Any
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
-from torchpipe_py.http.errors import ReplyTooLargeError, describe_error, told
+from torchpipe_py.wire.errors import ReplyTooLargeError, describe_error, told
 from torchpipe_server.front.method import Method, reply_bound
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.thrift import BadArgumentsError, Limits, Message, Specs, ThriftReader

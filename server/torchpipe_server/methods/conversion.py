@@ -11,7 +11,7 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import nearest
-from torchpipe_py.http.values import (
+from torchpipe_py.wire.values import (
     DTYPES,
     MOST_DIMENSIONS,
     MOST_TENSORS,

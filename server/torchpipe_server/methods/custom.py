@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_py.http import answers
-from torchpipe_py.http.errors import reason
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import reason
 from torchpipe_server.front.http import METHODS, Route, json_answer, route
 from torchpipe_server.front.method import OK, Done, Method, trace_fields
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
-from torchpipe_py.http.errors import describe_error
+from torchpipe_py.wire.errors import describe_error
 from torchpipe_server.front.http import HttpService, Route, Routes
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.method import Done, Method

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from torchpipe_py.http import answers
+from torchpipe_py.wire import answers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -15,8 +15,8 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchpipe_py.errors import nearest
-from torchpipe_py.http import answers
-from torchpipe_py.http.errors import RouteError
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import RouteError
 from torchpipe_server.front.http import HttpService, Routes, code_of, route
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop

@@ -22,7 +22,7 @@ from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
 from thriftpy2.thrift import TApplicationException, TDecodeException, TType
 
 from torchpipe_py.errors import InvalidRequest
-from torchpipe_py.http import answers
+from torchpipe_py.wire import answers
 from torchpipe_server.wire.errors import ProtocolError
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4

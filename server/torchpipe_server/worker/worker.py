@@ -30,8 +30,8 @@ from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.engine import EngineClient
     from torchpipe_py.plan.build import Pipeline
+    from torchpipe_py.proc.engine import EngineClient
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -92,7 +92,7 @@ def _work(start: Start) -> None:
         set_up_process(start.options)
         plan = make_plan(start.options, start.tables, start.options.workers)
         if has_engine(start.options, start.tables):
-            from torchpipe_py.engine import EngineClient, pipe_of_worker
+            from torchpipe_py.proc.engine import EngineClient, pipe_of_worker
 
             engine = EngineClient(partial(_watch, loop), start.heartbeat.tell_linked)
             meet(engine, start)
@@ -293,9 +293,9 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
 
 def usual_service(options: Options, run: pipe) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
-    from torchpipe_py.http.errors import Bound
     from torchpipe_py.idl import load_idl
     from torchpipe_py.runtime.deadlines import Deadlines
+    from torchpipe_py.wire.errors import Bound
     from torchpipe_server.front.method import reply_bound
     from torchpipe_server.methods.http import HttpHandler
     from torchpipe_server.methods.many import Turns

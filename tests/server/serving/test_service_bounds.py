@@ -16,7 +16,7 @@ from thrift.Thrift import TApplicationException
 
 from torchpipe_py import Backend, pipe
 from torchpipe_py.errors import UnknownNode
-from torchpipe_py.http.errors import describe_error
+from torchpipe_py.wire.errors import describe_error
 
 MEBIBYTE = 2**20
 LONG = "x" * 2000

@@ -8,7 +8,7 @@ import pytest
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.supervisor.messages import UnexpectedMessageError, check_message
 
-from torchpipe_py.backends.shared.client import HandOverTimes
+from torchpipe_py.proc.shared.client import HandOverTimes
 
 TIMES = HandOverTimes().as_dict()
 

@@ -13,7 +13,7 @@ from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferLimits, In
 from torchpipe_server.methods.oip.tensors import DATATYPES, NUMBERS
 
 from torchpipe_py import InvalidRequest, TensorSpec
-from torchpipe_py.http.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
+from torchpipe_py.wire.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
 
 LIMITS = InferLimits(Bound(2**16, "--max-text-bytes"), 32)
 TEXT: dict[str, Any] = {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x"]}

@@ -14,7 +14,7 @@ from torchpipe_server.methods.oip.tensors import Output
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING
-from torchpipe_py.http.errors import Bound, ReplyTooLargeError
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 
 Y = TensorSpec("y", (None, 2), "float32")
 

@@ -33,7 +33,7 @@ from torchpipe_server.worker.worker import usual_service
 import torchpipe_py
 from torchpipe_py import Backend, NoResult, pipe
 from torchpipe_py.errors import ConfigError
-from torchpipe_py.http.answers import STATUSES
+from torchpipe_py.wire.answers import STATUSES
 
 IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 OK = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok"

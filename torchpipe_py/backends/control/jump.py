@@ -22,9 +22,9 @@ from torchpipe_py.errors import (
     first_line,
     prefixed,
 )
-from torchpipe_py.http.values import is_array
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_keys, to_str
+from torchpipe_py.wire.values import is_array
 
 MOST_ROWS = 2**16
 """Of an array: a client may have sent it, and each row costs far more memory than its bytes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py import registry
-from torchpipe_py.backends.models.postprocess import SoftmaxArgMax, SoftmaxCpu, SoftmaxMax, TopK, read_labels, uses
+from torchpipe_py.backends.model.postprocess import SoftmaxArgMax, SoftmaxCpu, SoftmaxMax, TopK, read_labels, uses
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml

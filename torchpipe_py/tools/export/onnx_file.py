@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off
+from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import describe
 from torchpipe_py.tools.report import ToolError

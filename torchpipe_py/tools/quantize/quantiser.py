@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.models.onnx_graph import keep_telemetry_off, model_bytes
+from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, model_bytes
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import describe, nearest
 from torchpipe_py.files import file_kind

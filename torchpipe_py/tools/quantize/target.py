@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchpipe_py import registry
 from torchpipe_py.backends.control.python import declared
-from torchpipe_py.backends.models.onnx import OnnxTensor
+from torchpipe_py.backends.model.onnx import OnnxTensor
 from torchpipe_py.errors import nearest
 from torchpipe_py.plan.binding import BackendPlan, expand
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchpipe_py.backends.process.transport import reduce_tensor
+from torchpipe_py.proc.process.transport import reduce_tensor
 
 
 def pickled(value: Any) -> bytes:

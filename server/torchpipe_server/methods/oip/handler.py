@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_py.http.errors import Bound, RouteError, describe_error, log_defect
 from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_py.wire.errors import Bound, RouteError, describe_error, log_defect
 from torchpipe_server.front.http import Route, json_answer, route
 from torchpipe_server.front.method import Cancellable, Done
 from torchpipe_server.methods.many import Turns

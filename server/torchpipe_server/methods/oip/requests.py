@@ -9,10 +9,10 @@ import msgspec
 
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.errors import counted, nearest
-from torchpipe_py.http.errors import Bound, RequestTooLargeError
-from torchpipe_py.http.infer import check_encoding, exact_milliseconds, milliseconds
-from torchpipe_py.http.json_values import MOST_CONTAINERS, parse_json
-from torchpipe_py.http.values import check_name, check_names
+from torchpipe_py.wire.errors import Bound, RequestTooLargeError
+from torchpipe_py.wire.infer import check_encoding, exact_milliseconds, milliseconds
+from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
+from torchpipe_py.wire.values import check_name, check_names
 from torchpipe_server.methods.oip.tensors import form_of, rows_of_binary, rows_of_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"

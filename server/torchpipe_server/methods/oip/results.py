@@ -12,10 +12,10 @@ import numpy as np
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.errors import nearest
-from torchpipe_py.http import answers
-from torchpipe_py.http.errors import Bound, ReplyTooLargeError
-from torchpipe_py.http.json_values import to_text
-from torchpipe_py.http.values import are_arrays, is_array, is_label_and_score, output_of
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.wire.json_values import to_text
+from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, output_of
 from torchpipe_server.methods.conversion import is_ranking
 from torchpipe_server.methods.oip.metadata import VERSION
 from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferRequest

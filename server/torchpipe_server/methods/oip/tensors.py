@@ -12,8 +12,8 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.errors import counted, nearest
-from torchpipe_py.http.json_values import NUMBER_BYTES, array_from, from_json, shaped
-from torchpipe_py.http.values import MOST_DIMENSIONS
+from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json, shaped
+from torchpipe_py.wire.values import MOST_DIMENSIONS
 
 BYTES, BF16 = "BYTES", "BF16"
 NUMBERS = {

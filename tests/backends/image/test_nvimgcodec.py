@@ -1,0 +1,425 @@
+"""Which of nvImageCodec's decoders gets which image, with a stand-in for the library; tests/gpu has the real one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchpipe_py import BackendUnavailable, DecodeError
+from torchpipe_py.backends.image import nvimgcodec, nvjpeg
+from torchpipe_py.backends.image.nvimgcodec import NvImageCodec
+
+CPU = torch.device("cpu")
+STREAM = SimpleNamespace(cuda_stream=77)
+TRIAL = [b"2x2", b"2x2"]
+VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
+
+ENGINES, CORES = ("HW_GPU_ONLY",), ("GPU_ONLY", "HYBRID_CPU_GPU")
+
+
+GARBAGE = 99  # in memory that was given back, and in what was decoded by half
+
+
+class Picture:
+    """The library's image: its memory is another one as soon as it does not suffice, and the former is given back."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.shape = (3, 0, 0)
+
+    def lay_out(self, height: int, width: int) -> None:
+        self.shape = (3, height, width)
+        if 3 * height * width > self.capacity:
+            self.memory.fill_(GARBAGE)
+            self.memory = torch.empty(3 * height * width, dtype=torch.uint8)
+
+    @property
+    def capacity(self) -> int:
+        return self.memory.numel()
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        return self.memory[: 3 * self.shape[1] * self.shape[2]].view(self.shape)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.pixels.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.memory.__dlpack_device__()
+
+
+class Library(ModuleType):
+    """Images are named ``HxW`` or ``HxWxV``, with what alone can decode them behind.
+
+    Their pixels are V, or 0 by the engines and 1 by the cores. ``poison`` fails every image of the engines' call that
+    it is in.
+    """
+
+    __version__ = "1.2"
+    SampleFormat = SimpleNamespace(P_RGB="P_RGB")
+    ColorSpec = SimpleNamespace(SRGB="SRGB")
+    BackendKind = SimpleNamespace(**{kind: kind for kind in ENGINES + CORES})
+
+    def __init__(self, has_engines: bool = True, has_cores: bool = True, has_images: bool = True) -> None:
+        super().__init__("nvimgcodec")
+        self.has_images = has_images
+        self.works = {ENGINES: has_engines, CORES: has_cores}
+        self.calls: list[tuple[str, list[bytes]]] = []
+        self.made: list[dict[str, Any]] = []
+        self.kept: list[tuple[Any, int]] = []
+        self.pictures: weakref.WeakSet[Picture] = weakref.WeakSet()
+
+    def DecodeParams(self, **params: Any) -> dict[str, Any]:  # noqa: N802
+        return params
+
+    def Backend(self, kind: str) -> str:  # noqa: N802
+        return kind
+
+    def Decoder(self, device_id: Any, max_num_cpu_threads: int, backends: Sequence[str], options: str) -> Any:  # noqa: N802
+        kinds = tuple(backends)
+        name = "engines" if kinds == ENGINES else "cores"
+        assert kinds in self.works
+        self.made.append({"device_id": device_id, "max_num_cpu_threads": max_num_cpu_threads})
+        assert options == ":fancy_upsampling=1"
+
+        def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int, **more: Any) -> list[Any]:
+            images = more.pop("images", None) if self.has_images else None
+            if more:
+                raise TypeError(f"decode(): incompatible function arguments: {list(more)}")
+            if images is not None and len(images) != len(encoded):
+                raise ValueError("Size mismatch")
+            assert params == {"apply_exif_orientation": False, "color_spec": "SRGB", "sample_format": "P_RGB"}
+            assert cuda_stream == STREAM.cuda_stream
+            self.calls.append((name, encoded))
+            images = [
+                self._image(content.decode(), name, image)
+                for content, image in zip(encoded, images or [None] * len(encoded), strict=True)
+            ]
+            if not self.works[kinds] or (name == "engines" and b"poison" in encoded and len(encoded) > 1):
+                return [None] * len(encoded)
+            return images
+
+        return SimpleNamespace(decode=decode)
+
+    def _image(self, text: str, name: str, image: Picture | None) -> Picture | None:
+        size, *able = text.split()
+        if size == "poison":
+            return None
+        if size == "raises":
+            raise RuntimeError("no memory")
+        height, width, *value = map(int, size.split("x"))
+        image = image or Picture()
+        self.pictures.add(image)
+        image.lay_out(height, width)
+        fails = able and name not in able
+        image.pixels.fill_(GARBAGE if fails else value[0] if value else name == "cores")
+        return None if fails else image
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    return installed(monkeypatch, Library())
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
+    package = ModuleType("nvidia")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "nvidia", package)
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", library)
+    monkeypatch.setattr(nvimgcodec, "_keep_memory", lambda device, size: library.kept.append((device, size)))
+    return library
+
+
+def described(images: list[Any]) -> list[Any]:
+    return [str(image) if isinstance(image, DecodeError) else (*image.shape[2:], int(image.max())) for image in images]
+
+
+def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    images = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
+    problem = "11 bytes: nvImageCodec cannot decode them (PYNVIMGCODEC_VERBOSITY=2 makes it say why)"
+    assert described(images) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), problem, (4, 5, 1)]
+    assert library.calls == [
+        ("engines", [b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"]),
+        *(("engines", [content]) for content in (b"4x5 cores", b"6x7 nothing", b"4x5 cores")),
+        ("cores", [b"4x5 cores", b"6x7 nothing", b"4x5 cores"]),
+        ("cores", [b"6x7 nothing"]),
+    ]
+
+
+def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 0), (4, 5, 0)]
+    assert library.calls == [("engines", [b"2x3", b"4x5"])]
+
+
+def test_the_cores_alone_decode_all_where_engines_are_not_wanted(
+    library: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec = nvjpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
+    library.calls.clear()
+    assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 1), (4, 5, 1)]
+    assert library.calls == [("cores", [b"2x3", b"4x5"])]
+    assert not caplog.records
+
+
+def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    first, second, third = described(codec.decode([b"2x3", b"poison", b"4x5"]))
+    assert (first, third) == ((2, 3, 0), (4, 5, 0))
+    assert second.startswith("6 bytes: nvImageCodec cannot decode them")
+
+
+# -- images that the next call decodes into ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was made a tensor of."""
+    seen: list[Any] = []
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda image, device: seen.append(image) or as_tensor(image, device=device))
+    return seen
+
+
+def pixels(images: list[Any]) -> list[Any]:
+    """Height, width and the one value of each."""
+    for image in images:
+        assert image.shape[:2] == (1, 3)
+        assert image.min() == image.max()
+    return [(*image.shape[2:], int(image.max())) for image in images]
+
+
+def test_images_are_decoded_into_again_and_results_are_copies(library: Library, wrapped: list[Any]) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    batches = [[b"2x3x4", b"2x3x5"], [b"2x3x6", b"2x3x7"], [b"2x3x8"]]
+    results = [codec.decode(batch) for batch in batches]
+    assert list(map(pixels, results)) == [[(2, 3, 4), (2, 3, 5)], [(2, 3, 6), (2, 3, 7)], [(2, 3, 8)]]
+    assert len(wrapped) == len(library.pictures) == 2
+
+
+def test_sizes_change_from_call_to_call(library: Library, wrapped: list[Any]) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    batches = [[b"2x3x4", b"3x2x5"], [b"3x2x6", b"3x2x7"], [b"9x8x8", b"1x1x9"], [b"3x2x1", b"1x6x2"]]
+    results = [codec.decode(batch) for batch in batches]
+    expected = [[(2, 3, 4), (3, 2, 5)], [(3, 2, 6), (3, 2, 7)], [(9, 8, 8), (1, 1, 9)], [(3, 2, 1), (1, 6, 2)]]
+    assert list(map(pixels, results)) == expected
+    assert len(library.pictures) == 2
+    assert len(wrapped) == 7  # one had its size before
+
+
+def test_batches_may_grow_beyond_the_trial(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    for count in (1, 5, 3, 5):
+        assert pixels(codec.decode([b"2x3x4"] * count)) == [(2, 3, 4)] * count
+    assert len(library.pictures) == 5
+
+
+def test_an_image_of_the_cores_is_decoded_into_by_the_engines(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    first = codec.decode([b"2x3x4", b"4x5x5 cores"])
+    second = codec.decode([b"4x5x6 cores", b"4x5x7"])
+    assert pixels(first) == [(2, 3, 4), (4, 5, 5)]
+    assert pixels(second) == [(4, 5, 6), (4, 5, 7)]
+    assert len(library.pictures) == 2
+
+
+@pytest.mark.parametrize("bad", [b"9x9 nothing", b"2x3 nothing", b"poison"])
+def test_after_a_failure_in_the_middle_its_place_is_as_good_as_the_others(library: Library, bad: bytes) -> None:
+    codec = NvImageCodec(CPU, STREAM, [b"2x2"] * 3)
+    codec.decode([b"2x3x4"] * 3)
+    before = list(library.pictures)
+    first, failed, third = codec.decode([b"2x3x5", bad, b"2x3x6"])
+    second = codec.decode([b"2x3x7", b"2x3x8", b"2x3x9"])
+    assert isinstance(failed, DecodeError)
+    assert pixels([first, third]) == [(2, 3, 5), (2, 3, 6)]
+    assert pixels(second) == [(2, 3, 7), (2, 3, 8), (2, 3, 9)]
+    assert len(set(library.pictures) - set(before)) == 1  # what a failure left behind is not decoded into again
+
+
+def test_after_a_call_that_raises_an_image_may_lie_elsewhere(library: Library) -> None:
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    codec.decode([b"2x3x4", b"2x3x5"])
+    with pytest.raises(RuntimeError, match="no memory"):
+        codec.decode([b"9x9x6", b"raises"])
+    assert pixels(codec.decode([b"2x3x7", b"2x3x8"])) == [(2, 3, 7), (2, 3, 8)]
+
+
+def capacities(library: Library) -> list[int]:
+    return sorted(picture.capacity for picture in library.pictures)
+
+
+def test_between_calls_only_so_much_is_kept_and_the_largest_goes_first(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvimgcodec, "KEPT_BYTES", 3 * 100)
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    codec.decode([b"5x10", b"10x10", b"5x10"])
+    assert capacities(library) == [150, 150, 300]
+    assert pixels(codec.decode([b"5x10x1"])) == [(5, 10, 1)]
+    assert capacities(library) == [150, 150]
+    assert pixels(codec.decode([b"20x10x1", b"5x10x2"])) == [(20, 10, 1), (5, 10, 2)]
+    assert capacities(library) == [150, 150, 600]
+    codec.decode([])
+    assert capacities(library) == [150, 150]
+
+
+def test_without_images_to_decode_into_each_call_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = installed(monkeypatch, Library(has_images=False))
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
+    first = codec.decode([b"2x3x4", b"2x3x5", b"4x5x6 cores"])
+    assert len(library.pictures) == 3  # until the next call
+    assert pixels(codec.decode([b"2x3x7"])) == [(2, 3, 7)]
+    assert pixels(first) == [(2, 3, 4), (2, 3, 5), (4, 5, 6)]
+    assert len(library.pictures) == 1
+
+
+def test_a_gpu_without_engines_decodes_on_its_cores_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = installed(monkeypatch, Library(has_engines=False))
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    assert described(codec.decode([b"2x3"])) == [(2, 3, 1)]
+    assert [name for name, _ in library.calls] == ["cores"]
+    assert caplog.messages == ["nvImageCodec 1.2 finds no JPEG engines on cpu, and decodes on its cores"]
+
+
+def test_all_decoders_start_at_setup_with_as_many_images_as_a_batch_has(library: Library) -> None:
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
+    assert library.made == [{"device_id": None, "max_num_cpu_threads": 1}] * 2
+    assert library.kept == [(CPU, 2**28)]
+
+
+def test_the_library_is_silent_and_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        nvimgcodec.importlib, "import_module", lambda name: seen.append(os.environ.get(VERBOSITY)) or library
+    )
+    monkeypatch.delenv(VERBOSITY, raising=False)
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert VERBOSITY not in os.environ
+    monkeypatch.setenv(VERBOSITY, "3")
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert seen == ["0", "3"]
+    assert os.environ[VERBOSITY] == "3"
+
+
+def test_lines_about_formats_that_nobody_asks_for_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, library: Library, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str) -> Library:
+        os.write(2, b"Failed to load nvtiff library! Please install nvTIFF\n")
+        os.write(2, b"something else is wrong\nNote: it is enough to install the nvJPEG2000 wheel\nand so on")
+        return library
+
+    monkeypatch.setattr(nvimgcodec.importlib, "import_module", load)
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert capfd.readouterr().err == "something else is wrong\nand so on"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2**20), (2**20 - 1, 2**20), (2**40, 2**40)])
+def test_a_pool_keeps_at_least_so_much(monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> None:
+    threshold = before
+
+    def get_pool(pool: Any, device: int) -> int:
+        assert device == 3
+        pool._obj.value = 5
+        return 0
+
+    def get(pool: Any, attribute: int, value: Any) -> int:
+        assert (pool.value, attribute) == (5, 4)
+        value._obj.value = threshold
+        return 0
+
+    def put(pool: Any, attribute: int, value: Any) -> int:
+        nonlocal threshold
+        assert (pool.value, attribute) == (5, 4)
+        threshold = value._obj.value
+        return 0
+
+    cuda = SimpleNamespace(cuDeviceGetDefaultMemPool=get_pool, cuMemPoolGetAttribute=get, cuMemPoolSetAttribute=put)
+    monkeypatch.setattr(nvimgcodec.ctypes, "CDLL", lambda name: cuda)
+    nvimgcodec._keep_memory(torch.device("cuda", 3), 2**20)
+    assert threshold == after
+
+
+def test_a_library_that_decodes_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, Library(has_engines=False, has_cores=False))
+    with pytest.raises(BackendUnavailable, match="cannot decode a small JPEG"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_an_older_library_that_leaves_images_out_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, library: Library
+) -> None:
+    monkeypatch.setattr(library, "Decoder", lambda **options: SimpleNamespace(decode=lambda *given, **more: []))
+    with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_a_library_of_other_names_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    monkeypatch.setattr(library, "SampleFormat", SimpleNamespace())
+    with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed, and nvJPEG: .*P_RGB"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_no_memory_is_no_reason_to_go_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    def fail(**options: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(library, "Decoder", fail)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_a_library_that_fails_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    def fail(**options: Any) -> None:
+        raise RuntimeError("no driver\nand more")
+
+    monkeypatch.setattr(library, "Decoder", fail)
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"nvImageCodec 1\.2 does not work here; 0\.9 or newer is needed, and nvJPEG: no driver$",
+    ):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvidia", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]>=0\.9'\)"):
+        NvImageCodec(CPU, STREAM, TRIAL)
+
+
+# -- where nobody says which library ----------------------------------------------------------------------------------
+
+
+class Fallback:
+    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
+        if not trial:
+            raise BackendUnavailable("nor does this")
+
+
+def test_it_comes_before_torchvision(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvjpeg, "Torchvision", Fallback)
+    assert isinstance(nvjpeg.best_decoder(CPU, STREAM, TRIAL), NvImageCodec)
+
+
+def test_torchvision_takes_its_place_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvjpeg, "Torchvision", Fallback)
+    installed(monkeypatch, Library(has_engines=False, has_cores=False))
+    assert isinstance(nvjpeg.best_decoder(CPU, STREAM, TRIAL), Fallback)
+    with pytest.raises(BackendUnavailable, match=r"nvImageCodec 1\.2 does not work here.*; nor does this"):
+        nvjpeg.best_decoder(CPU, STREAM, [])

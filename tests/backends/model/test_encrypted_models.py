@@ -1,0 +1,329 @@
+"""Encrypted models in each backend: the same results as plain ones, and no word of them outside of memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model
+from encrypted import KEY, NAME, breaks_when_run, classifier, encrypt, with_weights_beside
+from onnx import helper
+
+from torchpipe_py import BackendError, ConfigError, pipe
+from torchpipe_py.backends.model.bounds import to_bounds
+from torchpipe_py.backends.model.engine import build as engine_build
+from torchpipe_py.backends.model.engine.api import Messages
+from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine
+from torchpipe_py.backends.model.engine.cache import EngineCache
+from torchpipe_py.backends.model.engine.half import check_half, half_model
+from torchpipe_py.backends.model.onnx_graph import model_bytes
+from torchpipe_py.encryption.cipher import Cipher
+from torchpipe_py.encryption.model_file import UNSAID, ModelFile
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+IMAGE = torch.arange(3 * 8 * 8, dtype=torch.float32).reshape(1, 3, 8, 8)
+MEAN = {"mean": "123.675, 116.28, 103.53", "std": "58.395"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return classifier(tmp_path_factory.mktemp("plain") / "m.onnx")
+
+
+@pytest.fixture(scope="module")
+def keys(plain: str) -> dict[str, str]:
+    """Of a node with that model, encrypted."""
+    return encrypt(plain)
+
+
+def result(config: dict[str, Any], value: torch.Tensor = IMAGE) -> torch.Tensor:
+    with pipe(config) as run:
+        run(item := {"data": value})
+    return torch.as_tensor(item["result"])
+
+
+@pytest.mark.parametrize("more", [{}, MEAN, {"max": 4}], ids=["as it is", "mean", "batches"])
+def test_onnx_runtime(plain: str, keys: dict[str, str], more: dict[str, Any]) -> None:
+    wanted = result({"backend": "OnnxTensor", "model": plain, **more})
+    assert torch.equal(result({"backend": "OnnxTensor", **keys, **more}), wanted)
+
+
+def test_its_signature_is_that_of_the_model(plain: str, keys: dict[str, str]) -> None:
+    told = []
+    for model in ({"model": plain}, keys):
+        with pipe({"backend": "OnnxTensor", **model}) as run:
+            told.append(run.signature())
+    assert told[0] == told[1]
+
+
+def test_numbers_for_other_channels_are_refused_when_it_is_opened(keys: dict[str, str]) -> None:
+    assert "OnnxTensor: mean has 2 numbers, the model's input has 3 channels" in message({**keys, "mean": "1, 2"})
+
+
+def test_a_quantised_model_is_known_as_such(plain: str, keys: dict[str, str]) -> None:
+    encrypted = ModelFile(keys["model"], keys["key_file"])
+    for file in (ModelFile(plain), encrypted):
+        assert file.holds(b"Conv")
+        assert not file.holds(b"DynamicQuantizeLinear")
+
+
+def test_what_would_be_unpacked_to_files_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data/aotinductor/model/model.so", b"")
+    with pytest.raises(ConfigError, match=r"an AOTInductor package is unpacked to files .* cannot be encrypted"):
+        pipe({"backend": "TorchTensor", **encrypt(path), "trusted": True})
+
+
+@pytest.mark.parametrize("more", [{}, MEAN])
+def test_weights_in_a_second_file_are_refused(
+    plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
+) -> None:
+    """Wherever that is: a library that gets bytes would look in the working directory."""
+    keys = encrypt(with_weights_beside(plain, tmp_path / "m.onnx"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"m\.onnx\.enc: its weights lie in a second file, which is not encrypted"):
+        pipe({"backend": "OnnxTensor", **keys, **more})
+
+
+# -- keys and files that do not fit -------------------------------------------------------------------------------
+
+
+def message(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        pipe({"backend": "OnnxTensor", **config})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_wrong_is_told_before_anything_starts(plain: str, keys: dict[str, str]) -> None:
+    place, encrypted = "config: node 'node': key", keys["model"]
+    assert message({"model": encrypted}) == (
+        f"{place} 'model': {encrypted} is encrypted, and there is no key: give key_file or key_env"
+    )
+    assert message({**keys, "model": plain}) == (
+        f"{place} 'key_file': {plain} is not encrypted: torchpipe encrypt {plain} makes an encrypted one; without "
+        "key_file it is loaded as it is"
+    )
+    assert f"{place} 'key_env': {plain} is not encrypted" in message({"model": plain, "key_env": "MODEL_KEY"})
+    assert message({**keys, "key_env": "MODEL_KEY"}) == (
+        f"{place} 'key_env': key_file is there too; a model has one key"
+    )
+    assert f"{place} 'key_file': no such file: no.key (working directory" in message({**keys, "key_file": "no.key"})
+
+
+def test_another_key(keys: dict[str, str], tmp_path: Path) -> None:
+    other = tmp_path / "other.key"
+    other.write_bytes(bytes(range(200, 232)))
+    said = f"model {keys['model']}: key_file {other} is not the key that it was encrypted with, or its header is"
+    assert said in message({**keys, "key_file": str(other)})
+
+
+def test_a_key_in_the_environment(plain: str, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"backend": "OnnxTensor", "model": keys["model"], "key_env": "MODEL_KEY"}
+    monkeypatch.delenv("MODEL_KEY", raising=False)
+    assert "key_env: there is no environment variable MODEL_KEY" in message(config)
+    monkeypatch.setenv("MODEL_KEY", "")
+    assert "key_env: the environment variable MODEL_KEY is empty; a key is" in message(config)
+    monkeypatch.setenv("MODEL_KEY", KEY.hex())
+    assert torch.equal(result(config), result({"backend": "OnnxTensor", "model": plain}))
+
+
+def test_a_key_that_others_can_read_is_told(keys: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    key = Path(keys["key_file"])
+    key.chmod(0o644)
+    try:
+        result({"backend": "OnnxTensor", **keys, "instance_num": 2})
+    finally:
+        key.chmod(0o600)
+    said = f"every user of this machine can read {key} (mode 0644); chmod 600 {key}"
+    assert [record.getMessage() for record in caplog.records] == [f"config: node 'node': key 'key_file': {said}"]
+
+
+@pytest.mark.parametrize("part", [0, 5, 30, 37, 60, 37 + 65552, 37 + 65552 + 9, -1])
+def test_a_model_that_is_cut_off(keys: dict[str, str], tmp_path: Path, part: int) -> None:
+    cut = tmp_path / "cut.onnx.enc"
+    whole = Path(keys["model"]).read_bytes()
+    assert len(whole) > 3 * 65552
+    cut.write_bytes(whole[:part])
+    assert f"model {cut}: it is {'cut off' if part else 'empty'}" in message({**keys, "model": str(cut)}).replace(
+        "damaged or cut", "cut"
+    )
+
+
+def test_what_is_decrypted_is_no_model(tmp_path: Path) -> None:
+    text = tmp_path / "m.onnx"
+    text.write_text(f"{NAME} is no model")
+    said = message(encrypt(text))
+    assert f"not an ONNX file: DecodeError; {UNSAID}" in said
+    assert NAME not in said
+
+
+def test_what_is_decrypted_is_another_backends_model(keys: dict[str, str], tmp_path: Path) -> None:
+    torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "m.pt"))
+    script = encrypt(tmp_path / "m.pt")
+    place = "config: node 'node': {}: model {}: "
+    assert message({**keys, "backend": "TorchTensor", "trusted": True}) == (
+        place.format("TorchTensor", keys["model"])
+        + "neither TorchScript nor .pt2: it begins as an ONNX file does; OnnxTensor takes one that is whole"
+    )
+    assert message(script) == (
+        place.format("OnnxTensor", script["model"])
+        + "not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor takes it"
+    )
+
+
+# -- words --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_errors_of_onnx_runtime_do_not_name_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], is_encrypted: bool
+) -> None:
+    path = breaks_when_run(tmp_path / "m.onnx")
+    model: dict[str, Any] = encrypt(path) if is_encrypted else {"model": path}
+    with pipe({"backend": "OnnxTensor", **model}) as run, pytest.raises(BackendError) as caught:
+        run({"data": torch.zeros(1, 4)})
+    logging.getLogger("torchpipe_py").error("for the log", exc_info=caught.value)
+    printed = capfd.readouterr()
+    said = f"{caught.value} {caplog.text} {printed.out} {printed.err}"
+    assert (NAME in said) == (not is_encrypted)
+    assert (UNSAID in said) == is_encrypted
+
+
+class Refuses(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        secretlayer = x.reshape(-1, 7)
+        return secretlayer
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_errors_of_torchscript_do_not_show_its_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_encrypted: bool
+) -> None:
+    path = tmp_path / "m.pt"
+    torch.jit.script(Refuses()).save(str(path))
+    model: dict[str, Any] = encrypt(path) if is_encrypted else {"model": str(path)}
+    with pipe({"backend": "TorchTensor", "trusted": True, **model}) as run, pytest.raises(BackendError) as caught:
+        run({"data": torch.zeros(1, 4)})
+    logging.getLogger("torchpipe_py").error("for the log", exc_info=caught.value)
+    assert (NAME in f"{caught.value} {caplog.text}") == (not is_encrypted)
+
+
+def test_layers_that_are_not_there_do_not_tell_those_that_are(plain: str) -> None:
+    content = model_bytes(ModelFile(plain), (), ())
+    with pytest.raises(ConfigError, match=f"did you mean '{NAME}_conv'"):
+        half_model(content, (f"{NAME}_com",))
+    with pytest.raises(ConfigError, match=f"no layer '{NAME}_com'; {UNSAID}$"):
+        half_model(content, (f"{NAME}_com",), is_secret=True)
+
+
+def test_a_trial_in_fp16_does_not_name_layers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = Path(breaks_when_run(tmp_path / "m.onnx")).read_bytes()
+    caplog.set_level(logging.INFO, "torchpipe_py")
+    check_half("m.onnx.enc", content, content, (), to_bounds(1), is_normalised=False, is_secret=True)
+    printed = capfd.readouterr()
+    assert caplog.messages == [f"m.onnx.enc: its fp16 form is not compared with it: {UNSAID}"]
+    assert NAME not in printed.out + printed.err
+
+
+def test_messages_of_tensorrt_are_left_out_once_a_model_is_encrypted(caplog: pytest.LogCaptureFixture) -> None:
+    base = type("ILogger", (), {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2})
+    messages = Messages(SimpleNamespace(ILogger=base))
+    caplog.set_level(logging.DEBUG, "torchpipe_py")
+    messages.logger.log(1, "a plain layer")
+    messages.keep_secret()
+    messages.logger.log(1, f"{NAME} failed")
+    messages.logger.log(2, f"{NAME} is slow")
+    assert messages.last() == UNSAID
+    assert [record.getMessage() for record in caplog.records] == ["a plain layer", UNSAID, UNSAID]
+
+
+# -- what TensorRT keeps ------------------------------------------------------------------------------------------
+
+CIPHER = Cipher(KEY, "key_file k")
+CONTENT = f"{NAME} model".encode()
+SPEC = EngineSpec("m.onnx.enc", CONTENT, to_bounds(1), to_bounds(4), fp32_layers=(NAME,), cipher=CIPHER)
+TRT = SimpleNamespace(__version__="8.6.0", Builder=None)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """TensorRT's part replaced: it keeps measurements, and the list has those it finds."""
+    found: list[str] = []
+
+    def build(trt: Any, spec: EngineSpec, cache: EngineCache) -> tuple[str, bytes]:
+        found.append(cache.timing().decode())
+        cache.store_timing(f"{NAME} takes 1 ms".encode())
+        content = b"engine of " + spec.onnx
+        return content.decode(), content
+
+    monkeypatch.setattr(engine_build, "new_engine", build)
+    monkeypatch.setattr(engine_build, "load_engine", lambda trt, content, name, version_compatible: content.decode())
+    return found
+
+
+def kept_words(folder: Path) -> list[str]:
+    return [path.name for path in sorted(folder.iterdir()) if NAME.encode() in path.read_bytes()]
+
+
+def test_an_engine_and_what_lies_beside_it_are_encrypted(tmp_path: Path, built: list[str]) -> None:
+    path = str(tmp_path / "m.trt")
+    for _ in range(2):
+        assert cached_engine(TRT, SPEC, path, "gpu") == f"engine of {NAME} model"
+    assert built == [""]
+    assert sorted(os.listdir(tmp_path)) == ["m.trt", "m.trt.key", "m.trt.lock", "m.trt.timing"]
+    assert kept_words(tmp_path) == []
+    assert json.loads(CIPHER.decrypt((tmp_path / "m.trt.key").read_bytes()))["precision::fp32"] == [NAME]
+    cached_engine(TRT, replace(SPEC, precision="fp32"), path, "gpu")
+    assert built == ["", f"{NAME} takes 1 ms"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        (None, CIPHER, "m.trt.key: it is not encrypted"),
+        (CIPHER, Cipher(bytes(32), "key_file new"), "m.trt.key: key_file new is not the key"),
+        (CIPHER, None, "m.trt.key: it is encrypted, and the model is not"),
+    ],
+    ids=["plain", "another key", "plain again"],
+)
+def test_an_engine_kept_otherwise_is_built_anew(
+    tmp_path: Path,
+    built: list[str],
+    caplog: pytest.LogCaptureFixture,
+    before: Cipher | None,
+    after: Cipher | None,
+    why: str,
+) -> None:
+    path = str(tmp_path / "m.trt")
+    cached_engine(TRT, replace(SPEC, cipher=before), path, "gpu")
+    cached_engine(TRT, replace(SPEC, cipher=after), path, "gpu")
+    assert len(built) == 2
+    assert why in caplog.text
+    assert bool(kept_words(tmp_path)) == (after is None)
+
+
+def test_a_damaged_engine_is_built_anew(tmp_path: Path, built: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m.trt"
+    cached_engine(TRT, SPEC, str(path), "gpu")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cached_engine(TRT, SPEC, str(path), "gpu") == f"engine of {NAME} model"
+    assert "damaged: it is damaged or cut off: bytes 37 to" in caplog.text
+
+
+def test_inputs_are_named_as_ever(tmp_path: Path) -> None:
+    """Clients know them."""
+    path = save_model(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], {"x": [2, 4]}, {"y": [2, 4]})
+    assert "input 'x' has a fixed batch of 2" in message(encrypt(path))

@@ -1,0 +1,140 @@
+"""Quantised ONNX models: what ONNX Runtime is given on a CPU, and which flags TensorRT needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from torchpipe_py import pipe
+from torchpipe_py.backends.model.engine.api import set_precision
+from torchpipe_py.backends.model.onnx_graph import unsigned_model
+from torchpipe_py.encryption.model_file import ModelFile
+
+SCALE = 0.05
+
+
+def quantised(zero: int = 0) -> onnx.ModelProto:
+    """Conv, Relu, MaxPool, Conv, Relu, each with what it reads through a pair of int8: N×2×6×6 to N×2×2×2."""
+    constants = {"scale": np.float32(SCALE), "zero": np.int8(zero)}
+    nodes: list[Any] = []
+
+    def paired(name: str) -> str:
+        nodes.append(helper.make_node("QuantizeLinear", [name, "scale", "zero"], [f"{name}_q"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{name}_q", "scale", "zero"], [f"{name}_dq"]))
+        return f"{name}_dq"
+
+    rng = np.random.default_rng(0)
+    data = "x"
+    for index, kernel in enumerate((3, 1)):
+        constants[f"w{index}"] = rng.uniform(-1, 1, (2, 2, kernel, kernel)).astype(np.float32)
+        nodes.append(helper.make_node("Conv", [paired(data), paired(f"w{index}")], [f"conv{index}"]))
+        data = f"relu{index}" if index == 0 else "y"
+        nodes.append(helper.make_node("Relu", [f"conv{index}"], [data]))
+        if index == 0:
+            nodes.append(helper.make_node("MaxPool", [paired(data)], ["pool"], kernel_shape=[2, 2], strides=[2, 2]))
+            data = "pool"
+    graph = helper.make_graph(
+        nodes,
+        "quantised",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 6, 6])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 2, 2])],
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def run(content: bytes, x: np.ndarray) -> np.ndarray:
+    """As it is written: nothing is merged."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    y: np.ndarray = session.run(None, {"x": x})[0]
+    return y
+
+
+def zero_types(model: onnx.ModelProto) -> dict[str, int]:
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    return {node.input[0]: types[node.input[2]] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+
+
+def test_what_relu_leaves_becomes_unsigned() -> None:
+    model = quantised()
+    changed = onnx.load_from_string(unsigned_model(model.SerializeToString()))
+    onnx.checker.check_model(changed, full_check=True)
+    int8, uint8 = TensorProto.INT8, TensorProto.UINT8
+    assert zero_types(changed) == {"x": int8, "w0": int8, "conv0": uint8, "pool": uint8, "w1": int8}
+    assert [node.op_type for node in changed.graph.node].count("Relu") == 1  # the last one gives the output
+    x = np.random.default_rng(1).uniform(-2, 2, (3, 2, 6, 6)).astype(np.float32)
+    before, after = (run(each.SerializeToString(), x) for each in (model, changed))
+    assert before.any()
+    assert np.array_equal(before, after)
+
+
+def test_beyond_int8_there_is_room_in_uint8() -> None:
+    model = quantised()
+    x = np.full((1, 2, 6, 6), 6.0, np.float32)
+    model.graph.initializer[2].CopyFrom(numpy_helper.from_array(np.ones((2, 2, 3, 3), np.float32), "w0"))
+    changed = onnx.load_from_string(unsigned_model(model.SerializeToString()))
+    for each, limit in ((model, 127), (changed, 255)):
+        each.graph.output.append(helper.make_tensor_value_info("pool", TensorProto.FLOAT, ["n", 2, 2, 2]))
+        session = onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"])
+        assert session.run(["pool"], {"x": x})[0].max() == pytest.approx(limit * SCALE)
+
+
+@pytest.mark.parametrize("model", [quantised(zero=3), helper.make_model(helper.make_graph([], "empty", [], []))])
+def test_what_is_not_symmetric_stays(model: onnx.ModelProto) -> None:
+    assert onnx.load_from_string(unsigned_model(model.SerializeToString())) == model
+
+
+def test_a_quantised_model_is_served(tmp_path: Path) -> None:
+    path = tmp_path / "quantised.onnx"
+    onnx.save(quantised(), str(path))
+    (tmp_path / "empty").touch()
+    assert ModelFile(str(path)).holds(b"QuantizeLinear")
+    assert not ModelFile(str(tmp_path / "empty")).holds(b"QuantizeLinear")
+    x = np.random.default_rng(1).uniform(-2, 2, (3, 2, 6, 6)).astype(np.float32)
+    expected = run(path.read_bytes(), (x - 0.5) / 2)
+    # One item at a time, since their order of adding may not be the same in a batch.
+    with pipe({"backend": "OnnxTensor", "model": str(path), "max": 4, "mean": "0.5", "std": "2"}) as served:
+        served(items := [{"data": torch.from_numpy(row[None])} for row in x])
+    results = np.concatenate([item["result"].numpy() for item in items])
+    assert np.abs(results - expected).max() <= 2 * SCALE
+    assert np.abs(results - expected).mean() < SCALE / 10
+
+
+class Flags(set[str]):
+    """A builder's configuration."""
+
+    set_flag = set.add
+    clear_flag = set.discard
+
+
+@pytest.mark.parametrize(
+    ("precision", "layers", "flags"),
+    [
+        ("fp32", ["CONVOLUTION", "QUANTIZE"], {"INT8"}),
+        ("fp16", ["CONVOLUTION", "QUANTIZE"], {"FP16", "INT8"}),
+        ("best", ["QUANTIZE"], {"FP16", "INT8"}),
+        ("int8", ["QUANTIZE"], {"FP16", "INT8"}),
+        ("fp16", ["CONVOLUTION"], {"FP16"}),
+        ("best", ["CONVOLUTION"], {"FP16"}),
+    ],
+)
+def test_tensorrt_needs_int8_for_a_quantised_model(precision: str, layers: list[str], flags: set[str]) -> None:
+    names = ("FP16", "INT8", "TF32", "OBEY_PRECISION_CONSTRAINTS")
+    trt = SimpleNamespace(
+        BuilderFlag=SimpleNamespace(**{name: name for name in names}), LayerType=SimpleNamespace(QUANTIZE="QUANTIZE")
+    )
+    network = SimpleNamespace(num_layers=len(layers), get_layer=lambda index: SimpleNamespace(type=layers[index]))
+    config = Flags({"TF32"})
+    set_precision(trt, network, config, precision, ())
+    assert config - {"TF32"} == flags
+    assert ("TF32" in config) == (precision != "fp32")

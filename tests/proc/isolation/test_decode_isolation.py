@@ -1,0 +1,451 @@
+"""``decode_isolation``: what decoders give in processes of their own, what they cannot do there, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import hostile_decoders
+import numpy as np
+import psutil
+import pytest
+from conftest import Register, picture
+from fakes import PROGRAM_WAIT, WAIT
+
+from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
+from torchpipe_py.backends.base import BackendConfig, Shared
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.proc.isolation import decoder, template, wire
+
+Data = dict[str, Any]
+
+PROCESS = {"decode_isolation": "process"}
+LIMIT = 0.2
+"""Seconds that an image may take which takes too long; on a busy machine any other may take as long."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    gc.collect()
+    fds, children = len(os.listdir("/proc/self/fd")), set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) - children == set()
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe_py template"]
+    assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[pipe]:
+    from torchpipe_py import registry
+
+    with registry.default.restored(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODEL_KEY", "0123456789abcdef" * 4)
+        registry.register_backend(hostile_decoders.Hostile)
+        with pipe({"backend": "Hostile", "max_seconds": WAIT, "max_memory": 64, **PROCESS}) as p:
+            yield p
+
+
+def ask(p: pipe, data: bytes | str, **more: Any) -> Data:
+    item = {"data": data.encode() if isinstance(data, str) else data, **more}
+    p(item)
+    return item
+
+
+def backend_of(p: pipe) -> Any:
+    return p._runtime.nodes["node"].instances[0].backend
+
+
+def ask_in_haste(p: pipe, data: str) -> Data:
+    """The same of the decoder that is there, which has no longer than the limit."""
+    decoder = backend_of(p)._decoder
+    assert decoder._connection.gettimeout() == decoder._seconds == WAIT  # as the node says
+    decoder._seconds = LIMIT
+    decoder._connection.settimeout(LIMIT)
+    return ask(p, data)
+
+
+def said(p: pipe, data: str) -> str:
+    """What a hostile decoder has to tell."""
+    return bytes(ask(p, data)["result"].reshape(-1)).decode()
+
+
+# -- what is isolated -------------------------------------------------------------------------------------------------
+
+
+def labels(backend: str) -> list[str]:
+    """The backend as it is built: its label, and those of its children."""
+    params = {"ResizeMat": {"resize_h": 8, "resize_w": 8}, "AlignMat": {"max_w": 64}, "cvtColor": {"color": "rgb"}}
+    config = {"backend": backend, **PROCESS}
+    for name, needed in params.items():
+        config.update(needed if name in backend else {})
+    (plan,) = plan_pipeline(config).plans["node"].backends
+    return [plan.label, *(child.label for child in plan.children)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("DecodeMat", "Isolated[DecodeMat] DecodeMat"),
+        ("Isolated[DecodeMat]", "Isolated[DecodeMat] DecodeMat"),
+        ("S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]", "S Isolated[S[DecodeMat,ResizeMat,cvtColorMat]] Mat2Tensor"),
+        ("S[DecodeMat,(or)cvtColorMat,Mat2Tensor]", "S Isolated[DecodeMat] cvtColorMat Mat2Tensor"),
+        ("S[Identity,DecodeMat,AlignMat,ResizeMat]", "S Identity Isolated[DecodeMat] AlignMat ResizeMat"),
+        ("Process[DecodeMat]", "Process[DecodeMat] Isolated[DecodeMat]"),
+    ],
+)
+def test_a_decoder_and_what_follows_it(backend: str, expected: str) -> None:
+    label, *children = labels(backend)
+    first, *others = expected.split()
+    assert label == (backend if first == "S" else first)
+    assert children == others
+
+
+def test_a_filter_stays_in_front_of_its_decoder() -> None:
+    config = {"backend": "S[Identity,(or)DecodeMat,ResizeMat]", "resize_h": 8, "resize_w": 8, **PROCESS}
+    (plan,) = plan_pipeline(config).plans["node"].backends
+    assert [filter_ is None for filter_ in plan.filters] == [True, False]
+    assert plan.children[1].children[0].filters == (None, None)
+
+
+def test_the_key_of_the_node_comes_first() -> None:
+    tables = {"global": PROCESS, "a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "DecodeMat"}}
+    tables["b"] |= {"decode_isolation": "none", "map": "a[data:data]"}
+    plans = plan_pipeline(tables).plans
+    assert [plan.backends[0].label for plan in plans.values()] == ["Isolated[DecodeMat]", "DecodeMat"]
+
+
+def test_limits_may_stay_where_isolation_is_off() -> None:
+    config = {"backend": "DecodeMat", "max_seconds": 3, "Isolated::max_memory": 100}
+    (plan,) = plan_pipeline(config).plans["node"].backends
+    assert plan.label == "DecodeMat"
+    (plan,) = plan_pipeline({**config, **PROCESS}).plans["node"].backends
+    assert plan.params == {"max_seconds": 3.0, "max_memory": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"backend": "DecodeMat", "decode_isolation": "thread"}, "'decode_isolation': expected one of none, process"),
+        ({"backend": "S[DecodeTensor,ResizeTensor]", "resize_h": 8, "resize_w": 8, **PROCESS}, "DecodeTensor .* GPU"),
+        ({"backend": "DecodeMat", "max_second": 3}, "did you mean 'max_seconds'"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: Data, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_pipeline(config)
+
+
+def test_isolation_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    plan_pipeline({"backend": "DecodeMat", **PROCESS})
+    assert caplog.text == ""
+    plan_pipeline({"backend": "Identity", **PROCESS})
+    assert "no backend says that it decodes" in caplog.text
+
+
+def test_results_are_those_without_isolation(jpeg: bytes) -> None:
+    """Also the color that a backend behind the decoder's process prefers reaches the decoder."""
+    import cv2
+
+    png = cv2.imencode(".png", picture(20, 30)[:, :, 0])[1].tobytes()
+    backends = ("S[DecodeMat,ResizeMat,cvtColorMat]", "S[DecodeMat,ResizeMat,CropMat,cvtColorMat]")
+    params = {"resize_h": 24, "resize_w": 32, "color": "rgb", "DecodeMat::color": "bgr"}
+    for backend in backends:
+        outcomes: list[list[Data]] = []
+        for isolation in ("none", "process"):
+            with pipe({"backend": backend, **params, "decode_isolation": isolation}) as p:
+                outcomes.append([ask(p, data, box=[1, 2, 9, 9]) for data in (jpeg, png, b"no image", b"")])
+        for here, there in zip(*outcomes, strict=True):
+            assert here.keys() == there.keys()
+            assert (type(here.get("error")), str(here.get("error"))) == (
+                type(there.get("error")),
+                str(there.get("error")),
+            )
+            assert here.get("color") == there.get("color")
+            if "result" in here:
+                np.testing.assert_array_equal(here["result"], there["result"], strict=True)
+
+
+# -- what a decoder does costs its own image --------------------------------------------------------------------------
+
+ENDS = {
+    "segfault": "killed by signal 11",
+    "abort": "killed by signal 6",
+    "leave": "exit status 3",
+    "say 00": "an answer of 1 bytes and was ended",
+}
+
+
+@pytest.mark.parametrize("act", ENDS)
+def test_a_decoder_that_dies_costs_one_image(hostile: pipe, act: str) -> None:
+    items: list[Data] = [{"data": data.encode()} for data in ("plain", act, "plain")]
+    hostile(items)
+    assert [bytes(item["result"]) if "result" in item else None for item in items] == [b"'plain'", None, b"'plain'"]
+    assert isinstance(items[1]["error"], WorkerDied)
+    assert ENDS[act] in str(items[1]["error"])
+    assert len(str(items[1]["error"])) < 200
+
+
+def test_a_decoder_that_takes_too_long_costs_one_image(hostile: pipe) -> None:
+    assert said(hostile, "plain") == "'plain'"
+    item = ask_in_haste(hostile, "spin")
+    assert "result" not in item
+    assert isinstance(item["error"], WorkerDied)
+    assert "took longer than 0.2 s and was ended" in str(item["error"])
+    assert said(hostile, "plain") == "'plain'"
+
+
+def test_memory_is_bounded(hostile: pipe) -> None:
+    pid = said(hostile, "pid")
+    for data in ("allocate 200", "large 200000", b"plain " + bytes(65 * 2**20)):
+        item = ask(hostile, data)
+        assert isinstance(item["error"], DecodeError)
+        assert "max_memory" in str(item["error"])
+    assert said(hostile, "pid") == pid
+    assert ask(hostile, "large 10000")["result"].sum() == 7 * 10000 * 1024 * 4
+
+
+def test_an_exception_is_a_defect(hostile: pipe) -> None:
+    with pytest.raises(BackendError, match="ValueError: no such thing") as info:
+        ask(hostile, "defect no such thing " + "x" * 5000)
+    assert len(str(info.value)) < 2000
+    with pytest.raises(BackendError, match=r"expected a Mat .*float32"):
+        ask(hostile, "floats")
+    assert "gave no result" in str(ask(hostile, "no_result")["error"])
+
+
+def test_an_error_of_its_own_comes_back(register: Register) -> None:
+    with pipe({"backend": register(hostile_decoders.Empty), **PROCESS}) as p:
+        assert str(ask(p, b"x")["error"]) == "nothing here"
+
+
+@pytest.mark.parametrize("act", [f"open {__file__}", "connect", "run", "fork", "kill", "shrink", "unlink /no/such"])
+def test_a_decoder_reaches_nobody(hostile: pipe, act: str) -> None:
+    act = f"kill {os.getpid()}" if act == "kill" else act
+    assert said(hostile, act) == "'PermissionError'"
+
+
+def test_a_decoder_lifts_no_limit(hostile: pipe) -> None:
+    with pytest.raises(BackendError, match="not allowed to raise maximum limit"):
+        ask(hostile, "capabilities")
+    status = Path(f"/proc/{said(hostile, 'pid')}/status").read_text(encoding="ascii")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert (int(fields["CapEff"], 16), int(fields["CapPrm"], 16), fields["NoNewPrivs"]) == (0, 0, "1")
+
+
+def test_a_decoder_has_no_key_of_a_model(hostile: pipe) -> None:
+    """Its memory is a copy of that of the process which forks it."""
+    environment = parent_of(int(said(hostile, "pid"))).environ()
+    assert "PATH" in environment
+    assert "MODEL_KEY" not in environment
+
+
+def test_what_a_decoder_says_is_never_unpickled(hostile: pipe, tmp_path: Path) -> None:
+    path = tmp_path / "owned"
+    assert isinstance(ask(hostile, f"say_pickle {path}")["error"], WorkerDied)
+    assert not path.exists()
+
+
+PACKED = struct.Struct("<QBBIII")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        bytes(PACKED.size - 1),
+        PACKED.pack(1, 0, 1, 2, 2, 3) + bytes(wire.MAX_ANSWER),
+        PACKED.pack(2, 0, 1, 2, 2, 3),
+        PACKED.pack(1, 3, 1, 2, 2, 3),
+        PACKED.pack(1, 0, 4, 2, 2, 3),
+        PACKED.pack(1, 0, 1, 0, 2, 3),
+        PACKED.pack(1, 0, 1, 2, 2, 0),
+        PACKED.pack(1, 0, 1, 2**32 - 1, 1, 1),
+        PACKED.pack(1, 0, 1, 2**20, 2**20, 512),
+        PACKED.pack(1, 0, 1, 1001, 1, 1),
+    ],
+)
+def test_numbers_of_an_answer_are_checked(answer: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^an? "):
+        wire.unpack_answer(answer, 1, 1000)
+    assert wire.unpack_answer(PACKED.pack(1, 0, 1, 1000, 1, 1), 1, 1000) == wire.Image((1000, 1, 1), "bgr")
+
+
+def test_nobody_makes_the_shared_memory_smaller() -> None:
+    """Whoever read it then would be killed."""
+    fd = decoder._create_memory(8192)
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+# -- processes that are killed and stopped ----------------------------------------------------------------------------
+
+
+def parent_of(pid: int) -> psutil.Process:
+    """The process that the decoder was forked from."""
+    return psutil.Process(pid).parent()
+
+
+def wait_dead(pid: int) -> None:
+    end = time.monotonic() + WAIT
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmap.MADV_REMOVE", 9999)
+    image = np.zeros((2500, 2500, 3), np.uint8)
+    encoded = cv2.imencode(".png", image)[1].tobytes()
+    with pipe({"backend": "DecodeMat", **PROCESS}) as run:
+        for _ in range(2):
+            item: Data = {"data": encoded}
+            run(item)
+            assert np.array_equal(item["result"], image)
+
+
+def test_a_decoder_killed_while_idle_costs_nothing(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
+    os.kill(pid, signal.SIGKILL)
+    assert int(said(hostile, "pid")) != pid
+
+
+def test_a_stopped_decoder_costs_its_request(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
+    os.kill(pid, signal.SIGSTOP)
+    assert "took longer than 0.2 s" in str(ask_in_haste(hostile, "plain")["error"])
+    assert said(hostile, "plain") == "'plain'"
+    wait_dead(pid)
+
+
+def test_the_process_that_decoders_come_from_is_killed(hostile: pipe) -> None:
+    pid = int(said(hostile, "pid"))
+    parent_of(pid).kill()
+    wait_dead(pid)  # or else it would decode on, and nobody could end it
+    assert int(said(hostile, "pid")) != pid
+
+
+def test_an_instance_that_ends_first_ends_no_decoder_of_another(jpeg: bytes) -> None:
+    """Whichever asked first for the process that decoders are forked from: the system binds that to a thread."""
+    (plan,) = plan_pipeline({"backend": "DecodeMat", "max_memory": 64, **PROCESS}).plans["node"].backends
+    shared = Shared()
+    first, other = (plan.create(BackendConfig(instance=index, shared=shared)) for index in range(2))
+    is_set_up, may_end = threading.Event(), threading.Event()
+
+    def live() -> None:
+        first.setup()
+        is_set_up.set()
+        may_end.wait(WAIT)
+        first.close()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    assert is_set_up.wait(WAIT)
+    other.setup()
+    may_end.set()
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        time.sleep(0.005)  # the system ends it a moment later
+    item: Data = {"data": jpeg}
+    other.forward([item])
+    other.close()
+    assert item["result"].shape[2] == 3
+
+
+def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "ANSWER_SECONDS", WAIT)
+    with pipe({"backend": register(hostile_decoders.Hostile), **PROCESS}) as p:
+        parent_of(int(said(p, "pid"))).suspend()
+        control = backend_of(p)._template._control
+        assert control.gettimeout() == WAIT
+        control.settimeout(LIMIT)  # that one does not answer at all, the next one may take its time
+        assert said(p, "plain") == "'plain'"
+        assert isinstance(ask(p, "segfault")["error"], WorkerDied)
+        pid = int(said(p, "pid"))
+        stopped = [parent_of(pid), psutil.Process(pid)]
+        for process in stopped:
+            process.suspend()
+    for process in stopped:
+        wait_dead(process.pid)
+
+
+def test_a_process_that_is_stopped_at_its_start_is_replaced(register: Register, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    with pipe({"backend": register(hostile_decoders.StopsAtItsStart), "stop": str(stop), **PROCESS}) as p:
+        pid = int(said(p, ""))
+        parent = parent_of(pid)
+        stop.touch()
+        psutil.Process(pid).kill()  # the next decoder is stopped
+        wait_dead(pid)
+        pid = int(said(p, ""))
+        assert parent_of(pid) == parent
+        assert not stop.exists()
+        stop.touch()
+        parent.kill()  # what decoders are forked from is
+        wait_dead(pid)
+        assert parent_of(int(said(p, ""))) != parent
+        assert not stop.exists()
+
+
+PROGRAM = """
+import os, signal, sys
+import hostile_decoders, process_backends
+from torchpipe_py import pipe, register_backend
+
+if __name__ == "__main__":
+    register_backend(hostile_decoders.Hostile)
+    register_backend(process_backends.Obedient)
+    isolated = pipe({"backend": "Hostile", "decode_isolation": "process"})
+    process = pipe({"backend": "Process[Obedient]"})
+    first, second = {"data": b"pid"}, {"data": "pid"}
+    isolated(first), process(second)
+    pids = [int(bytes(first["result"]).decode()), second["result"][0]]
+    print(*pids, flush=True)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stopped_children_end_with_their_parent(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(PROGRAM, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "app.py")], stdout=subprocess.PIPE, timeout=PROGRAM_WAIT, check=False, env=env
+    )
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(1000 * WAIT), "it is still there"
+        os.close(fd)
+
+
+def test_nothing_is_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jpeg: bytes
+) -> None:
+    for name in ("cv2", "numpy", "pickle", "socket"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
+    for config in ({"backend": "DecodeMat", **PROCESS}, {"backend": "Process[DecodeMat]"}):
+        with pipe(config) as p:
+            assert "result" in ask(p, jpeg)

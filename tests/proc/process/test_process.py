@@ -1,0 +1,718 @@
+"""``Process``: what a backend in a worker process gives, what crosses over, and what happens when a worker dies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import process_backends
+import psutil
+import pytest
+import torch
+from conftest import Register, picture
+from fakes import PROGRAM_WAIT, WAIT, error_of, outcome
+
+from torchpipe_py import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    DecodeError,
+    InvalidRequest,
+    Signature,
+    TensorSpec,
+    WorkerDied,
+    import_code,
+    pipe,
+    register_postprocessor,
+)
+from torchpipe_py.backends.base import BackendConfig
+from torchpipe_py.backends.control.basic import Identity, Sequential
+from torchpipe_py.errors import WorkerTraceback
+from torchpipe_py.plan.binding import FilterPlan
+from torchpipe_py.proc.process import child
+from torchpipe_py.proc.process.child import Call
+from torchpipe_py.proc.process.process import Process
+
+Data = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, the exit status of a worker that died is in its error."""
+    monkeypatch.setattr(child, "_END_TIMEOUT", WAIT)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Every worker is gone and reaped, and with it its descriptors and what it shared."""
+    gc.collect()  # what earlier tests left behind must not go in the middle of this one
+    fds, shared = len(os.listdir("/proc/self/fd")), shared_memory()
+    children = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) - children == set()
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert shared_memory() - shared == set()
+
+
+def shared_memory() -> set[str]:
+    """But for what other programs beside the tests have of ``multiprocessing`` and PyTorch, and no backend here."""
+    mine = f"torch_{os.getpid()}_"
+    names = os.listdir("/dev/shm")
+    return {name for name in names if name.startswith(mine) or not name.startswith(("sem.mp-", "torch_"))}
+
+
+def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:
+    """A ``Process`` that is not set up, without a node around it."""
+    inner = cls(BackendConfig(params=params, label="X"))
+    unlimited = {"max_seconds": 0.0, "max_memory": 0}
+    return Process(BackendConfig(params=unlimited, children=(inner,), label=label))
+
+
+@pytest.fixture
+def obedient() -> Iterator[Process]:
+    process = backend(process_backends.Obedient)
+    process.setup()
+    yield process
+    process.close()
+
+
+def forward(process: Process, data: Any, **more: Any) -> Data:
+    item = {"data": data, **more}
+    process.forward([item])
+    return item
+
+
+def pid_of(process: Process) -> int:
+    return int(forward(process, "pid")["result"][0])
+
+
+# -- the same as without ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["Process[{0}]", "S[Process[{0}],Identity]"])
+def test_results_are_those_of_the_backend_itself(form: str, jpeg: bytes) -> None:
+    inner = "S[DecodeMat,ResizeMat,(swap)Identity]"
+    params = {"resize_h": 24, "resize_w": 32, "color": "rgb"}
+    outcomes = []
+    for expression in (inner, form.format(inner)):
+        good, bad = {"data": jpeg}, {"data": b"no image"}
+        with pipe({"backend": expression, **params}) as p:
+            p([good, bad])
+        outcomes.append((good, bad))
+    (good, bad), (there, there_bad) = outcomes
+    np.testing.assert_array_equal(good.pop("result"), there.pop("result"))
+    good.pop("data"), there.pop("data")
+    assert good == there
+    assert type(bad.pop("error")) is type(there_bad.pop("error")) is DecodeError
+    assert bad == there_bad
+
+
+def test_the_preferred_color_goes_through(jpeg: bytes) -> None:
+    results = []
+    for decode in ("DecodeMat", "Process[DecodeMat]"):
+        item: Data = {"data": jpeg}
+        with pipe({"backend": f"S[{decode},cvtColorMat]", "cvtColorMat::color": "rgb"}) as p:
+            p(item)
+        assert item["color"] == "rgb"
+        results.append(item["result"])
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_registered_class_with_init_and_forward(register: Register) -> None:
+    name = register(process_backends.Duck)
+    items = [{"data": number} for number in range(4)]
+    with pipe({"backend": f"Process[{name}]", "a": 1, f"{name}::b": [2]}) as p:
+        p(items)
+        assert (p.min(), p.max()) == (1, 3)
+    for number, item in enumerate(items):
+        pid, data, config, count = item["result"]  # type: ignore[misc]
+        assert (data, config) == (number, {"a": 1, "b": [2]})
+        assert pid != os.getpid()
+        assert 1 <= count <= 3
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_registered_postprocessor_goes_along() -> None:
+    register_postprocessor(process_backends.Doubled, "doubled")
+    posts = backend(process_backends.Posts, postprocessor="doubled")
+    posts.setup()
+    assert forward(posts, 1)["result"] is process_backends.Doubled
+    posts.close()
+
+
+def test_a_process_in_a_process() -> None:
+    item: Data = {"data": MAT}
+    with pipe({"backend": "Process[Process[Identity]]"}) as p:
+        p(item)
+    np.testing.assert_array_equal(item["result"], MAT)
+
+
+def test_a_batch_goes_as_one(obedient: Process) -> None:
+    items: list[Data] = [{"data": number} for number in range(4)]
+    obedient.forward(items)
+    assert [item["result"][1:] for item in items] == [(4, number) for number in range(4)]
+    assert (obedient.min(), obedient.max()) == (1, 4)
+
+
+def test_what_the_backend_takes_and_gives_is_known_here(obedient: Process) -> None:
+    assert obedient.signature() == Signature(outputs=(TensorSpec("pid"),))
+
+
+def test_each_instance_has_a_process(register: Register, tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    os.mkfifo(first)
+    os.mkfifo(second)
+    with pipe({"backend": f"Process[{register(process_backends.Meeting)}]", "instance_num": 2}) as p:
+        futures = [p.submit({"data": pair}) for pair in ((first, second), (second, first))]
+        pids = {outcome(future)["result"] for future in futures}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_the_dict_becomes_what_the_worker_made_of_it(obedient: Process) -> None:
+    array, same, lock = np.zeros(2), b"bytes" * 9999, threading.Lock()
+    item = forward(obedient, "edit", removed=1, changed=1, array=array, same=same, lock=lock)
+    assert item.keys() == {"changed", "array", "same", "added", "lock", "result"}
+    assert item["changed"] == 2
+    assert item["array"].tolist() == [7, 0]
+    assert item["same"] is item["added"] is same
+    assert item["lock"] is lock
+
+
+# -- what crosses over --------------------------------------------------------------------------------------------
+
+MAT = picture(120, 160)
+FIELDS = np.zeros(3000, [("a", "<f4"), ("b", "u1")])
+
+VALUES = {
+    "none": None,
+    "large bytes": os.urandom(100_000),
+    "bytearray": bytearray(os.urandom(20_000)),
+    "small array": np.arange(5),
+    "mat": MAT,
+    "every second": MAT[::2, ::-2],
+    "column order": np.asfortranarray(MAT[..., 0]),
+    "read-only": np.frombuffer(bytes(20_000), np.uint8),
+    "empty": np.zeros((0, 3), np.float32),
+    "scalar": np.array(3.5),
+    "fields": FIELDS,
+    "objects": np.array([1, "a", None], object),
+    "nested": {"a": [MAT, (MAT[0], b"x" * 9000)], "b": {"c": np.float32(2)}, "again": MAT},
+}
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, np.ndarray):
+        np.testing.assert_array_equal(left, right, strict=True)
+        assert left.flags.writeable == right.flags.writeable
+    elif isinstance(left, torch.Tensor):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert_same(value, right[key])
+    elif isinstance(left, (list, tuple)):
+        for value, other in zip(left, right, strict=True):
+            assert_same(value, other)
+    else:
+        assert left == right
+
+
+@pytest.fixture(scope="module")
+def inspect() -> Iterator[Process]:
+    process = backend(process_backends.Inspect)
+    process.setup()
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_comes_back_equal(inspect: Process, name: str) -> None:
+    value = VALUES[name]
+    kind, result = forward(inspect, value)["result"]
+    assert kind == type(value).__name__
+    assert_same(result, value)
+    if isinstance(value, np.ndarray):
+        assert not np.shares_memory(result, value)
+
+
+TENSORS = {
+    "images": torch.rand(2, 3, 40, 50),
+    "channels last": torch.rand(2, 3, 40, 50).to(memory_format=torch.channels_last),
+    "transposed": torch.arange(6).reshape(2, 3).T,
+    "bfloat16": torch.rand(100, 100).to(torch.bfloat16),
+    "half": torch.rand(3).half(),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.view_as_complex(torch.rand(4, 2)).conj(),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 4),
+    "expanded": torch.rand(3, 1).expand(3, 2000),
+    "slice": torch.rand(100, 100)[::3, 1::2],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_comes_back_equal(inspect: Process, name: str) -> None:
+    tensor = TENSORS[name]
+    kind, result = forward(inspect, [tensor, {"again": tensor}])["result"]
+    assert kind == "list"
+    assert_same(result, [tensor, {"again": tensor}])
+    assert result[0].is_contiguous() or result[0].stride() == tensor.stride()
+    result[0].zero_()  # its memory is its own, and may be written
+
+
+def test_strides_and_data_without_gradient(inspect: Process) -> None:
+    last = TENSORS["channels last"]
+    assert forward(inspect, last)["result"][1].stride() == last.stride()
+    learned = torch.rand(3, requires_grad=True)
+    result = forward(inspect, learned)["result"][1]
+    assert torch.equal(result, learned)
+    assert not result.requires_grad
+
+
+def test_the_next_request_overwrites_nothing() -> None:
+    keeper = backend(process_backends.Keeper)
+    keeper.setup()
+    arrays = [np.full(50_000 * (1 + number % 3), number, np.uint8) for number in range(7)]
+    items = [forward(keeper, [array, array.tobytes()]) for array in arrays]
+    keeper.close()
+    for before, item in zip(arrays, items[1:], strict=False):
+        assert_same(item["result"], [before, before.tobytes()])
+    for array, item in zip(arrays, items, strict=True):
+        assert_same(item["data"], [array, array.tobytes()])
+
+
+def test_large_values_stay_out_of_the_pickle(inspect: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inspect._worker is not None
+    worker, sizes = inspect._worker, []
+
+    def write(call: Call, *where: int, write: Any = worker.write) -> None:
+        sizes.append(len(call.packed.pickled))
+        write(call, *where)
+
+    monkeypatch.setattr(worker, "write", write)
+    forward(inspect, [MAT[::2], torch.rand(50_000), bytes(99_999), bytearray(99_999), {"a": (MAT,)}])
+    assert len(sizes) == 1
+    assert sizes[0] < 2000
+
+
+def test_what_is_too_large_fails_alone(obedient: Process) -> None:
+    """Pages of zeros that nobody has written are no memory."""
+    before = pid_of(obedient)
+    with pytest.raises(InvalidRequest, match=r"a request of 1073\d+ bytes is too large for another process"):
+        forward(obedient, np.zeros(2**30, np.uint8))
+    with pytest.raises(InvalidRequest, match=r"an answer of 1073\d+ bytes is too large for another process"):
+        forward(obedient, "zeros", size=2**30)
+    assert pid_of(obedient) == before
+
+
+def test_the_worker_imports_pytorch_only_when_a_tensor_comes() -> None:
+    modules = backend(process_backends.Modules)
+    modules.setup()
+    assert "torch" not in forward(modules, MAT)["result"]
+    assert "torch" in forward(modules, torch.zeros(1))["result"]
+    modules.close()
+
+
+def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV's folder, which has a module called typing, is the first one meanwhile."""
+    folder = os.path.dirname(os.path.realpath(cv2.__file__))
+    monkeypatch.setattr(sys, "path", [os.path.join(folder, ""), folder, *sys.path])
+    started = backend(process_backends.Obedient)
+    started.setup()
+    started.close()
+
+
+def test_a_letterbox_in_a_process_gives_the_way_back() -> None:
+    with pipe({"backend": "Process[LetterBoxMat]", "max_h": 8, "max_w": 8}) as p:
+        p(item := {"data": picture(16, 32)})
+    assert item["result"].shape == (8, 8, 3)
+    assert item["inverse_trans"](4, 4) == (16, 8)
+
+
+def test_what_cannot_be_pickled_stays_where_it_is(obedient: Process) -> None:
+    lock, trans = threading.Lock(), lambda x: x
+    item = forward(obedient, "keys", lock=lock, inverse_trans=trans, plain=1)
+    assert item["result"][2] == ["data", "plain"]
+    assert item["lock"] is lock
+    assert item["inverse_trans"] is trans
+    with pytest.raises(TypeError, match=r"Process\[X\]: 'data' cannot go to another process: .*lock"):
+        forward(obedient, threading.Lock())
+
+
+def test_a_tensor_on_another_device_is_refused(obedient: Process) -> None:
+    with pytest.raises(TypeError, match="'data' cannot go to another process: a tensor on device meta"):
+        forward(obedient, torch.empty(2, device="meta"))
+    with pytest.raises(TypeError, match="layout"):
+        forward(obedient, torch.eye(2).to_sparse())
+
+
+def test_a_result_that_cannot_be_pickled_fails_its_item_alone(register: Register) -> None:
+    items = [{"data": word} for word in ("a", "give_lambda", "b")]
+    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "batching_timeout": 1000}) as p:
+        futures = [p.submit(item) for item in items]
+        errors = [error_of(future) for future in futures]
+    assert errors[0] is errors[2] is None
+    assert isinstance(errors[1], BackendError)
+    assert isinstance(errors[1].__cause__, TypeError)
+    assert "'answer' cannot come back from another process" in str(errors[1])
+
+
+def test_an_answer_that_cannot_be_read(obedient: Process) -> None:
+    pid = pid_of(obedient)
+    with pytest.raises(TypeError, match=r"Process\[X\]: the answer of its worker process: .*missing 1 required"):
+        forward(obedient, "give_stubborn")
+    assert pid_of(obedient) == pid
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_comes_back_with_its_traceback(obedient: Process) -> None:
+    pid = pid_of(obedient)
+    with pytest.raises(ValueError, match=r"^no such value$") as info:
+        forward(obedient, "raise_value_error")
+    assert isinstance(info.value.__cause__, WorkerTraceback)
+    assert "in raise_value_error" in str(info.value.__cause__)
+    with pytest.raises(BackendError, match=r"^StubbornError: two parts$"):
+        forward(obedient, "raise_stubborn")
+    assert pid_of(obedient) == pid
+
+
+def test_only_the_item_at_fault_fails(register: Register) -> None:
+    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "batching_timeout": 1000}) as p:
+        futures = [p.submit({"data": word}) for word in ("a", "raise_value_error", "b")]
+        errors = [error_of(future) for future in futures]
+    assert errors[0] is errors[2] is None
+    assert isinstance(errors[1], BackendError)
+    assert isinstance(errors[1].__cause__, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("unavailable", BackendUnavailable, "^not on this machine$"),
+        ("stubborn", BackendUnavailable, "^not on this machine$"),
+        ("config", ConfigError, "^not on this machine$"),
+        ("else", OSError, "^not on this machine$"),
+        ("die", WorkerDied, r"Process\[X\]: its worker process \d+ died: exit status 5"),
+    ],
+)
+def test_an_error_of_setup_is_the_same_kind_here(how: str, kind: type[Exception], message: str) -> None:
+    unfit = backend(process_backends.Unfit, how=how)
+    with pytest.raises(kind, match=message):
+        unfit.setup()
+    unfit.close()
+
+
+def test_first_available_goes_on(register: Register) -> None:
+    item: Data = {"data": 1}
+    config = {"backend": f"FirstAvailable[Process[{register(process_backends.Unfit)}],Identity]", "how": "unavailable"}
+    with pipe(config) as p:
+        p(item)
+    assert item["result"] == 1
+
+
+def test_a_class_that_no_other_process_can_import(register: Register) -> None:
+    class Local(Identity):
+        """Stands in a function."""
+
+    with pytest.raises(ConfigError, match=r"X: .*'.*Local'.* must stand at the top level of a module"):
+        backend(Local).setup()
+    stray = type("Stray", (Identity,), {"__module__": "stray"})
+    module = type(sys)("stray")
+    module.Stray = stray  # type: ignore[attr-defined]
+    sys.modules["stray"] = module
+    try:
+        with pytest.raises(ConfigError, match="No module named 'stray'; a class must stand at the top level"):
+            backend(stray).setup()
+    finally:
+        del sys.modules["stray"]
+
+
+def test_a_filter_or_parameter_that_cannot_be_sent(register: Register) -> None:
+    with pytest.raises(ConfigError, match="'how' cannot go to a worker process"):
+        backend(process_backends.Unfit, how=threading.Lock()).setup()
+    filters = (FilterPlan(lambda data: data),)
+    sequence = Sequential(BackendConfig(children=(Identity(BackendConfig()),), filters=filters))
+    with pytest.raises(ConfigError, match=r"filter .* cannot go to a worker process"):
+        Process(BackendConfig(children=(sequence,))).setup()
+
+
+# -- workers that die ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "ending"),
+    [("die", r"killed by signal 9 \(SIGKILL\)"), ("leave", "exit status 3")],
+)
+def test_a_worker_that_dies_fails_what_it_had(obedient: Process, word: str, ending: str) -> None:
+    pid = pid_of(obedient)
+    with pytest.raises(WorkerDied, match=rf"^Process\[X\]: its worker process {pid} died: {ending}$"):
+        forward(obedient, word)
+    assert pid_of(obedient) != pid
+
+
+def test_a_worker_that_dies_while_a_child_holds_the_connection(obedient: Process, tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    with pytest.raises(WorkerDied, match="exit status 4"):
+        forward(obedient, "fork_and_leave", file=str(file))
+    os.kill(int(file.read_text(encoding="utf-8")), signal.SIGKILL)
+
+
+def test_an_idle_worker_that_was_killed_costs_no_request(obedient: Process) -> None:
+    for _ in range(5):
+        pid = pid_of(obedient)
+        os.kill(pid, signal.SIGKILL)  # it may still be dying when the next request comes
+        assert pid_of(obedient) not in (pid, os.getpid())
+
+
+def test_a_worker_killed_from_outside_while_it_computes(obedient: Process, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    os.mkfifo(file)
+
+    def kill() -> None:
+        os.kill(int(file.read_text(encoding="utf-8")), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with pytest.raises(WorkerDied):
+        forward(obedient, "block", file=str(file))
+    thread.join(WAIT)
+
+
+def test_only_the_culprit_of_a_batch_fails(register: Register) -> None:
+    name = register(process_backends.Obedient)
+    with pipe({"backend": f"Process[{name}]", "batching_timeout": 1000}) as p:
+        futures = [p.submit({"data": word}) for word in ("a", "die", "b", "c", "d", "e")]
+        errors = [error_of(future) for future in futures]
+    assert [error is None for error in errors] == [True, False, True, True, True, True]
+    assert isinstance(errors[1], WorkerDied)
+    assert errors[1].code == "worker_died"
+    assert "SIGKILL" in str(errors[1])
+
+
+@pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
+def test_every_request_is_answered_when_workers_die(register: Register, cls: type) -> None:
+    name = register(cls)
+    with pipe({"backend": f"Process[{name}]", "instance_num": 2}) as p:
+        words = ["plain"] * 60
+        words[7] = words[33] = "leave"
+        futures = [p.submit({"data": word}) for word in words]
+        with contextlib.suppress(ProcessLookupError):  # it may have come to a "leave" already
+            os.kill(outcome(futures[0])["result"][0], signal.SIGKILL)
+        errors = [error_of(future) for future in futures]
+    died = [index for index, error in enumerate(errors) if error is not None]
+    assert {7, 33} <= set(died)
+    assert all(isinstance(errors[index], WorkerDied) for index in died)
+    assert len(died) <= 3  # the one that was killed may have been at work
+
+
+def test_a_crash_that_does_not_come_again_costs_a_batch_nothing(register: Register, tmp_path: Path) -> None:
+    items = [{"data": word, "file": str(tmp_path / "seen")} for word in ("die_on_first_sight", "a")]
+    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "batching_timeout": 1000}) as p:
+        p(items)
+    assert all("result" in item for item in items)
+
+
+def test_a_worker_that_cannot_be_started_again(tmp_path: Path) -> None:
+    unfit = backend(process_backends.Unfit, how=f"once {tmp_path / 'seen'}")
+    unfit.setup()
+    with pytest.raises(WorkerDied, match="exit status 7"):
+        forward(unfit, 1)
+    with pytest.raises(WorkerDied, match=r"cannot be started again: .* died: exit status 6"):
+        forward(unfit, 1)
+    unfit.close()
+
+
+@pytest.mark.parametrize("missing", ["memory", "processes"])
+def test_a_worker_for_which_there_is_nothing_left_is_started_later(
+    obedient: Process, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """``/dev/shm`` would say the first, RLIMIT_NPROC the second."""
+
+    def fail(*args: Any, **options: Any) -> Any:
+        number = errno.ENOSPC if missing == "memory" else errno.EAGAIN
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(WorkerDied):
+        forward(obedient, "die")
+    with monkeypatch.context() as patched:
+        if missing == "memory":
+            patched.setattr(os, "ftruncate", fail)
+        else:
+            patched.setattr(child.subprocess, "Popen", fail)
+        with pytest.raises(WorkerDied, match=r"started again: \[Errno \d+\] (No space left|Resource temp)"):
+            forward(obedient, "x")
+    assert forward(obedient, "x")["result"][2] == "x"
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_close_closes_the_backend_and_ends_the_worker(tmp_path: Path) -> None:
+    closing = backend(process_backends.Closing, file=str(tmp_path / "closed"))
+    closing.setup()
+    pid = forward(closing, 1)["result"]
+    closing.close()
+    closing.close()
+    assert (tmp_path / "closed").read_text() == "closed"
+    assert not psutil.pid_exists(pid)
+    backend(process_backends.Closing, file="never").close()
+
+
+def test_close_raises_what_the_backend_raises(tmp_path: Path) -> None:
+    closing = backend(process_backends.Closing, file=str(tmp_path / "raise"))
+    closing.setup()
+    with pytest.raises(ValueError, match="will not close"):
+        closing.close()
+    closing.close()
+
+
+def test_close_of_a_worker_that_hangs_or_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_CLOSE_TIMEOUT", 0.1)
+    for file, number in (("hang", 0), ("stopped", signal.SIGSTOP), ("gone", signal.SIGKILL)):
+        closing = backend(process_backends.Closing, file=str(tmp_path / file))
+        closing.setup()
+        pid = forward(closing, 1)["result"]
+        os.kill(pid, number)
+        closing.close()
+        assert not psutil.pid_exists(pid)
+
+
+def test_signals_of_the_group_do_not_end_it(obedient: Process) -> None:
+    pid = pid_of(obedient)
+    os.kill(pid, signal.SIGINT)
+    os.kill(pid, signal.SIGTERM)
+    assert pid_of(obedient) == pid
+
+
+def test_it_stays_on_its_thread(obedient: Process) -> None:
+    assert not obedient.any_thread()
+
+
+PROGRAM = """
+import os, signal, sys
+from torchpipe_py import ItemBackend, pipe, register_backend
+
+class Mine(ItemBackend):
+    '''Stands in __main__.'''
+
+    def forward_item(self, item):
+        item["result"] = Value(os.getpid())
+
+class Value:
+    def __init__(self, pid):
+        self.pid = pid
+
+register_backend(Mine, "Mine")
+
+def main():
+    with pipe({"backend": sys.argv[1]}) as p:
+        item = {"data": 1}
+        p(item)
+        if sys.argv[1] == "Process[Mine]":
+            assert type(item["result"]) is Value
+            print(item["result"].pid, flush=True)
+            if "kill" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
+        print("done", flush=True)
+"""
+
+
+def run_program(path: Path, ending: str, *args: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(PROGRAM + ending, encoding="utf-8")
+    command = [sys.executable, "-W", "error", str(path), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
+
+
+def test_a_class_in_the_main_script(tmp_path: Path) -> None:
+    done = run_program(tmp_path / "app.py", "\nif __name__ == '__main__':\n    main()\n", "Process[Mine]")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[1:] == ["done"]
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    done = run_program(tmp_path / "app.py", "\nmain()\n", "Process[Identity]")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    done = run_program(tmp_path / "app.py", "\nmain()\n", "Process[Mine]")
+    assert done.returncode == 1
+    assert 'put that under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    done = run_program(tmp_path / "app.py", "\nif __name__ == '__main__':\n    main()\n", "Process[Mine]", "kill")
+    # The worker has inherited both pipes, so that they end only with it.
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+    try:
+        fd = os.pidfd_open(int(done.stdout))
+    except ProcessLookupError:
+        return
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    assert poller.poll(1000 * WAIT)
+    os.close(fd)
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_class_of_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it lies a module that it imports, in the worker as well."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_it.py").write_text("FACTOR = 3\n", encoding="utf-8")
+    text = """
+import neighbour_of_it
+from torchpipe_py import register_backend
+
+@register_backend
+class Triple:
+    def forward(self, items):
+        for item in items:
+            item["result"] = item["data"] * neighbour_of_it.FACTOR
+"""
+    file = tmp_path / "imported_by_path.py"
+    file.write_text(text, encoding="utf-8")
+    import_code(str(file))
+    try:
+        with pipe({"backend": "Process[Triple]"}) as p:
+            p(item := {"data": 2})
+        assert item["result"] == 6
+        import_code(str(file))  # once is enough
+        other = tmp_path / "other" / "imported_by_path.py"
+        other.parent.mkdir()
+        other.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match="'imported_by_path' is imported already; rename"):
+            import_code(str(other))
+    finally:
+        for name in ("imported_by_path", "neighbour_of_it"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such"),
+        ("x = ", "SyntaxError"),
+        (None, "no such"),
+    ],
+)
+def test_an_import_that_fails(tmp_path: Path, text: str | None, problem: str) -> None:
+    file = tmp_path / "fails_to_import.py"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=problem):
+        import_code(str(file))
+    assert "fails_to_import" not in sys.modules

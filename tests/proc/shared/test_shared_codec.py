@@ -1,0 +1,176 @@
+"""A request's dict as a message: whichever way it goes, what comes out is of the types that went in."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+from collections import OrderedDict
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import PROGRAM_WAIT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
+
+from torchpipe_py.proc.process.outcome import ItemOutcome
+from torchpipe_py.proc.process.transport import INLINE, Packed, padded
+from torchpipe_py.proc.shared.codec import FLAT, pack, unpack
+
+
+class Ratio(float):
+    """A number of a class of its own."""
+
+
+class Name(str):
+    """A text of a class of its own."""
+
+
+class Blob(bytes):
+    """Bytes of a class of their own."""
+
+
+class Key(str, enum.Enum):
+    """A key of a class of its own."""
+
+    ONLY = "only"
+
+
+def through(packed: Packed) -> Any:
+    """What comes out at the other end, which finds the parts in one buffer."""
+    buffer = bytearray()
+    for part in packed.parts:
+        buffer += bytes(padded(part.nbytes))
+        start = len(buffer) - padded(part.nbytes)
+        buffer[start : start + part.nbytes] = np.frombuffer(part, np.uint8).tobytes()
+    return unpack(packed.head, packed.pickled, packed.arrays, buffer, 0, copies=True)
+
+
+def shown(value: Any) -> Any:
+    """The types and the content of a value, NaN or not."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.shape, value.stride(), str(value.tolist())
+    if isinstance(value, np.ndarray):
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return type(value), value.dtype, value.shape, content
+    if isinstance(value, dict):
+        return type(value), [(type(key), key, shown(inner)) for key, inner in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [*map(shown, value)]
+    return type(value), repr(value)
+
+
+FLAT_ONES = {
+    "scalars": {
+        "text": "\ud800ä",
+        "int": 1 << 9000,
+        "nan": float("nan"),
+        "flag": True,
+        "none": None,
+        "": (1, "a", 2.5),
+    },
+    "bytes": {"none": b"", "few": b"abc", "many": bytes(INLINE + 1)},
+    "array": {"data": np.arange(6, dtype=np.float16).reshape(2, 3), "number": np.array(3.0), "flags": np.ones(3, bool)},
+    "read-only": {"data": np.frombuffer(b"12345678", np.float32)},
+    "tensor": {"data": torch.arange(12.0).reshape(3, 4)[1:], "number": torch.tensor(3), "other": np.zeros(3)},
+}
+OTHERS = {
+    "dict": OrderedDict(data=np.zeros(3)),
+    "keys": {1: 2, Key.ONLY: 3, (1, 2): 4},
+    "values": {"float": Ratio(2), "text": Name("a"), "bytes": Blob(10_000), "number": np.float32(3), "list": [1]},
+    "tuple": {"data": (1, Ratio(2)), "nested": (1, (2,))},
+    "empty": {"data": np.zeros((0, 3), np.float32), "tensor": torch.zeros(0, 3)},
+    "big-endian": {"data": np.arange(5000, dtype=">i4")},
+    "structured": {"data": np.zeros(900, [("name", "U3"), ("value", "<f8")])},
+    "without size": {"data": np.zeros(3, "V0")},
+    "objects": {"data": np.array([1, "a", None], object)},
+    "text": {"data": np.array(["a", "bc"]), "when": np.array(["2026-11-22", "NaT"], "datetime64[s]")},
+    "strides": {"data": np.arange(12).reshape(3, 4)[:, ::2]},
+    "bfloat16": {"data": torch.ones(3, dtype=torch.bfloat16)},
+    "transposed": {"data": torch.arange(6000).reshape(60, 100).T},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", FLAT_ONES.values(), ids=FLAT_ONES)
+def test_what_most_requests_hold_goes_flat(values: dict[str, Any]) -> None:
+    packed = pack(values, {"kept": "data"})
+    assert packed.arrays == FLAT
+    found, also = through(packed)
+    assert {key: shown(value) for key, value in found.items()} == {key: shown(value) for key, value in values.items()}
+    assert also == {"kept": "data"}
+
+
+@pytest.mark.parametrize("values", OTHERS.values(), ids=OTHERS)
+def test_anything_else_goes_as_a_pickle(values: dict[Any, Any]) -> None:
+    packed = pack(values, ("also",))
+    assert packed.arrays != FLAT
+    found, also = through(packed)
+    assert shown(found) == shown(values)
+    assert also == ("also",)
+
+
+def test_a_dtype_of_another_library() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    values = {"data": np.ones(3, ml_dtypes.bfloat16)}
+    assert shown(through(pack(values))[0]) == shown(values)
+
+
+def test_a_tensor_that_requires_grad_comes_without() -> None:
+    (found, _) = through(pack({"data": torch.ones(3, requires_grad=True)}))
+    assert shown(found["data"]) == shown(torch.ones(3))
+    assert not found["data"].requires_grad
+
+
+@pytest.mark.parametrize("value", [np.zeros(10), bytes(2 * INLINE)], ids=["array", "bytes"])
+def test_one_object_twice_stays_one(value: Any) -> None:
+    (found, _) = through(pack({"data": value, "same": value}))
+    assert found["data"] is found["same"]
+
+
+ITEMS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.builds(bytes, st.integers(0, 2 * INLINE))
+    | st.lists(st.integers(), max_size=2)
+    | st.lists(st.integers() | st.text(max_size=3), max_size=3).map(tuple)
+    | arrays(integer_dtypes() | floating_dtypes(), array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(values=st.dictionaries(st.text(max_size=5), ITEMS, max_size=4))
+def test_any_dict_comes_out_as_it_went_in(values: dict[str, Any]) -> None:
+    (found, _) = through(pack(values))
+    assert {key: shown(value) for key, value in found.items()} == {key: shown(value) for key, value in values.items()}
+
+
+def test_a_message_that_an_error_keeps_in_a_cycle_is_collected() -> None:
+    """A process of its own, since a failure is the end of it."""
+    program = """
+import gc
+from torchpipe_py.proc.process.transport import Packed
+for _ in range(50):
+    cycle = [Packed.of({"data": b"x" * 100})]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("pack", [pack, Packed.of, lambda values: pack(ItemOutcome.of({}, values, True).changed)])
+@pytest.mark.parametrize("also", [1, [1]])
+def test_another_thread_may_be_about_to_import_torch(pack: Any, also: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    values = {"data": np.zeros(2 * INLINE, np.uint8), "also": also}
+    assert pack(values).parts[0].nbytes == 2 * INLINE

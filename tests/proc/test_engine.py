@@ -1,0 +1,1037 @@
+"""Shared nodes in one process: an engine, and workers whose requests it runs."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import Counter
+from concurrent.futures import CancelledError
+from operator import le
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Register
+from engines import Watcher, Worker, engine_of, link, workers_of
+from fakes import WAIT, Gate, error_of, in_threads, outcome
+from service import eventually
+
+from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
+from torchpipe_py import pipe as plain_pipe
+from torchpipe_py.backends.signature import Signature, TensorSpec
+from torchpipe_py.errors import EngineUnavailable, InvalidRequest
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
+from torchpipe_py.proc.shared import client, engine_link, memory, remote
+from torchpipe_py.proc.shared import link as link_module
+from torchpipe_py.proc.shared.codec import pack
+from torchpipe_py.proc.shared.link import EngineCall
+from torchpipe_py.proc.shared.memory import Header, LinkMemory
+from torchpipe_py.runtime.request import Request, nobody_waits
+
+Data = dict[str, Any]
+HOLD = "hold"
+
+
+class Picky(Backend):
+    """``result`` is ``data``; blocks on ``hold`` until it is opened, raises for batches with something ``bad``."""
+
+    batches: list[list[Any]]
+    opened: threading.Event
+
+    def forward(self, items: list[Data]) -> None:
+        self.batches.append([item["data"] for item in items])
+        if items[0]["data"] == HOLD:
+            assert self.opened.wait(WAIT)
+        for item in items:
+            if item["data"] == "bad":
+                raise ValueError("a bad item")
+            item["result"] = item["data"]
+
+    def max(self) -> int:
+        return 8
+
+
+def picky(register: Register) -> tuple[str, list[list[Any]], threading.Event]:
+    """Its name, its batches, and what opens it."""
+    batches: list[list[Any]] = []
+    opened = threading.Event()
+    name = register(type("Picky", (Picky,), {"__doc__": Picky.__doc__, "batches": batches, "opened": opened}))
+    return name, batches, opened
+
+
+def shared(backend: str, **keys: Any) -> dict[str, Any]:
+    return {"a": {"backend": backend, "shared": True, **keys}}
+
+
+def queued(server: EngineServer) -> int:
+    return int(server.pipe.stats()["nodes"]["a"]["queued"])
+
+
+def lose(worker: Worker, server: EngineServer) -> None:
+    """Cut the way between the two, as the death of either does."""
+    (way,) = [each for each in server._links.values() if each.fileno() == worker.way.fileno()]
+    way._sock.shutdown(socket.SHUT_RDWR)
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_a_plain_pipe(register: Register) -> None:
+    """Two workers, many threads, a graph with a fork, a join, a section of two nodes, arrays in and out."""
+
+    class Scale(ItemBackend):
+        """``result`` is ``data`` times ``by``; nothing for what is negative."""
+
+        by = Param(int, 1, doc="factor")
+
+        def forward_item(self, item: Data) -> None:
+            item[f"seen_{self.by}"] = item["data"].shape
+            if item["data"][0] >= 0:
+                item["result"] = item["data"] * self.by
+
+    name = register(Scale)
+    config: dict[str, Any] = {
+        "global": {"backend": name, "instance_num": 2},
+        "root": {"by": 2, "next": "left,right"},
+        "left": {"by": 3, "next": "more", "shared": True},
+        "more": {"by": 5, "next": "join", "shared": True},
+        "right": {"by": 7, "next": "join", "shared": True},
+        "join": {"by": 11, "map": "more[result:data],right[result:other]", "next": "last", "shared": True},
+        "last": {"by": 13, "next": "end", "shared": True},
+        "end": {"by": 17},
+    }
+
+    def request(number: int) -> Data:
+        return {"data": np.full(3 + number % 2000, number - 5, np.int64), "number": number, "text": "ä"}
+
+    def comparable(data: Data) -> Data:
+        return {key: value.tolist() if isinstance(value, np.ndarray) else str(value) for key, value in data.items()}
+
+    expected = [request(number) for number in range(200)]
+    with plain_pipe(config) as plain:
+        plain(expected)
+    found = [request(number) for number in range(200)]
+    with workers_of(config, 2) as workers:
+        in_threads(8, lambda thread: [workers[thread % 2].pipe(found[at]) for at in range(thread, 200, 8)] and None)
+        assert [worker.pipe.stats()["inflight"] for worker in workers] == [0, 0]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert comparable(mine) == comparable(theirs)
+
+
+def test_a_filter_before_shared_nodes_decides_of_the_first_one_alone(register: Register) -> None:
+    class Join(ItemBackend):
+        """``result`` is ``data`` and the node's name."""
+
+        mark = Param(str, doc="the node's name")
+
+        def forward_item(self, item: Data) -> None:
+            item["result"] = item["data"] + self.mark
+
+    name = register(Join)
+    config: dict[str, Any] = {
+        "root": {"backend": name, "mark": "r", "next": "fallback"},
+        "fallback": {"backend": name, "mark": "f", "next": "more", "filter": "or", "shared": True},
+        "more": {"backend": name, "mark": "m", "next": "last", "shared": True},
+        "last": {"backend": name, "mark": "l", "next": "end"},
+        "end": {"backend": name, "mark": "e", "map": "more[data:before],last[result:data]"},
+    }
+    with plain_pipe(config) as plain, workers_of(config) as (worker,):
+        plain(expected := {"data": "d"})
+        worker.pipe(found := {"data": "d"})
+    assert found == expected == {"data": "drml", "before": "dr", "result": "drmle"}
+
+
+def test_a_dict_comes_back_as_a_backend_left_it(register: Register) -> None:
+    """Keys that were added, changed, deleted; what cannot be sent stays; the root's name is the caller's."""
+
+    class Edit(ItemBackend):
+        """Changes some keys."""
+
+        def forward_item(self, item: Data) -> None:
+            assert "stays" not in item
+            del item["removed"]
+            item["changed"] += 1
+            item["again"] = item["same"]
+            item["result"] = item.pop("data")
+
+    stays, same = threading.Lock(), b"x" * 100_000
+    config = {"a": {"backend": register(Edit), "shared": True}, "b": {"backend": "Identity"}}
+    with workers_of(config) as (worker,):
+        data = {"data": 1, "removed": 1, "changed": 1, "same": same, "stays": stays, "node_name": "a"}
+        worker.pipe(data)
+        assert data == {"result": 1, "changed": 2, "same": same, "again": same, "stays": stays, "node_name": "a"}
+        assert data["same"] is same
+        assert data["again"] is same
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), torch.zeros(3)], ids=["array", "tensor"])
+def test_a_result_that_is_the_data_changed_in_place(register: Register, array: Any) -> None:
+    class Draw(ItemBackend):
+        """``result`` is ``data``, in which it has written, as the drawing functions of OpenCV do."""
+
+        def forward_item(self, item: Data) -> None:
+            item["data"][:] = 1
+            item["result"] = item["data"]
+
+    with workers_of(shared(register(Draw))) as (worker,):
+        data = worker.pipe({"data": array})
+        assert type(data["result"]) is type(array)
+        assert data["result"].tolist() == [1, 1, 1]
+        assert data["data"] is array
+        assert array.tolist() == [0, 0, 0]
+
+
+def test_a_backend_that_clears_its_dict_is_answered(register: Register) -> None:
+    class Clear(ItemBackend):
+        """Leaves the result alone."""
+
+        def forward_item(self, item: Data) -> None:
+            item.clear()
+            item["result"] = 1
+
+    with workers_of(shared(register(Clear))) as (worker,):
+        data = {"data": 1, "extra": 2}
+        worker.pipe(data, timeout=WAIT)
+        assert data == {"result": 1}
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_form_of_all_workers_requests(register: Register) -> None:
+    gate = Gate(8)
+    with workers_of(shared(register(gate.backend)), 2) as workers, gate:
+        held = gate.hold(workers[0].pipe, {"data": "first"})
+        futures = [worker.pipe.submit({"data": number}) for worker in workers for number in range(3)]
+        eventually(lambda: queued(workers[0].server) == 6)
+        gate.open()
+        for future in (held, *futures):
+            outcome(future)
+    assert [len(batch) for batch in gate.batches] == [1, 6]
+
+
+def test_the_first_request_of_a_node_is_taken_while_another_computes(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchpipe_py.proc.engine.SLEEP_SECONDS", 10 * WAIT)
+    name, _, opened = picky(register)
+    with workers_of({node: {"backend": name, "shared": True} for node in "ab"}) as (worker,):
+        outcome(worker.pipe.submit({"data": 1, "node_name": "a"}))
+        held = worker.pipe.submit({"data": HOLD, "node_name": "a"})
+        eventually(lambda: worker.server.pipe.stats()["nodes"]["a"]["busy"])
+        assert outcome(worker.pipe.submit({"data": 2, "node_name": "b"}))["result"] == 2
+        opened.set()
+        outcome(held)
+
+
+def test_one_bad_of_eight_fails_alone(register: Register) -> None:
+    name, batches, opened = picky(register)
+    with workers_of(shared(name), 2) as workers:
+        for position in range(8):
+            opened.clear()
+            batches.clear()
+            held = workers[0].pipe.submit({"data": HOLD})
+            eventually(lambda: batches)
+            futures = []
+            for index in range(8):
+                data = {"data": "bad" if index == position else index}
+                futures.append(workers[index % 2].pipe.submit(data))
+                eventually(lambda count=index: queued(workers[0].server) == count + 1)
+            opened.set()
+            assert outcome(held)["result"] == HOLD
+            for index, future in enumerate(futures):
+                error = error_of(future)
+                if index == position:
+                    assert isinstance(error, BackendError)
+                    assert str(error) == f"node 'a': {name}: ValueError: a bad item"
+                    assert "in the other process" in str(error.__cause__)
+                else:
+                    assert error is None
+                    assert outcome(future)["result"] == index
+            assert [len(batch) for batch in batches] == [1, 8, *[1] * 8]
+
+
+def test_the_numbers_of_requests_begin_anew() -> None:
+    with workers_of(shared("Identity")) as (worker,):
+        assert worker.engine._link is not None
+        worker.engine._link._numbers[:] = [2**32 - 3] * memory.SLOTS
+        for number in range(8):
+            assert worker.pipe({"data": number}, timeout=WAIT)["result"] == number
+        assert max(worker.engine._link._numbers) == 2**32 - 3
+        assert min(worker.engine._link._numbers) == 6
+
+
+def test_more_requests_than_there_are_slots(register: Register) -> None:
+    gate = Gate(64)
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": -1})
+        futures = [worker.pipe.submit({"data": number}) for number in range(500)]
+        eventually(lambda: queued(worker.server) == memory.SLOTS - 1)
+        assert worker.engine.pending() == 501
+        gate.open()
+        assert [outcome(future)["result"] for future in (held, *futures)] == [-1, *range(500)]
+        assert worker.engine.pending() == 0
+    assert Counter(data for batch in gate.batches for data in batch) == Counter(range(-1, 500))
+
+
+# -- requests that end before their turn -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["future", "ticket", "deadline"])
+def test_what_nobody_waits_for_is_dropped_before_it_is_batched(register: Register, how: str) -> None:
+    gate = Gate(8)
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "first"})
+        others = [worker.pipe.submit({"data": number}) for number in range(3)]
+        ended: list[Any] = []
+        if how == "deadline":
+            with pytest.raises(DeadlineExceeded):
+                worker.pipe({"data": "dropped"}, timeout=0.01)
+        elif how == "future":
+            future = worker.pipe.submit({"data": "dropped"})
+            eventually(lambda: queued(worker.server) == 4)
+            assert future.cancel()
+        else:
+            ticket = worker.pipe.dispatch({"data": "dropped"}, lambda data, error: ended.append(error))
+            eventually(lambda: queued(worker.server) == 4)
+            assert ticket.cancel()
+            assert [type(error) for error in ended] == [CancelledError]
+        eventually(lambda: worker.server.pipe.stats()["inflight"] == 4)
+        gate.open()
+        assert [outcome(future)["data"] for future in (held, *others)] == ["first", 0, 1, 2]
+        eventually(lambda: worker.engine.pending() == 0)
+    assert gate.batches == [["first"], [0, 1, 2]]
+
+
+def test_a_request_that_is_given_up_while_it_is_written_is_not_run(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline passes, say: the engine process hears of that before it hears of the request."""
+    gate, ask = Gate(), LinkMemory.ask
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "held"})
+        (way,) = worker.server._links.values()
+
+        def ask_late(asked: LinkMemory, slot: int, number: int, *rest: Any) -> None:
+            asked.give_up(slot, number)
+            worker.engine._link.bell.ring()
+            eventually(lambda: not way.has_work())
+            ask(asked, slot, number, *rest)
+
+        monkeypatch.setattr(LinkMemory, "ask", ask_late)
+        given_up = worker.pipe.submit({"data": "given up"})
+        assert isinstance(error_of(given_up), CancelledError)
+        gate.open()
+        assert outcome(held)["result"] == "held"
+    assert gate.batches == [["held"]]
+
+
+def test_a_request_that_is_given_up_while_it_runs_keeps_its_slot(register: Register) -> None:
+    """Or its backend, which changes arrays in place, would change the next request's."""
+    gate = Gate(blocks=lambda data: data[0] == 0)
+
+    class InPlace(gate.backend):  # type: ignore[name-defined, misc]
+        """``result`` is the first of ``data``, which is one more."""
+
+        def forward(self, items: list[Data]) -> None:
+            super().forward(items)
+            for item in items:
+                item["data"] += 1
+                item["result"] = float(item["data"][0])
+
+    with workers_of(shared(register(InPlace))) as (worker,), gate:
+        given_up = gate.hold(worker.pipe, {"data": np.zeros(5000)})
+        assert given_up.cancel()
+        futures = [worker.pipe.submit({"data": np.full(5000, number)}) for number in (10.0, 20.0)]
+        eventually(lambda: queued(worker.server) == 2)
+        assert worker.engine.pending() == 3
+        gate.open()
+        assert [outcome(future)["result"] for future in futures] == [11.0, 21.0]
+        eventually(lambda: worker.engine.pending() == 0)
+
+
+@pytest.mark.parametrize("has_slot", [True, False])
+def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_slot: bool) -> None:
+    """Or company at a node behind would be waited for; and while the engine process hangs, memory would grow."""
+    gate = Gate()
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "held"})
+        if not has_slot:
+            worker.engine._link.free.clear()
+        given_up = worker.pipe.submit({"data": "given up"})
+        assert worker.pipe.stats()["nodes"]["a"]["queued"] == 1
+        assert given_up.cancel()
+        assert worker.pipe.stats()["nodes"]["a"]["queued"] == 0
+        assert not worker.engine._waiting
+        gate.open()
+        assert outcome(held)["result"] == "held"
+        eventually(lambda: worker.pipe.stats()["nodes"]["a"]["busy"] == 0)
+
+
+def test_a_request_that_is_over_before_it_is_handed_over_is_no_load(register: Register) -> None:
+    with workers_of(shared(register(Gate().backend))) as (worker,):
+        lane = worker.pipe._runtime.nodes["a"].lane
+        request = Request({"data": 1}, nobody_waits, "a")
+        pack_sent = remote.pack_sent
+
+        def end_first(*given: Any) -> Any:
+            request.done = True
+            return pack_sent(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remote, "pack_sent", end_first)
+            lane.put(request)
+        assert lane.load() == 0
+
+
+def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:
+    """Nobody waits at the worker's end, so it is the engine that looks."""
+    gate = Gate()
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        held = gate.hold(worker.pipe, {"data": "first"})
+        late = worker.pipe.submit({"data": "late"}, timeout=WAIT)
+        eventually(lambda: queued(worker.server) == 1)
+        for pipe in (worker.pipe, worker.server.pipe):
+            (request,) = [each for each in pipe._runtime.inflight._requests if each.data["data"] == "late"]
+            request.deadline = 0.0
+        gate.open()
+        outcome(held)
+        assert str(error_of(late)) == "deadline passed while queued at node 'a'"
+        assert isinstance(error_of(late), DeadlineExceeded)
+    assert gate.batches == [["first"]]
+
+
+class Wide(Backend):
+    """With more inputs than a message of a socket can name."""
+
+    def signature(self) -> Signature:
+        return Signature(tuple(TensorSpec(f"input {number}", (None, 3), "float32") for number in range(30_000)))
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = item["data"]
+
+
+def test_a_worker_is_told_of_inputs_however_many_there_are(register: Register) -> None:
+    with workers_of(shared(register(Wide))) as (worker,):
+        assert worker.pipe.signature() == worker.server.pipe.signature()
+        assert len(worker.pipe.signature().inputs) == 30_000
+        worker.pipe(item := {"data": 1})
+        assert item["result"] == 1
+
+
+# -- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_closed_ends_what_it_has(register: Register) -> None:
+    gate = Gate()
+    config = shared(register(gate.backend))
+    server = EngineServer(plan_pipeline(config))
+    worker = Worker(config, server)
+    with gate:
+        held = gate.hold(worker.pipe, {"data": "first"})
+        futures = [worker.pipe.submit({"data": number}) for number in range(5)]
+        eventually(lambda: queued(server) == 5)
+        closer = threading.Thread(target=server.close)
+        closer.start()
+        assert [type(error_of(future)) for future in futures] == [PipeClosed] * 5
+        gate.open()
+        assert outcome(held)["result"] == "first"
+    closer.join(WAIT)
+    assert not closer.is_alive()
+    assert isinstance(error_of(worker.pipe.submit({"data": 1})), (WorkerDied, EngineUnavailable))
+    worker.close()
+
+
+def test_an_engine_that_is_gone_fails_what_it_had(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what waited is run by the next one: nothing is lost, and nothing runs twice."""
+    monkeypatch.setattr(client, "HOLD_SECONDS", WAIT)
+    gate = Gate(8)
+    config = shared(register(gate.backend))
+    with gate, workers_of(config) as (worker,), engine_of(config) as second:
+        ends: Counter[int] = Counter()
+        futures = [gate.hold(worker.pipe, {"data": 0})]
+        futures += [worker.pipe.submit({"data": number}) for number in range(1, 200)]
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: ends.update([number]))
+        eventually(lambda: queued(worker.server) == memory.SLOTS - 1)
+        lose(worker, worker.server)
+        for future in futures[: memory.SLOTS]:
+            error = error_of(future)
+            assert (type(error), str(error)) == (WorkerDied, "the engine process died while it had the request")
+        eventually(lambda: worker.server.pipe.stats()["inflight"] <= 1, "it keeps what nobody waits for")
+        gate.open()
+        link(worker, second)
+        for number, future in enumerate(futures[memory.SLOTS :], memory.SLOTS):
+            assert outcome(future)["result"] == number
+        assert worker.pipe({"data": "more"})["result"] == "more"
+        assert worker.pipe.stats()["inflight"] == 0
+    assert ends == Counter(range(200))
+    ran = Counter(data for batch in gate.batches for data in batch)
+    assert ran == Counter([0, *range(memory.SLOTS, 200), "more"])
+
+
+def test_a_backend_may_keep_what_it_gets(register: Register) -> None:
+    class Before(Backend):
+        """``result`` is ``data`` of the request before."""
+
+        kept: Any = None
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                item["result"], self.kept = self.kept, item["data"]
+
+    with workers_of(shared(register(Before))) as (worker,):
+        items: list[Data] = [{"data": np.full((50, 50), number)} for number in range(4)]
+        for item in items:
+            worker.pipe(item)
+    assert items[0]["result"] is None
+    assert [int(item["result"].max()) for item in items[1:]] == [0, 1, 2]
+
+
+def leaves_answers(worker: Worker) -> bool:
+    """Whether the engine client's own thread sleeps, and leaves what comes to the thread that watches."""
+    link = worker.engine._link
+    return link is not None and bool(link._waker._asleep[0])
+
+
+def take_when_rung(watched: dict[int, Any]) -> None:
+    """Take answers as the thread that watches does: the bell may be rung a while after they are written."""
+    for fd, take in watched.items():
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(1000 * WAIT)
+        take()
+
+
+def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few at a time; from the next engine process as well, once the first one is gone."""
+    monkeypatch.setattr(link_module, "SLEEP_SECONDS", WAIT)
+    monkeypatch.setattr(client, "_TURN_SECONDS", 0.0)
+    watched: dict[int, Any] = {}
+    ended: list[int] = []
+    threads: list[int] = []
+
+    def watch(fd: int, take: Any) -> None:
+        if take is not None:
+            watched[fd] = take
+        else:
+            ended.append(fd)
+
+    def answer(futures: list[Any]) -> None:
+        """Take the answers, one each time that the bell has rung."""
+        ((fd, take),) = watched.items()
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        for done in range(1, len(futures) + 1):
+            assert poller.poll(1000 * WAIT)
+            take()
+            assert sum(future.done() for future in futures) == done
+
+    gate = Gate(8, blocks=lambda data: data == 0)
+    config = shared(register(gate.backend))
+    with gate, engine_of(config) as server:
+        worker = Worker(config, server, watch)
+        for is_next in (False, True):
+            if is_next:
+                link(worker, server)
+            eventually(lambda: watched and leaves_answers(worker))
+            futures = [gate.hold(worker.pipe, {"data": 0})]
+            futures += [worker.pipe.submit({"data": number}) for number in (1, 2)]
+            for future in futures:
+                future.add_done_callback(lambda _: threads.append(threading.get_ident()))
+            eventually(lambda: queued(server) == 2)
+            gate.open()
+            answer(futures)
+            lose(worker, server)
+            eventually(lambda: worker.engine._link is None)
+            assert ended == [*watched]
+            watched.clear()
+            ended.clear()
+            gate.opened.clear()
+        assert worker.pipe._runtime.nodes["a"].current_instance() is None, "a close here would not wait for its end"
+        worker.close()
+    assert threads == 6 * [threading.get_ident()]
+
+
+class Copying:
+    """Holds back each large answer that is copied, until it ``goes_on``; ``threads`` are those that copy one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on, self.threads = threading.Event(), []
+        read = LinkMemory.read
+
+        def read_late(memory: LinkMemory, slot: int, header: Header, copies: bool) -> Any:
+            if copies and header.end - header.start > link_module.LARGE_BYTES:
+                self.threads.append(threading.current_thread().name)
+                assert self.goes_on.wait(WAIT)
+            return read(memory, slot, header, copies)
+
+        monkeypatch.setattr(LinkMemory, "read", read_late)
+        monkeypatch.setattr(link_module, "LARGE_BYTES", 2**16)
+        monkeypatch.setattr(link_module, "SLEEP_SECONDS", WAIT)
+
+
+class Zeros(ItemBackend):
+    """``result`` is so many zeros."""
+
+    def forward_item(self, item: Data) -> None:
+        item["result"] = np.zeros(item["data"], np.uint8)
+
+
+def test_a_large_answer_keeps_no_other_one_waiting(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the thread that watches: another one copies it."""
+    watched: dict[int, Any] = {}
+    with engine_of(shared(register(Zeros))) as server:
+        copying = Copying(monkeypatch)
+        worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
+        eventually(lambda: watched and leaves_answers(worker))
+        futures = []
+        for size in (2**17, 1, 2**17, 2):
+            futures.append(worker.pipe.submit({"data": size}))
+            take_when_rung(watched)
+        assert [future.done() for future in futures] == [False, True, False, True]
+        eventually(lambda: copying.threads)
+        copying.goes_on.set()
+        assert [len(outcome(future)["result"]) for future in futures] == [2**17, 1, 2**17, 2]
+        assert copying.threads == 2 * ["torchpipe-engine"]
+        worker.close()
+
+
+def test_a_large_answer_is_copied_while_others_are_told(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies it does not wait for its turn to tell those."""
+    monkeypatch.setattr(client, "_TURN_SECONDS", WAIT)
+    watched: dict[int, Any] = {}
+    with engine_of(shared(register(Zeros))) as server:
+        Copying(monkeypatch).goes_on.set()
+        worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
+        eventually(lambda: watched and leaves_answers(worker))
+        futures = [worker.pipe.submit({"data": size}) for size in (1, 2, 2**17)]  # the last one's slot is read first
+        answered = worker.engine._link.memory.from_answerer
+        eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 3)
+        lengths: list[int] = []
+        futures[1].add_done_callback(lambda _: lengths.append(len(outcome(futures[2])["result"])))
+        take_when_rung(watched)
+        assert lengths == [2**17]
+        assert futures[0].done()
+        worker.close()
+
+
+def test_the_thread_that_copies_takes_others_for_a_turn_alone(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that watches comes for the rest; it does not wait for all of them."""
+    monkeypatch.setattr(client, "_TURN_SECONDS", 0.0)
+    watched: dict[int, Any] = {}
+    with engine_of(shared(register(Zeros))) as server:
+        copying = Copying(monkeypatch)
+        worker = Worker(shared(register(Zeros)), server, lambda fd, take: watched.update({fd: take} if take else {}))
+        eventually(lambda: watched and leaves_answers(worker))
+        large = worker.pipe.submit({"data": 2**17})
+        take_when_rung(watched)
+        eventually(lambda: copying.threads)
+        futures = [worker.pipe.submit({"data": size}) for size in (1, 2, 3)]
+        answered = worker.engine._link.memory.from_answerer
+        eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 4)
+        copying.goes_on.set()
+        eventually(lambda: leaves_answers(worker))
+        assert large.done()
+        assert sum(future.done() for future in futures) == 1
+        for done in (2, 3):
+            take_when_rung(watched)
+            assert sum(future.done() for future in futures) == done
+        worker.close()
+
+
+def test_large_answers_are_told_once_though_the_engine_dies_meanwhile(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is being copied, one waits for that, and one is not computed yet."""
+    gate = Gate(blocks=lambda data: data == HOLD)
+
+    class Mixed(gate.backend):  # type: ignore[misc]
+        """``result`` is so many zeros; blocks on ``hold``."""
+
+        def forward(self, items: list[Data]) -> None:
+            super().forward(items)
+            items[0]["result"] = np.zeros(items[0]["data"], np.uint8)
+
+    config = shared(register(Mixed), instance_num=2)
+    watched: dict[int, Any] = {}
+    ends: Counter[int] = Counter()
+    with gate, engine_of(config) as server:
+        copying = Copying(monkeypatch)
+        worker = Worker(config, server, lambda fd, take: watched.update({fd: take} if take else {}))
+        held = gate.hold(worker.pipe, {"data": HOLD})
+        futures = [held, worker.pipe.submit({"data": 2**17}), worker.pipe.submit({"data": 2**18})]
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: ends.update([number]))
+        answered = worker.engine._link.memory.from_answerer
+        eventually(lambda: np.count_nonzero(np.frombuffer(answered(), np.uint32)) == 2)
+        take_when_rung(watched)
+        eventually(lambda: copying.threads)
+        lose(worker, server)
+        copying.goes_on.set()
+        assert [len(outcome(future)["result"]) for future in futures[1:]] == [2**17, 2**18]
+        assert isinstance(error_of(held), WorkerDied)
+        gate.open()
+        worker.close()
+    assert ends == Counter(range(3))
+    assert [*ends][1] == 0, "what cannot be answered fails before another large answer is copied"
+
+
+def test_an_answer_that_comes_after_the_end_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written when the worker has lost the engine process, and the thread that watches has not heard of that."""
+    watched: dict[int, Any] = {}
+    inside, goes_on = threading.Event(), threading.Event()
+    pack_outcomes = engine_link.pack_outcomes
+
+    def pack_late(outcomes: Any) -> Any:
+        inside.set()
+        assert goes_on.wait(WAIT)
+        return pack_outcomes(outcomes)
+
+    monkeypatch.setattr(engine_link, "pack_outcomes", pack_late)
+    config = {"a": {"backend": "Identity", "shared": True}}
+    told: list[Any] = []
+    with engine_of(config) as server:
+        worker = Worker(config, server, lambda fd, take: watched.update({fd: take} if take else {}))
+        section, _ = worker.engine.section("a")
+        eventually(lambda: watched)
+        worker.engine.ask(EngineCall(section, pack({"data": "x"}), None, lambda *outcome: told.append(outcome)))
+        assert inside.wait(WAIT)
+        (way,) = server._links.values()
+        way._sock.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: told)
+        goes_on.set()
+        take_when_rung(watched)
+        worker.close()
+    ((answered, error),) = told
+    assert answered is None
+    assert isinstance(error, WorkerDied)
+
+
+def test_without_an_engine_a_request_waits_for_a_while(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
+    with workers_of(shared("Identity")) as (worker,):
+        lose(worker, worker.server)
+        eventually(lambda: worker.engine._link is None)
+        with pytest.raises(EngineUnavailable) as caught:
+            worker.pipe({"data": 1})
+        assert str(caught.value) == "the engine process has died, and the next one is not ready yet"
+        assert caught.value.code == "unavailable"
+        assert worker.pipe.stats()["inflight"] == 0
+        # One that has come and does not say what it runs is no help.
+        ours, theirs = socket.socketpair()
+        with ours:
+            worker.engine.attach(theirs)
+            with pytest.raises(EngineUnavailable):
+                worker.pipe({"data": 1})
+            link(worker, worker.server)
+        eventually(lambda: worker.engine._link is not None)
+        assert worker.pipe({"data": 1})["result"] == 1
+
+
+@pytest.mark.parametrize("call", ["eventfd", "memfd_create", "recv_fds", "mmap"])
+def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, told = shared("Identity"), list[bool]()
+    number = errno.ENOMEM if call == "mmap" else errno.EMFILE
+    module = {"recv_fds": socket, "mmap": mmap}.get(call, os)
+
+    def fail(*args: Any) -> Any:
+        if threading.current_thread().name != "torchpipe-engine":
+            return real(*args)
+        if call == "recv_fds":
+            return (real(*args)[0], [], socket.MSG_CTRUNC, None)
+        raise OSError(number, os.strerror(number))
+
+    real = getattr(module, call)
+    with engine_of(config) as server:
+        engine = EngineClient(lambda fd, take: None, told.append)
+
+        def meets() -> bool:
+            ours, theirs = socket.socketpair()
+            server.attach(ours)
+            return engine.meet(theirs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, call, fail)
+            assert not meets()
+        eventually(lambda: server.workers == 0)
+        assert told == [True, False]
+        assert meets()
+        assert told[-1]
+        engine.close()
+    line = f"there is no link to the engine process: OSError: [Errno {number}] {os.strerror(number)}"
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_an_engine_process_without_descriptors_says_so_and_can_be_linked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, told = shared("Identity"), list[bool]()
+    real = socket.recv_fds
+
+    def truncated(*args: Any) -> Any:
+        if threading.current_thread().name != "torchpipe-slots":
+            return real(*args)
+        return (real(*args)[0], [], socket.MSG_CTRUNC, None)
+
+    with engine_of(config) as server:
+        engine = EngineClient(lambda fd, take: None, told.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "recv_fds", truncated)
+            ours, theirs = socket.socketpair()
+            server.attach(ours)
+            assert not engine.meet(theirs)
+        assert told == [True, False]
+        ours, theirs = socket.socketpair()
+        server.attach(ours)
+        assert engine.meet(theirs)
+        engine.close()
+    assert caplog.messages == [f"a worker cannot be linked: OSError: [Errno 24] {os.strerror(errno.EMFILE)}"]
+
+
+def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None:
+    config = shared("Identity")
+    with engine_of(config) as server:
+        watcher = Watcher()
+        engine = EngineClient(watcher.watch)
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            ours.close()
+            assert not engine.meet(theirs)
+        ours, theirs = socket.socketpair()
+        server.attach(ours)
+        assert engine.meet(theirs)
+        with pipe_of_worker(plan_pipeline(config), engine) as p:
+            assert p({"data": 1})["result"] == 1
+        engine.close()
+        watcher.close()
+
+
+def test_a_worker_that_is_just_taken_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine process without a supervisor ends as soon as it has no worker."""
+    counts: list[int] = []
+
+    class Counting(engine_link.EngineLink):
+        def __init__(self, *args: Any) -> None:
+            counts.append(server.workers)
+            super().__init__(*args)
+
+    monkeypatch.setattr("torchpipe_py.proc.engine.EngineLink", Counting)
+    config = shared("Identity")
+    with engine_of(config) as server:
+        worker = Worker(config, server)
+        worker.close()
+    assert counts == [1]
+
+
+def test_a_jump_tells_that_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
+    config = {
+        "each": {"backend": "MapReduce", "jump": "a", "split": "data"},
+        "a": {"backend": "Identity", "shared": True},
+    }
+    with workers_of(config) as (worker,):
+        assert worker.pipe({"data": [1, 2, 3], "node_name": "each"})["result"] == [1, 2, 3]
+        lose(worker, worker.server)
+        eventually(lambda: worker.engine._link is None)
+        with pytest.raises(EngineUnavailable) as caught:
+            worker.pipe({"data": [1, 2, 3], "node_name": "each"})
+        assert str(caught.value).startswith("element 0 of 3: 'a': the engine process has died")
+
+
+FORK = """
+import os, socket, warnings
+warnings.simplefilter("ignore")
+from torchpipe_py.proc.shared.engine_link import Answered, EngineLink
+from torchpipe_py.proc.shared.link import Link
+
+end, keep = os.pipe()
+
+def fork():
+    if os.fork() == 0:
+        os.close(keep)
+        os.read(end, 1)  # for as long as the parent lives
+        os._exit(0)
+
+for make in (lambda sock: (EngineLink(sock, Answered()), fork()), lambda sock: Link(sock, fork)):
+    ours, theirs = socket.socketpair()
+    try:
+        made = make(ours)
+    except EOFError:
+        pass
+    ours.close()
+    theirs.settimeout(60)
+    while theirs.recv(64):
+        pass
+"""
+
+
+def test_a_process_that_a_backend_forks_does_not_hide_the_end_of_its_own() -> None:
+    """Or a worker would wait for an engine process that was killed, as long as a child of that one lives."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=4 * WAIT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_worker_that_is_gone_leaves_nothing_behind(register: Register) -> None:
+    gate = Gate()
+    with workers_of(shared(register(gate.backend)), 2) as (gone, other), gate:
+        held = gate.hold(other.pipe, {"data": "other"})
+        futures = [gone.pipe.submit({"data": number}) for number in range(150)]
+        eventually(lambda: queued(gone.server) == memory.SLOTS)
+        gone.close()
+        assert {type(error_of(future)) for future in futures} == {PipeClosed}
+        eventually(lambda: gone.server.pipe.stats()["inflight"] == 1)
+        gate.open()
+        assert outcome(held)["result"] == "other"
+        assert other.pipe({"data": 1})["result"] == 1
+        eventually(lambda: gone.server.workers == 1)
+    assert gate.batches == [["other"], [1]]
+
+
+def test_a_pipe_is_closed_with_calls_outstanding(register: Register) -> None:
+    gate = Gate()
+    with workers_of(shared(register(gate.backend))) as (worker,), gate:
+        futures = [gate.hold(worker.pipe, {"data": -1}), *[worker.pipe.submit({"data": n}) for n in range(200)]]
+        assert worker.pipe.close()
+        assert {type(error_of(future)) for future in futures} == {PipeClosed}
+        with pytest.raises(PipeClosed):
+            worker.pipe({"data": 1})
+        eventually(lambda: worker.server.pipe.stats()["inflight"] == 0)
+        eventually(lambda: worker.engine.pending() == 1)  # the slot of the one that a backend has
+        gate.open()
+        eventually(lambda: worker.engine.pending() == 0)
+    assert gate.batches == [[-1]]
+
+
+def test_links_come_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HOLD_SECONDS", WAIT)
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("torchpipe-slots")
+
+    with workers_of(shared("Identity")) as (worker,):
+        worker.pipe({"data": 1})
+        before = descriptors(), mapped(), threading.active_count()
+        for cycle in range(200):
+            lose(worker, worker.server)
+            eventually(lambda: worker.engine._link is None)
+            for index in range(2):  # neither says hello
+                ends = socket.socketpair()
+                (worker.engine, worker.server)[index].attach(ends[0])
+                ends[1].close()
+            link(worker, worker.server)
+            assert worker.pipe({"data": cycle})["result"] == cycle
+        eventually(lambda: worker.server.workers == 1)
+        eventually(
+            lambda: all(map(le, (descriptors(), mapped(), threading.active_count()), before)), "something is left"
+        )
+
+
+def test_a_dead_link_is_gone_though_its_errors_are_kept_with_their_frames(register: Register) -> None:
+    """Without a garbage collection: a callback that raises its error makes a cycle, which holds all frames below."""
+    name, _, opened = picky(register)
+    ended = threading.Semaphore(0)
+
+    def finish(data: Data, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                raise error
+        except Exception:
+            ended.release()
+
+    with workers_of(shared(name)) as (worker,):
+        eventually(lambda: worker.engine._link is not None)
+        gone = weakref.ref(worker.engine._link)
+        gc.collect()
+        gc.disable()
+        try:
+            worker.pipe.dispatch({"data": "bad"}, finish)
+            assert ended.acquire(timeout=WAIT)
+            for data in (HOLD, 1, 2):
+                worker.pipe.dispatch({"data": data}, finish)
+            lose(worker, worker.server)
+            for _ in range(3):
+                assert ended.acquire(timeout=WAIT)
+            eventually(lambda: gone() is None, "something keeps the link")
+        finally:
+            gc.enable()
+            opened.set()
+
+
+# -- what cannot be sent ----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sent_is_told(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.LinkMemory, "slot_bytes", 2**18)
+
+    class Answer(ItemBackend):
+        """``result`` is a lambda, or as many bytes as ``data`` says; or it raises as many."""
+
+        def forward_item(self, item: Data) -> None:
+            if item["data"] == "lambda":
+                item["result"] = lambda: 1
+            elif item["data"] == "raise":
+                raise ValueError("x" * 2**20)
+            elif isinstance(item["data"], int):
+                item["result"] = bytes(item["data"])
+            else:
+                item["result"] = len(item["data"])
+
+    name = register(Answer)
+    with workers_of(shared(name)) as (worker,):
+
+        def error_with(data: Any) -> BaseException:
+            error = error_of(worker.pipe.submit({"data": data}))
+            assert error is not None
+            return error
+
+        assert "'result' cannot come back from another process" in str(error_with("lambda"))
+        assert str(error_with(threading.Lock())).endswith(
+            "'data' cannot go to another process: cannot pickle '_thread.lock' object"
+        )
+        error = error_with(bytes(2**19))
+        assert isinstance(error, InvalidRequest)
+        assert str(error).startswith("a request of 52")
+        assert str(error).endswith(" bytes is too large for another process: 196608 bytes are left for it")
+        assert str(error_with(2**18)).startswith("an answer of 26")
+        error = error_with("raise")
+        assert isinstance(error, BackendError)
+        assert str(error).startswith(f"BackendError: node 'a': {name}: ValueError: xxx")
+        most = bytes(2**18 - memory.FAILURE_BYTES - 1000)
+        assert worker.pipe({"data": most})["result"] == len(most)
+        assert worker.pipe({"data": 100_000})["result"] == bytes(100_000)
+        assert worker.engine.pending() == 0
+
+
+def test_no_result_and_its_error_come_back(register: Register) -> None:
+    class Nothing(ItemBackend):
+        """No result."""
+
+        def forward_item(self, item: Data) -> None:
+            pass
+
+    name = register(Nothing)
+    with workers_of(shared(name)) as (worker,):
+        data = worker.pipe({"data": 1})
+        assert set(data) == {"data", "error"}
+        assert (type(data["error"]), str(data["error"])) == (NoResult, f"node 'a': {name} gave no result")

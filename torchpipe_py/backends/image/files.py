@@ -1,0 +1,137 @@
+"""Images to files and tensors from files."""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data, ItemBackend
+from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
+from torchpipe_py.backends.image.opencv import EIGHT_BITS, OF_MATS, as_mat, color_of
+from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import MAT, TENSOR
+from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
+from torchpipe_py.files import replace_file
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_str
+
+
+class SaveTensor(TensorBackend):
+    """Writes each Tensor, of any shape, to a ``.pt`` file of its own in ``save_dir`` and passes it on.
+
+    The path is ``saved`` in the dict; ``torch.load`` and ``LoadTensor`` read it, as a CPU tensor. The folder is made if
+    it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be written.
+    """
+
+    gives = TENSOR
+    keeps_sides = True
+
+    save_dir = Param(to_str, doc="folder for the files")
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        make_folder(self.save_dir)
+
+    def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        file = io.BytesIO()
+        # NOTE: a view would be saved with all the memory it looks into: one row with its whole batch.
+        self._torch.save(tensor.detach().clone().cpu(), file)
+        # NOTE: getbuffer() would be open still when the traceback of a failed write is collected, and the file with it.
+        item["saved"] = write_new(self.save_dir, ".pt", file.getvalue())
+        return tensor
+
+
+class SaveMat(ItemBackend):
+    """Writes each Mat of 1, 3 or 4 channels to a ``.png`` file of its own in ``save_dir`` and passes it on.
+
+    ``color`` in the dict is honoured; a dict without holds a BGR Mat. The path is ``saved`` in the dict. The folder is
+    made if it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be
+    written, ``InvalidRequest`` for another number of channels, for a ``color`` that is no channel order, and for a Mat
+    that is not ``uint8``.
+    """
+
+    takes, gives = MAT, MAT
+    keeps_sides = True
+
+    save_dir = Param(to_str, doc="folder for the files")
+
+    def setup(self) -> None:
+        import cv2
+
+        self._encode: Callable[..., Any] = cv2.imencode
+        make_folder(self.save_dir)
+
+    def forward_item(self, item: Data) -> None:
+        mat = as_mat(item[TASK_DATA_KEY], EIGHT_BITS)
+        item["saved"] = write_new(self.save_dir, ".png", self._png(mat, item))
+        item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
+
+    def _png(self, mat: np.ndarray, item: Data) -> memoryview:
+        channels = mat.shape[2]
+        if channels not in (1, 3, 4):
+            raise InvalidRequest(f"a PNG has 1, 3 or 4 channels, the Mat has {channels}")
+        if color_of(item, channels, OF_MATS) == "rgb":
+            mat = mat[:, :, [2, 1, 0, 3][:channels]]
+        # What cv2.imwrite does, without its rule that the name of the unfinished file end in ".png" too.
+        done, encoded = self._encode(".png", np.ascontiguousarray(mat))
+        if not done:
+            raise ValueError(f"OpenCV cannot write a Mat of shape {mat.shape} as PNG")
+        return memoryview(encoded)
+
+
+class LoadTensor(GuardedBackend):
+    """The Tensor in the file ``tensor_name``, whatever ``data`` is: a copy on this node's device for each request.
+
+    The file is read once, when the node starts; ``torch.load`` takes tensors from it and runs no code.
+    ``ConfigError`` for a file that holds no tensor.
+    """
+
+    gives = TENSOR
+    any_batch = True
+
+    tensor_name = Param(to_str, file=True, doc="path of a .pt file with one tensor")
+
+    def setup_guarded(self) -> None:
+        self._tensor = load_tensor(self.tensor_name, self.device)
+
+    def forward_item(self, item: Data) -> None:
+        item[TASK_RESULT_KEY] = self._tensor.clone()
+
+    def close(self) -> None:
+        self._tensor = None
+        super().close()
+
+
+def load_tensor(path: str, device: Any) -> Any:
+    """The tensor in a ``.pt`` file, on ``device``; ``ConfigError`` for a file that holds none."""
+    import torch
+
+    try:
+        value = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"tensor_name {path}: PyTorch cannot load it: {first_line(error)}") from error
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"tensor_name {path}: it holds no tensor but a {type(value).__name__}")
+    return value.detach()
+
+
+def make_folder(path: str) -> None:
+    """Make the folder unless it is there; ``ConfigError`` where files cannot be written into it."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"save_dir {path!r} cannot be made: {error} (working directory: {os.getcwd()})") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"save_dir {path!r} cannot be written (working directory: {os.getcwd()})")
+
+
+def write_new(folder: str, extension: str, content: bytes | memoryview) -> str:
+    """The path of a new file in ``folder`` with a name nobody else uses; under it, it is complete from the start."""
+    path = os.path.join(folder, uuid.uuid4().hex + extension)
+    replace_file(path, content)
+    return path

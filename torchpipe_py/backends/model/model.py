@@ -1,0 +1,323 @@
+"""What every model backend shares: parameters, inputs of a request, results from a batch of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Backend, BatchRange, Data
+from torchpipe_py.backends.control.python import kind
+from torchpipe_py.backends.image.opencv import OF_MATS, name_color
+from torchpipe_py.backends.model.batch_check import EXACT, BatchCheck, check_inputs, with_batch
+from torchpipe_py.backends.model.bounds import Bounds, allows, to_bounds
+from torchpipe_py.backends.model.inputs import looks_like_mat
+from torchpipe_py.backends.model.onnx_header import first_output, has_channels_last, input_channels, only_input
+from torchpipe_py.backends.model.outputs import layout_of
+from torchpipe_py.backends.model.postprocess import (
+    BUILT_IN,
+    Labelling,
+    Postprocessor,
+    PostprocessorParam,
+    SoftmaxCpu,
+    Written,
+    make_postprocessor,
+    uses,
+)
+from torchpipe_py.backends.params import Param, Remark
+from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
+from torchpipe_py.encryption.keys import readers_problem
+from torchpipe_py.encryption.model_file import ModelFile
+from torchpipe_py.errors import ConfigError, InvalidRequest, counted
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shape of each input, without the batch."""
+
+
+def to_divisors(value: Value) -> tuple[float, ...]:
+    """Several numbers above 0."""
+    numbers = to_floats(value)
+    for number in numbers:
+        if number <= 0:
+            raise ValueError(f"expected numbers above 0, since channels are divided by them, got {number:g}")
+    return numbers
+
+
+class ModelBackend(Backend):
+    """A model: ``data`` is its input, or a list in the model's order, or a dict by the names of its inputs.
+
+    Without a ``postprocessor`` the result is the output tensor of shape 1×…, with ``max = 1`` of any shape; several
+    outputs are a list. Where ``data`` is a Mat and the dict names no ``color``, it says ``bgr`` afterwards, which an
+    image as result is too. What the model does not take, by number, shape or type, has no ``result``; ``error`` is an
+    ``InvalidRequest``. A subclass says in ``setup`` what its model ``declare``s.
+    """
+
+    is_model = True
+
+    model = Param(to_str, file=True, doc="path of the model")
+    key_file = Param(to_str, "", file=True, doc="file with the key of an encrypted model")
+    key_env = Param(to_str, "", doc="environment variable with that key")
+    min_batch = Param(to_bounds, to_bounds(1), key="min", doc="fewest items of a batch, or the smallest shapes")
+    max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
+    mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
+    std = Param(to_divisors, (), doc="each channel divided by it after mean, inside the model")
+    postprocessor = PostprocessorParam(
+        to_str, "", also=("post_processor",), doc="cpu, SoftmaxMax, TopK or another; docs/models.md lists them"
+    )
+    labels = Param(to_str, "", file=True, doc="text file with a label a line, for postprocessors: index to label")
+    k = Param(to_int, 5, low=1, doc="how many classes TopK gives")
+    threshold = Param(to_float, 0.5, low=0, high=1, doc="the least score of the classes that Sigmoid gives")
+    postprocessor_params: Mapping[str, Any] = {}
+
+    @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from _file_remarks(ModelFile(params["model"], params["key_file"], params["key_env"]), cls.file_problem)
+        yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
+        for key in ("mean", "std"):
+            yield from _pixel_remarks(key, params[key])
+        yield from _channel_remarks(params)
+        yield from _batch_remarks(params)
+        yield from _output_remarks(params)
+        for key in sorted({"labels", "k", "threshold"}.intersection(own)):
+            if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
+                names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
+                yield Remark(key, f"nothing uses it without a postprocessor that does: {names}")
+
+    @classmethod
+    def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
+        return _image_misfits(params["model"], image)
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        """Why a plain file cannot be loaded, as far as its beginning tells; else an empty string."""
+        return ""
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        return min(params["min_batch"].batches()), max(params["max_batch"].batches())
+
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    output_names: Sequence[str] = ()
+    _image = 0  # which input ``mean`` and ``std`` are for
+    _is_checked = False
+    _allowed: Shapes = ()  # the last ones: most requests have them too
+
+    def setup(self) -> None:
+        self.file = ModelFile(self.model, self.key_file, self.key_env)
+        self._postprocess: Postprocessor | None = None
+        if self.postprocessor:
+            config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
+            own = dict(self.postprocessor_params)
+            if self.labels and "labels" in own:
+                own["labels"] = self.labels  # as it was found, perhaps beside the TOML file
+            self._postprocess = make_postprocessor(self.postprocessor, config, own)
+        self.layout = layout_of(self.max(), isinstance(self._postprocess, (Labelling, SoftmaxCpu)))
+
+    def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+        """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
+        self.inputs, self.outputs, self.output_names = tuple(inputs), tuple(outputs), [spec.name for spec in outputs]
+        check_inputs(self.model, inputs, self.min(), self.max())
+        self.layout.check_declared(self.model, outputs, self.min(), self.max())
+        for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
+            bounds.check(self.model, key, inputs)
+        self._image = next((index for index, spec in enumerate(inputs) if len(spec.dims) == 4), 0)
+        dims = outputs[0].dims if outputs else ()
+        # One of the user's own may make rows N×C of an output of another shape.
+        is_known = len(dims) == 2 or (dims and self.postprocessor in BUILT_IN)
+        if is_known and isinstance(self._postprocess, Labelling):
+            self._postprocess.check_declared(dims)
+
+    def signature(self) -> Signature:
+        gives = getattr(self._postprocess, "gives", None)
+        if self._postprocess is None:
+            return Signature(tuple(self.inputs), tuple(self.outputs))
+        return Signature(tuple(self.inputs), () if gives is None else tuple(gives(self.outputs)))
+
+    def known_shapes(self) -> Shapes | None:
+        """The smallest shape of each input, without batch, as the model, ``min`` and ``max`` say it; else ``None``."""
+        shapes = []
+        for index, spec in enumerate(self.inputs):
+            bounds = [bound.shape(index) for bound in (self.min_batch, self.max_batch)]
+            dims = next((bound for bound in bounds if len(bound) > 1), spec.dims)
+            if not dims or None in dims[1:]:
+                return None
+            shapes.append(tuple([dim for dim in dims[1:] if dim is not None]))
+        return tuple(shapes) or None
+
+    def check_shapes(self, shapes: Shapes) -> None:
+        """``InvalidRequest`` for inputs of these shapes, without batch, that ``min``, ``max`` or ``mean`` forbid."""
+        if shapes == self._allowed:
+            return
+        numbers = max(len(self.mean), len(self.std))
+        image = shapes[self._image]
+        if numbers and (len(image) < 3 or numbers not in (1, image[-3])):
+            raise InvalidRequest(
+                f"mean and std are for CxHxW, {counted(numbers, 'number')} here; got {shown_dims(image)}"
+            )
+        if not allows(self.min_batch, self.max_batch, shapes):
+            given = ", ".join(map(shown_dims, shapes))
+            raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
+        self._allowed = shapes
+
+    def check_batches(self, shapes: Shapes, count: int = 2) -> None:
+        """Before the first batch: ``ConfigError`` where items of a batch of ``count``, of these shapes, mix.
+
+        Two show it, and hold up the first request by five times its own work only.
+        """
+        if self._is_checked:
+            return
+        key = ("batch check", self.model, self.max())
+        check = self.config.shared.get(
+            key, lambda: BatchCheck(self.model, self.layout, self.tolerance(), bool(self.mean or self.std))
+        )
+        named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
+        inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
+        sizes = self.trial_sizes(count, shapes)
+        self._is_checked = check.require(self.run_on_host, inputs, self.output_names, *sizes)
+
+    def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
+        """The smallest batch of these shapes, and one of ``count`` items, or as near to that as there is."""
+        return self.min(), max(self.min(), min(count, self.max()))
+
+    def tolerance(self) -> float:
+        """The most that rounding changes with the batch, as a part of an output's largest value."""
+        return EXACT
+
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Outputs for inputs N×…, in the model's order."""
+        raise NotImplementedError(type(self).__name__)
+
+    def max(self) -> int:
+        return int(max(self.max_batch.batches()))
+
+    def min(self) -> int:
+        return int(min(self.min_batch.batches()))
+
+    def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
+        """Spread a batch's outputs, laid out as ``layout`` says, over its items."""
+        if self._postprocess is not None:
+            self.spread(items, self._postprocess.forward(outputs))
+            return
+        for item, result in zip(items, self.layout.of_items(outputs), strict=True):
+            data = item[TASK_DATA_KEY]
+            if isinstance(data, np.ndarray) and data.ndim == 3 and looks_like_mat(data):
+                name_color(item, data.shape[2], OF_MATS)
+            item[TASK_RESULT_KEY] = result
+
+    def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
+        """Give each item its result; ``ValueError`` where a postprocessor gave no list of one for each."""
+        if isinstance(results, (dict, str, bytes)) or not hasattr(results, "__len__"):
+            what = f"{self.postprocessor.__name__} gave {kind(results)}"
+            raise ValueError(f"{what}; expected a list of one result for each item")
+        if len(results) != len(items):
+            counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
+            raise ValueError(f"{self.postprocessor.__name__} gave {counts}")
+        for item, result in zip(items, results, strict=True):
+            if isinstance(result, Written):
+                item.update(result)
+            else:
+                item[TASK_RESULT_KEY] = result
+
+
+def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> Iterator[Remark]:
+    if file.key_file and file.key_env:
+        yield Remark("key_env", "key_file is there too; a model has one key")
+        return
+    if problem := file.mismatch():
+        yield Remark("key_file" if file.key_file else "key_env" if file.key_env else "model", problem)
+    elif not file.has_key and (problem := problem_of(file)):
+        yield Remark("model", problem)
+    if file.key_file and (problem := readers_problem(file.key_file)):
+        yield Remark("key_file", problem, is_doubt=True)
+
+
+def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Remark]:
+    if len(least.profiles) != len(most.profiles):
+        yield Remark("min", f"min has {counted(len(least.profiles), 'profile')}, max has {len(most.profiles)}")
+    elif least.exceeds(most):
+        default = "" if says_max else ", its default"
+        yield Remark("min", f"min = {least} is larger than max = {most}{default}")
+
+
+def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """An ONNX file that was exported with a fixed batch takes no other."""
+    name, dims = only_input(params["model"])
+    least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
+    if not dims or not dims[0] or least > most:
+        return
+    try:
+        check_inputs(params["model"], [TensorSpec(name, with_batch(dims, most))], least, most)
+    except ConfigError as error:
+        yield Remark("model", str(error))
+
+
+def _output_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """What ``declare`` refuses: labels or a postprocessor that do not fit the output of an ONNX file."""
+    cls, dims = params["postprocessor"], first_output(params["model"])
+    if not dims or cls not in BUILT_IN or not issubclass(cls, Labelling):
+        return
+    try:
+        made: Labelling = cls()
+        made.init({key: params[key] for key in ("labels", "k", "threshold")})
+        made.check_declared([None, *[dim or None for dim in dims[1:]]])
+    except ConfigError as error:
+        key = "labels" if "labels" in str(error) else "postprocessor"
+        yield Remark(key, str(error).removeprefix("labels: "))
+
+
+def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
+    """What of an image an ONNX file with one input of four dimensions does not take, however the image is laid out."""
+    _, dims = only_input(model)
+    if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
+        return {}
+    first_misfits: dict[str, str] = {}
+    for order in _orders(dims, image.kind):
+        fixed = {name: dims[order.index(name) + 1] for name in order}
+        wrong = [name for name in sorted(order) if fixed[name] and getattr(image, name) not in (None, fixed[name])]
+        if not wrong:
+            return {}
+        takes = f"but {model} takes {shown_dims((1, *[dim or None for dim in dims[1:]]))}"
+        first_misfits = first_misfits or {name: f"{takes}: {_wanted(name, fixed[name])}" for name in wrong}
+    return first_misfits
+
+
+def _wanted(name: str, number: int) -> str:
+    return counted(number, "channel") if name == "channels" else f"a {name} of {number}"
+
+
+def _orders(dims: Sequence[int], kind: str) -> list[tuple[str, str, str]]:
+    """What the dimensions behind the batch may be, the likely first; a Mat is laid out as the model has them."""
+    first, last = ("channels", "height", "width"), ("height", "width", "channels")
+    if kind == TENSOR:
+        return [first]
+    return [last, first] if has_channels_last(dims) else [first, last]
+
+
+def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """``mean`` and ``std`` have one number for all channels, or one for each."""
+    counts = {key: len(params[key]) for key in ("mean", "std") if len(params[key]) > 1}
+    channels = input_channels(params["model"]) if counts else None
+    expected = "; give one for each channel, or one for all"
+    if channels is not None:
+        for key, count in counts.items():
+            if count != channels:
+                has = f"the input of {params['model']} has {counted(channels, 'channel')}"
+                yield Remark(key, f"{count} numbers, and {has}{expected}")
+    elif len(set(counts.values())) > 1:
+        yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}{expected}")
+
+
+def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
+    """A doubt where numbers look like those of pixels 0..1, which models are trained on in PyTorch."""
+    if values and 0 < max(map(abs, values)) < (2 if key == "mean" else 1):
+        written, meant = (", ".join(f"{scale * value:.6g}" for value in values) for scale in (1, 255))
+        text = (
+            f"{written} looks like the {key} of pixels 0..1, but pixels here are 0..255: probably {meant} is meant, "
+            "255 times as much; it is right only where something before divides by 255"
+        )
+        yield Remark(key, text, is_doubt=True)

@@ -1,0 +1,245 @@
+"""Models by ONNX Runtime, on the CPU anywhere and on CUDA where its provider is installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.model.batch_check import EXACT, HALF, QUANTISED, TF32, with_batch
+from torchpipe_py.backends.model.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
+from torchpipe_py.backends.model.model import ModelBackend, Shapes
+from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
+from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.cores import usable_cores
+from torchpipe_py.encryption.model_file import ModelFile
+from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.files import ONNX
+from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.values import to_int, to_strings
+
+logger = logging.getLogger("torchpipe_py")
+
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(uint8)": np.uint8,
+    "tensor(int8)": np.int8,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+
+_ON_DEVICE = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
+
+
+class OnnxTensor(ModelBackend):
+    """An ONNX model by ONNX Runtime: Mats or tensors in, Tensors 1×… out, ``max`` items at a time.
+
+    Inputs are converted to the model's dtype where that loses no more than precision (``uint8`` to ``float32``, say).
+    The instances of a node share one session.
+    """
+
+    uses_device = True
+    ignored_keys = dict.fromkeys(
+        ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
+        "ONNX Runtime keeps no engine and computes in the model's own precision; TensorrtTensor has it",
+    )
+
+    providers = Param(to_strings, (), doc="execution providers, best first; default: CUDA if installed, then CPU")
+
+    threads = Param(to_int, 0, low=0, doc="threads inside one run; 0 divides the cores among all workers' instances")
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        kind = file.kind_unless(ONNX)
+        return kind and f"model {file.path}: not an ONNX file: {kind}"
+
+    @classmethod
+    def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
+        return any(name in _ON_DEVICE for name in params["providers"])
+
+    def setup(self) -> None:
+        super().setup()
+        keep_telemetry_off()
+        try:
+            import onnxruntime
+            import torch
+        except ImportError as error:
+            raise BackendUnavailable(f"{error.name} is not installed (pip install onnxruntime)") from error
+        self._from_numpy: Any = torch.from_numpy
+        self._session = self.config.shared.get(
+            (self.model, self.mean, self.std, self.providers, self.threads, self.config.device_id),
+            lambda: self._load(onnxruntime),
+        )
+        self._inputs = [_Input(self.model, value, self.max()) for value in self._session.get_inputs()]
+        self._only = self._inputs[0] if len(self._inputs) == 1 else None
+        outputs = [_output_spec(self.model, value) for value in self._session.get_outputs()]
+        self.declare([given.spec for given in self._inputs], outputs)
+        shapes = self.known_shapes()
+        if shapes is not None:
+            self.check_batches(shapes, self.max())
+            self.config.shared.get((self._session, "warm"), lambda: self._warm_up(shapes))
+
+    def forward(self, items: list[Data]) -> None:
+        for shapes, members, rows in by_shapes(items, self._read):
+            self.check_batches(shapes)
+            self._run(members, rows)
+
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
+        try:
+            outputs: list[np.ndarray] = self._session.run(None, feed)
+        except Exception as error:
+            if self.file.has_key:
+                raise self.file.without_words(error) from None
+            raise
+        return outputs
+
+    def tolerance(self) -> float:
+        if self.file.holds(b"QuantizeLinear"):
+            return QUANTISED
+        if any("float16" in value.type for value in (*self._session.get_inputs(), *self._session.get_outputs())):
+            return HALF
+        return TF32 if self._is_on_device() else EXACT
+
+    def _is_on_device(self) -> bool:
+        return any(name in _ON_DEVICE for name in self._session.get_providers())
+
+    def _read(self, item: Data) -> tuple[Shapes, list[np.ndarray]]:
+        """The inputs of a request as arrays 1×…, and their shapes; ``InvalidRequest`` where they do not fit."""
+        if self._only is not None and hasattr(data := item[TASK_DATA_KEY], "dtype"):  # most requests of most models
+            array = self._only.array(data)
+            shapes: Shapes = (array.shape[1:],)
+            self.check_shapes(shapes)
+            return shapes, [array]
+        values = request_values(item, self.inputs)
+        arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
+        shapes = tuple([array.shape[1:] for array in arrays])
+        self.check_shapes(shapes)
+        return shapes, arrays
+
+    def _run(self, items: list[Data], rows: list[list[np.ndarray]]) -> None:
+        """One batch of items whose inputs have the same shapes."""
+        columns = zip(self._inputs, zip(*rows, strict=True), strict=True)
+        arrays = self.run_on_host([given.stack(column) for given, column in columns])
+        self.layout.check(arrays, self.output_names, len(items))
+        self.write_results(items, [self._from_numpy(array) for array in arrays])
+
+    def _load(self, onnxruntime: Any) -> Any:
+        options = onnxruntime.SessionOptions()
+        sharing = self.config.instance_num * self.config.processes
+        options.intra_op_num_threads = self.threads or max(1, usable_cores() // sharing)
+        # A spinning pool takes the cores from the nodes that decode.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 4 if self.file.has_key else 3  # errors name layers
+        names = self._providers(onnxruntime)
+        on_device = {"device_id": str(self.config.device_id)}
+        providers = [(name, on_device if name in _ON_DEVICE else {}) for name in names]
+        try:
+            session = onnxruntime.InferenceSession(self._source(names), options, providers=providers)
+        except ConfigError:
+            raise
+        except Exception as error:
+            is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
+            told = self.file.without_words(error)
+            why = missing_weights(self.file) or (self.file.kind() if is_no_model else "") or told
+            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from told
+        missing = [name for name in names if name not in session.get_providers()]
+        if missing and self.providers:
+            raise BackendUnavailable(f"{missing[0]} is installed, but ONNX Runtime cannot start it here")
+        if missing:
+            logger.warning("%s: %s cannot be started here, the model runs without it", self.model, missing[0])
+        return session
+
+    def _warm_up(self, shapes: Shapes) -> None:
+        """Run zeros of each batch size on a GPU, which chooses kernels for each; on the CPU the trial will do."""
+        if not self._is_on_device():
+            return
+        try:
+            for size in range(self.min(), self.max() + 1):
+                self.run_on_host(
+                    [np.zeros((size, *shape), given.dtype) for given, shape in zip(self._inputs, shapes, strict=True)]
+                )
+        except Exception as error:  # zeros need not be a meaningful input
+            logger.warning("%s: not warmed up: %s", self.model, error)
+
+    def _source(self, providers: Sequence[str]) -> Any:
+        """The path, or the bytes of the model that is to run instead.
+
+        It is decrypted, has ``mean`` and ``std`` inside, and for a CPU a quantised one becomes unsigned.
+        """
+        if not any(name in _ON_DEVICE for name in providers) and self.file.holds(b"QuantizeLinear"):
+            return unsigned_model(model_bytes(self.file, self.mean, self.std))
+        if not (self.mean or self.std or self.file.has_key):
+            return self.file.source()
+        return model_bytes(self.file, self.mean, self.std)
+
+    def _providers(self, onnxruntime: Any) -> list[str]:
+        available = onnxruntime.get_available_providers()
+        for name in self.providers:
+            if name not in available and name in onnxruntime.get_all_providers():
+                raise BackendUnavailable(f"this build of ONNX Runtime has no {name}")
+            if name not in available:
+                raise ConfigError(f"providers: {name!r} is not installed; {nearest(name, available)}")
+        if self.providers:
+            return list(self.providers)
+        return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
+
+
+def _output_spec(model: str, value: Any) -> TensorSpec:
+    if not value.type.startswith("tensor("):
+        raise ConfigError(f"model {model}: output {value.name!r} is a {value.type}; outputs are tensors")
+    dtype = _DTYPES.get(value.type)
+    return TensorSpec(value.name, _dims(value), "" if dtype is None else np.dtype(dtype).name)
+
+
+def _dims(value: Any) -> tuple[int | None, ...]:
+    return tuple([dim if isinstance(dim, int) else None for dim in value.shape])
+
+
+class _Input:
+    """One input of the model and the buffer its batches are stacked in."""
+
+    def __init__(self, model: str, value: Any, most: int) -> None:
+        if value.type not in _DTYPES:
+            raise ConfigError(f"model {model}: input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
+        self.dtype = np.dtype(_DTYPES[value.type])
+        dims = _dims(value)
+        self.spec = TensorSpec(value.name, with_batch(dims, most), self.dtype.name)
+        self._has_batch = self.spec.dims == dims
+        if not self.spec.dims:
+            raise ConfigError(f"model {model}: input {value.name!r} is a scalar; expected a batch dimension")
+        self._most = most
+        self._buffer: Any = np.empty(0, self.dtype)
+        self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that fitted as it was
+
+    def array(self, value: Any) -> np.ndarray:
+        """A value, 1×… or without its first dimension, as an array 1×… that fits this input, or ``InvalidRequest``."""
+        if isinstance(value, np.ndarray):
+            return as_array(value, self.spec.dims, self.dtype, self.spec.name)
+        array = tensor_to_numpy(value, self.spec.name)
+        if self._fitting == (array.shape, array.dtype):
+            return array
+        fitted = as_tensor_array(array, self.spec.dims, self.dtype, self.spec.name)
+        # NOTE: of integers that might become smaller ones, every number is looked at.
+        if fitted is array and (array.dtype == self.dtype or self.dtype.kind == "f"):
+            self._fitting = array.shape, array.dtype
+        return fitted
+
+    def fed(self, batch: np.ndarray) -> np.ndarray:
+        """An array N×… as the model takes it: one of a single image, where it takes that without a batch."""
+        return batch if self._has_batch else batch[0]
+
+    def stack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""
+        shape = arrays[0].shape[1:]
+        if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
+            self._buffer = np.empty((max(len(arrays), self._most), *shape), self.dtype)
+        batch: np.ndarray = self._buffer[: len(arrays)]
+        return np.concatenate(arrays, out=batch, casting="unsafe")  # as_array has looked at the numbers

@@ -1,0 +1,346 @@
+"""Results from a model's outputs, for the whole batch at once, with one copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from torchpipe_py.backends.control.python import configured, declared
+from torchpipe_py.backends.model.inputs import to_numpy
+from torchpipe_py.backends.model.outputs import Rows, layout_of
+from torchpipe_py.backends.params import Param, Postprocessors
+from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
+from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.registry import own_name
+
+
+class Postprocessor:
+    """``init(config)`` once; then ``forward(outputs)`` for each batch, on the instance's thread.
+
+    ``outputs`` are the model's output tensors, each N×…, and with ``max = 1`` those of one item, of any shape;
+    ``forward`` returns N results. Any class with these two methods can be registered with ``register_postprocessor``;
+    ``init`` may be missing. What it annotates (``iou: float = 0.5``) are its parameters, as those of a backend of one's
+    own: keys of the node, checked, and attributes before ``init``.
+
+    On a GPU, one that has ``on_device`` and ``on_host`` besides is split: ``on_device(outputs)`` enqueues GPU work
+    only and returns tensors N×…, with ``max = 1`` of any shape, and becomes part of the model's CUDA graph; these are
+    copied to pinned memory at once, and ``on_host(tensors)`` makes the N results of them. It must not keep the tensors:
+    the next batch overwrites them.
+    """
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold`` and ``max``,
+        the most items of a batch, and over these what the class annotates."""
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        raise NotImplementedError(type(self).__name__)
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """What a result holds, of a model with these outputs; nothing where that cannot be said."""
+        return ()
+
+
+class Written(dict[str, Any]):
+    """A result of a postprocessor that writes more keys of its item than ``result``."""
+
+
+class PostprocessorParam(Param):
+    """A parameter that names a registered postprocessor; typed, it is the class, or an empty string for none."""
+
+    def read(self, value: Any, registry: Postprocessors) -> Any:
+        if value == "":
+            return ""
+        cls = registry.find_postprocessor(str(value))
+        if cls is None:
+            near = nearest(str(value), registry.postprocessor_names())
+            raise ValueError(f"no postprocessor {value!r}; {near} {own_name('postprocessor')}")
+        declared(cls)  # what it annotates is refused here, where the place is known
+        return cls
+
+    def inner(self, typed: Any) -> Mapping[str, Param]:
+        return declared(typed) if typed else {}
+
+
+def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Postprocessor:
+    """An initialised ``cls``; ``params`` are the values of what it annotates."""
+    own = params or {}
+    made: Postprocessor = configured(cls, own, {**config, **own})
+    return made
+
+
+def on_host(tensor: Any) -> np.ndarray:
+    """A tensor as a float32 array on the host, which may share its memory."""
+    return to_numpy(tensor).astype(np.float32, copy=False)
+
+
+def softmax(logits: Any) -> np.ndarray:
+    """Softmax over dimension 1 as a float32 array on the host.
+
+    By NumPy on purpose: PyTorch's CPU operators wake a pool of threads that spin beside the ones that decode.
+    """
+    values = on_host(logits)
+    shifted = np.exp(values - values.max(1, keepdims=True))
+    result: np.ndarray = shifted / shifted.sum(1, keepdims=True)
+    return result
+
+
+class Cpu(Postprocessor):
+    """Outputs as CPU tensors 1×…, with ``max = 1`` of any shape; several outputs as a list."""
+
+    uses: ClassVar[Collection[str]] = ()
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        self._of_items = layout_of(config["max"], needs_rows=False).of_items
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        return self._of_items([output.cpu() for output in outputs])
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        return outputs
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return self._of_items([tensor.clone() for tensor in tensors])
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return outputs
+
+
+class SoftmaxCpu(Postprocessor):
+    """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
+
+    uses: ClassVar[Collection[str]] = ()
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        return Rows.of_items([torch.from_numpy(softmax(outputs[0]))])
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        return [outputs[0].float().softmax(1)]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return Rows.of_items([tensors[0].clone()])
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return [replace(output, dtype="float32") for output in outputs[:1]]
+
+
+def read_labels(path: str) -> list[str]:
+    """The lines of a label file; ``ConfigError`` where it is no UTF-8."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return [line.rstrip("\n") for line in file]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"labels: {path} is no UTF-8 text: {error}") from error
+
+
+class Labelling(Postprocessor):
+    """What gives classes of the first output, N×C, their labels: lines of the label file, or else class indices."""
+
+    uses: ClassVar[Collection[str]] = ("labels",)
+    least_classes = 2
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        self._path = config.get("labels")
+        self._labels = read_labels(self._path) if self._path else None
+
+    def label(self, index: int) -> int | str:
+        """What the class is called."""
+        return index if self._labels is None else self._labels[index]
+
+    def check_declared(self, dims: Sequence[int | None]) -> None:
+        """``ConfigError`` for an output that is declared so, where that is certainly wrong."""
+        self.check(dims)
+
+    def check(self, shape: Sequence[int | None]) -> None:
+        """``ConfigError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
+        if len(shape) != 2:
+            raise ConfigError(f"{type(self).__name__} takes an output NxC, got {shown_dims(shape)}")
+        classes = shape[1]
+        if classes is None:
+            return
+        if classes < self.least_classes:
+            raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
+        if self._labels is not None and len(self._labels) != classes:
+            lines = f"{self._path} has {counted(len(self._labels), 'line')}"
+            raise ConfigError(f"labels: {lines}, the model has {counted(classes, 'class')}")
+
+
+class SoftmaxMax(Labelling):
+    """``(label, score)``: the most probable class of the first output, N×C, and its softmax probability."""
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        probabilities = softmax(outputs[0])
+        return self._labelled(probabilities.argmax(1).tolist(), probabilities.max(1).tolist())
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        return [_paired(outputs[0].float().softmax(1))]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        rows = tensors[0].tolist()
+        return self._labelled([int(row[1]) for row in rows], [row[0] for row in rows])
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return LABEL_AND_SCORE
+
+    def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
+        return list(zip(map(self.label, indices), scores, strict=True))
+
+
+class ArgMax(SoftmaxMax):
+    """The label of the largest value; beside ``result``, ``score`` is that value and ``class`` the index.
+
+    Of an output N×C×…, a mask say, the class index at each place: a CPU tensor 1×…, ``uint8`` for up to 256 classes,
+    else ``int32``.
+    """
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        output = outputs[0]
+        if output.ndim > 2:
+            self._check_map()
+            classes = on_host(output).argmax(1)
+            return Rows.of_items([torch.from_numpy(classes.astype(_index_type(output.shape[1])))])
+        self.check(output.shape)
+        values = self._scores_on_host(output)
+        return self._labelled(values.argmax(1).tolist(), values.max(1).tolist())
+
+    def check_declared(self, dims: Sequence[int | None]) -> None:
+        if len(dims) > 2:
+            self._check_map()
+        else:
+            super().check_declared(dims)
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        output = outputs[0]
+        if output.ndim > 2:
+            self._check_map()
+            return [output.argmax(1).to(getattr(torch, _index_type(output.shape[1])))]
+        self.check(output.shape)
+        return [_paired(self._scores(output.float()))]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        if not tensors[0].is_floating_point():
+            return Rows.of_items([tensors[0].clone()])
+        return super().on_host(tensors)
+
+    def _scores(self, output: Any) -> Any:
+        return output
+
+    def _scores_on_host(self, output: Any) -> np.ndarray:
+        return on_host(output)
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return ()
+
+    def _check_map(self) -> None:
+        if self._labels is not None:
+            raise ConfigError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
+
+    def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
+        pairs = zip(indices, scores, strict=True)
+        return [Written({"result": self.label(index), "score": score, "class": index}) for index, score in pairs]
+
+
+class SoftmaxArgMax(ArgMax):
+    """The label of the most probable class; beside ``result``, ``score`` is its probability and ``class`` the index."""
+
+    def _scores(self, output: Any) -> Any:
+        return output.softmax(1)
+
+    def _scores_on_host(self, output: Any) -> np.ndarray:
+        return softmax(output)
+
+
+class TopK(Labelling):
+    """The ``k`` most probable classes, or all where there are fewer: a list of ``(label, probability)``, best first."""
+
+    uses: ClassVar[Collection[str]] = ("labels", "k")
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        super().init(config)
+        self._count = int(config.get("k", 5))
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        probabilities = softmax(outputs[0])
+        best = np.argsort(-probabilities, 1, kind="stable")[:, : self._count]
+        return self._labelled(best.tolist(), np.take_along_axis(probabilities, best, 1).tolist())
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        import torch
+
+        self.check(outputs[0].shape)
+        scores, indices = outputs[0].float().softmax(1).topk(min(self._count, outputs[0].shape[1]), 1)
+        return [torch.stack([scores, indices.float()], 1)]  # one copy; indices are exact up to 2**24
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        scores, indices = tensors[0].unbind(1)
+        return self._labelled(indices.int().tolist(), scores.tolist())
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return RANKING
+
+    def _labelled(self, indices: list[list[int]], scores: list[list[float]]) -> list[Any]:
+        return [list(zip(map(self.label, row), found, strict=True)) for row, found in zip(indices, scores, strict=True)]
+
+
+class Sigmoid(Labelling):
+    """The classes whose sigmoid is ``threshold`` or more: a list of ``(label, score)``, best first, empty for none."""
+
+    uses: ClassVar[Collection[str]] = ("labels", "threshold")
+    least_classes = 1
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        super().init(config)
+        self._threshold = float(config.get("threshold", 0.5))
+
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        return self._labelled(on_host(outputs[0]))
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        return [outputs[0].float()]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return self._labelled(tensors[0].numpy())
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return RANKING
+
+    def _labelled(self, logits: np.ndarray) -> list[Any]:
+        scores = 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid; exp would overflow
+        results = []
+        for row in scores:
+            best = [index for index in np.argsort(-row, kind="stable").tolist() if row[index] >= self._threshold]
+            results.append([(self.label(index), float(row[index])) for index in best])
+        return results
+
+
+BUILT_IN = (Cpu, SoftmaxCpu, SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid)
+
+
+def uses(cls: type | str, key: str) -> bool:
+    """Whether the postprocessor, an empty string for none, does anything with ``key``; one's own may always."""
+    return bool(cls) and (cls not in BUILT_IN or key in getattr(cls, "uses", ()))
+
+
+def _paired(scores: Any) -> Any:
+    """The largest of each row and its index, N×2: one copy. Indices are exact up to 2**24."""
+    import torch
+
+    best, indices = scores.max(1)
+    return torch.stack([best, indices.float()], 1)
+
+
+def _index_type(classes: int) -> str:
+    return "uint8" if classes <= 256 else "int32"

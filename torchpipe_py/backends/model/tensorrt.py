@@ -1,0 +1,247 @@
+"""Models by TensorRT."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torchpipe_py.backends.base import BatchRange
+from torchpipe_py.backends.model.batch_check import EXACT, HALF, QUANTISED
+from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.model.engine.api import (
+    context_memory,
+    is_lean,
+    load_tensorrt,
+    messages,
+    new_context,
+    profile_range,
+)
+from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, load_engine
+from torchpipe_py.backends.model.model import Shapes
+from torchpipe_py.backends.model.onnx_graph import model_bytes
+from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
+from torchpipe_py.encryption.model_file import ModelFile
+from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.files import ENGINE, ONNX
+from torchpipe_py.values import to_bool, to_int, to_str, to_strings
+
+
+class TensorrtTensor(CudaModel):
+    """An ONNX model as a TensorRT engine on a GPU, or an engine file: Mats or tensors in, Tensors 1×… out.
+
+    The engine is built for batches of ``min`` to ``max`` (shapes like ``4x3x224x224`` where the model leaves more than
+    the batch open; inputs separated by ``,``, profiles by ``;``), tuned for the largest, and kept in ``model::cache``
+    with a key of everything it depends on. The instances of a node share it. Each batch size is one CUDA graph; a batch
+    between two sizes is padded. Needs TensorRT 8.6 or newer and a CUDA device.
+    """
+
+    needs_cuda = True
+
+    cache = Param(to_str, "", key="model::cache", kept=True, doc="file that keeps the engine between starts")
+    precision = Param(to_str, "fp16", choices=("fp32", "fp16", "int8", "best"), doc="arithmetic of the engine")
+    fp32_layers = Param(to_strings, (), key="precision::fp32", doc="names of layers that stay in fp32")
+    version_compatible = Param(to_bool, False, doc="an engine that newer versions of TensorRT run as well")
+    workspace = Param(
+        to_int,
+        1024,
+        low=1,
+        also=("max_workspace_size",),
+        doc="most memory a layer may use besides weights and tensors, MiB",
+    )
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        kind = file.kind_unless(ONNX if file.is_onnx else ENGINE)
+        wanted = "not an ONNX file, as its name says" if file.is_onnx else "not an engine, and its name is not *.onnx"
+        return kind and f"model {file.path}: {wanted}: {kind}"
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        self._trt = load_tensorrt()
+        if is_lean(self._trt) and not self.version_compatible:
+            raise BackendUnavailable(
+                f"the lean runtime of TensorRT {self._trt.__version__} runs version-compatible engines only; install "
+                "TensorRT, or set version_compatible = true where the engine is built and here"
+            )
+        key = ("engine", str(self.device), *self.params.items())
+        self._engine = self.config.shared.get(key, self._load)
+        self._types = {
+            self._trt.float32: self._torch.float32,
+            self._trt.float16: self._torch.float16,
+            self._trt.int8: self._torch.int8,
+            self._trt.int32: self._torch.int32,
+            self._trt.bool: self._torch.bool,
+            **{
+                getattr(self._trt, name): getattr(self._torch, dtype)
+                for name, dtype in (("uint8", "uint8"), ("int64", "int64"), ("bfloat16", "bfloat16"))
+                if hasattr(self._trt, name)
+            },
+        }
+        self._read_engine()
+        self._contexts: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._scratch: Any = None
+        shapes = self.known_shapes()
+        if shapes is not None:
+            self.check_batches(shapes, self.max())
+            if all(spec.dims == shape for spec, shape in zip(self._specs, shapes, strict=True)):
+                self.warm_up(shapes)
+
+    def close(self) -> None:
+        self._contexts = {}
+        self._scratch = self._engine = None
+        super().close()
+
+    def input_specs(self, count: int) -> Sequence[InputSpec]:
+        return self._specs
+
+    def _load(self) -> Any:
+        """The engine, once for all instances."""
+        if self.file.has_key:
+            messages(self._trt).keep_secret()
+        if not self.file.is_onnx:
+            if self.mean or self.std or self.cache:
+                raise ConfigError(f"model {self.model} is an engine: mean, std and model::cache go with an ONNX model")
+            return load_engine(self._trt, self.file.read(), self.model, bool(self.version_compatible))
+        spec = EngineSpec(
+            model=self.model,
+            onnx=model_bytes(self.file, self.mean, self.std),
+            least=self.min_batch,
+            most=self.max_batch,
+            precision=self.precision,
+            fp32_layers=self.fp32_layers,
+            mean=self.mean,
+            std=self.std,
+            workspace=self.workspace,
+            version_compatible=bool(self.version_compatible),
+            cipher=self.file.cipher(),
+        )
+        properties = self._torch.cuda.get_device_properties(self.device)
+        gpu = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+        return cached_engine(self._trt, spec, self.cache, gpu)
+
+    def _read_engine(self) -> None:
+        """Names, types and shapes of inputs and outputs; ``ConfigError`` where ``min`` and ``max`` do not fit."""
+        engine, trt = self._engine, self._trt
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        self._inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        self._outputs = [name for name in names if name not in self._inputs]
+        self._specs = []
+        for name in self._inputs:
+            dims = tuple(engine.get_tensor_shape(name))
+            if not dims:
+                raise ConfigError(f"model {self.model}: input {name!r} is a scalar; expected a batch dimension")
+            self._specs.append(
+                InputSpec(name, self._type(name), tuple([dim if dim >= 0 else None for dim in dims[1:]]))
+            )
+        self._profiles = [
+            [profile_range(engine, name, profile) for name in self._inputs]
+            for profile in range(engine.num_optimization_profiles)
+        ]
+        for size in (self.min(), self.max()):
+            if not any(low[0] <= size <= high[0] for ranges in self._profiles for low, high in ranges[:1]):
+                held = ", ".join(f"{ranges[0][0][0]}..{ranges[0][1][0]}" for ranges in self._profiles)
+                raise ConfigError(f"model {self.model}: a batch of {size} is outside the engine's profiles ({held})")
+        self.declare([self._declared(name) for name in self._inputs], [self._declared(name) for name in self._outputs])
+
+    def _declared(self, name: str) -> TensorSpec:
+        dims = tuple([dim if dim >= 0 else None for dim in self._engine.get_tensor_shape(name)])
+        return TensorSpec(name, dims, str(self._type(name)).removeprefix("torch."))
+
+    def tolerance(self) -> float:
+        if not self.file.is_onnx or self.file.holds(b"QuantizeLinear"):
+            return QUANTISED  # an engine does not say what it computes in
+        return {"fp32": EXACT, "fp16": HALF}.get(self.precision, QUANTISED)
+
+    def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
+        sizes = [size for size in self._sizes if self._profile_for([(size, *shape) for shape in shapes]) is not None]
+        if not sizes:
+            raise InvalidRequest(self._no_profile(self.min(), shapes))
+        return sizes[0], next((size for size in sizes if size >= count), sizes[-1])
+
+    def _type(self, name: str) -> Any:
+        dtype = self._engine.get_tensor_dtype(name)
+        if dtype not in self._types:
+            raise ConfigError(f"model {self.model}: tensor {name!r} is a {dtype}, which PyTorch has no type for")
+        return self._types[dtype]
+
+    def size_for(self, count: int, shapes: Shapes) -> int:
+        for size in self._sizes:
+            if size >= count and self._profile_for([(size, *shape) for shape in shapes]) is not None:
+                return size
+        raise InvalidRequest(self._no_profile(count, shapes))
+
+    def _no_profile(self, count: int, shapes: Shapes) -> str:
+        given = ", ".join(map(shown_dims, shapes))
+        return f"no profile of the engine takes {count} of {given}; min and max say what it is built for"
+
+    def _profile_for(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
+        """The first profile that takes inputs of these shapes, batch included."""
+        for index, ranges in enumerate(self._profiles):
+            bounds = [zip(low, shape, high, strict=True) for (low, high), shape in zip(ranges, shapes, strict=True)]
+            if all(least <= dim <= most for bound in bounds for least, dim, most in bound):
+                return index
+        return None
+
+    def forget(self, shapes: Shapes) -> None:
+        for key in [key for key in self._contexts if tuple(shape[1:] for shape in key) == shapes]:
+            del self._contexts[key]
+
+    def enqueue(self, inputs: list[Any]) -> list[Any]:
+        shapes = tuple([tuple(tensor.shape) for tensor in inputs])
+        context = self._context(shapes)
+        outputs = []
+        stream = self._torch.cuda.current_stream().cuda_stream
+        with_tensors = list(zip(self._inputs, inputs, strict=True))
+        for name in self._outputs:
+            shape = self._output_shape(context, name, shapes)
+            outputs.append(self._torch.empty(shape, dtype=self._type(name), device=self.device))
+            with_tensors.append((name, outputs[-1]))
+        for name, tensor in with_tensors:
+            context.set_tensor_address(name, tensor.data_ptr())
+        if not context.execute_async_v3(stream):
+            raise RuntimeError(f"TensorRT did not run the batch: {messages(self._trt).last()}")
+        return outputs
+
+    def _output_shape(self, context: Any, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        try:
+            shape = tuple(context.get_tensor_shape(name))
+        except ValueError:  # dimensions that TensorRT could not work out have no length
+            given = ", ".join(map(shown_dims, shapes))
+            raise ValueError(f"the model has no output for inputs of {given}: {messages(self._trt).last()}") from None
+        if any(dim < 0 for dim in shape):
+            raise ValueError(
+                f"output {name!r} has a shape that depends on the data; OnnxTensor and TorchTensor take such models"
+            )
+        return shape
+
+    def _context(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
+        """An execution context of its own for each set of shapes, since a captured graph holds on to its context."""
+        context = self._contexts.get(shapes)
+        if context is not None:
+            return context
+        profile = self._profile_for(shapes)
+        stream = self._torch.cuda.current_stream()
+        with self.config.shared.get("making contexts", threading.Lock):
+            context = self._new_context()
+            if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
+                raise RuntimeError(f"TensorRT gives no execution context: {messages(self._trt).last()}")
+        for name, shape in zip(self._inputs, shapes, strict=True):
+            if not context.set_input_shape(name, shape):
+                raise ValueError(f"input {name!r} of {'x'.join(map(str, shape))}: {messages(self._trt).last()}")
+        self._contexts[shapes] = context
+        return context
+
+    def _new_context(self) -> Any:
+        """One that shares the scratch memory of all, as an instance runs one batch at a time.
+
+        A version-compatible one has its own: how it is given another's differs between the version that built it and
+        this one.
+        """
+        if self.version_compatible:
+            return self._engine.create_execution_context()
+        size = context_memory(self._engine)
+        if self._scratch is None:
+            self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.device)
+        return new_context(self._trt, self._engine, self._scratch.data_ptr(), size)

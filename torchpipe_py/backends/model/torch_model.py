@@ -1,0 +1,252 @@
+"""Models by PyTorch itself: what serves a model where TensorRT is not installed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, Literal
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.model.batch_check import BFLOAT16, EXACT, HALF, TF32
+from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.model.model import Shapes
+from torchpipe_py.backends.model.staging import row_tensor
+from torchpipe_py.backends.params import Param, Remark
+from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.encryption.model_file import ModelFile
+from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
+from torchpipe_py.files import archive_kind
+from torchpipe_py.values import to_bool, to_str
+
+# Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
+_RUNS = {
+    "torchscript": "runs its __setstate__, a TorchScript program that can write any file",
+    "export": "unpickles its sample inputs, which can run any command",
+    "aotinductor": "loads its shared library, which is native code",
+}
+
+_UNSEEN = "runs code that stands in it"
+
+_DTYPES = ("float32", "float16", "bfloat16", "uint8")
+
+
+class TorchTensor(CudaModel):
+    """A TorchScript file, or a ``.pt2`` of ``torch.export`` or AOTInductor: Mats or tensors in, Tensors 1×… out.
+
+    On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
+    cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the image,
+    channel by channel, as the first step of the graph; it is the first input that is known to have four dimensions, or
+    else the first. The instances of a node share the model.
+
+    Loading any of these files runs code that stands in it. So ``ConfigError`` unless the node has ``trusted = true``,
+    which says that you trust whoever could write the file as much as your own code.
+    """
+
+    ignored_keys = dict.fromkeys(
+        ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
+        "PyTorch keeps no engine and computes in the model's own precision; TensorrtTensor has it",
+    )
+
+    input_type = Param(to_str, "float32", choices=_DTYPES, doc="dtype of the model's inputs")
+    cuda_graph = Param(to_bool, True, doc="capture a CUDA graph for each batch size")
+    trusted = Param(to_bool, False, doc="the model file may run code of its own, which loading it does")
+
+    @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from super().remarks(params, own)
+        if params["trusted"]:
+            return
+        file = ModelFile(params["model"], params["key_file"], params["key_env"])
+        try:
+            what_runs = _UNSEEN if file.has_key else _RUNS[_kind(file, file.path)]
+        except ConfigError:
+            return  # no such file, as is said of the model
+        yield Remark("trusted", _distrust(file.path, what_runs))
+
+    @classmethod
+    def file_problem(cls, file: ModelFile) -> str:
+        try:
+            _kind(file, file.path)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def setup_guarded(self) -> None:
+        super().setup_guarded()
+        self.use_graphs = bool(self.cuda_graph)
+        self._dtype = getattr(self._torch, self.input_type)
+        if (self.mean or self.std) and not self._dtype.is_floating_point:
+            raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
+        self._mean, self._std = (
+            self._torch.tensor(values, device=self.device, dtype=self._dtype).reshape(1, -1, 1, 1) if values else None
+            for values in (self.mean, self.std)
+        )
+        key = ("module", str(self.device), self.model)
+        loaded = self.config.shared.get(key, lambda: load_module(self.file, self.device, bool(self.trusted)))
+        self._module: Any = loaded.call
+        self.declare(loaded.inputs, loaded.outputs)
+        shapes = self.known_shapes()
+        if shapes is not None:
+            self.check_batches(shapes, self.max())
+
+    def close(self) -> None:
+        self._module = None
+        super().close()
+
+    def input_specs(self, count: int) -> Sequence[InputSpec]:
+        if not self.inputs:
+            return [InputSpec(f"input {index}", self._dtype) for index in range(count)]
+        return [
+            InputSpec(spec.name, getattr(self._torch, spec.dtype) if spec.dtype else self._dtype, spec.dims[1:] or None)
+            for spec in self.inputs
+        ]
+
+    def tolerance(self) -> float:
+        if self.input_type == "float32":
+            return EXACT if self._guard is None else TF32
+        return {"float16": HALF, "bfloat16": BFLOAT16}.get(self.input_type, HALF)
+
+    def enqueue(self, inputs: list[Any]) -> list[Any]:
+        image = inputs[self._image]
+        if self._mean is not None:
+            image = image - self._mean
+        if self._std is not None:
+            image = image / self._std
+        inputs = [*inputs[: self._image], image, *inputs[self._image + 1 :]]
+        try:
+            with self._torch.inference_mode():
+                outputs = self._module(*inputs)
+        except Exception as error:
+            told = self.file.without_words(error)
+            if self._guard is not None and self._torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.model} cannot be captured as a CUDA graph ({first_line(told)}); set cuda_graph = false"
+                ) from told
+            if told is error:
+                raise
+            raise told from None
+        if isinstance(outputs, dict):
+            outputs = list(outputs.values())
+        outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        for output in outputs:
+            if not isinstance(output, self._torch.Tensor):
+                kind = type(output).__name__
+                raise TypeError(
+                    f"{self.model} has an output of type {kind}; expected tensors, or a list or dict of them"
+                )
+        return outputs
+
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
+        if self._guard is not None:
+            super().run_group(shapes, items, rows)
+            return
+        # On the CPU: no buffers, no graphs.
+        columns = zip(self.input_specs(len(shapes)), shapes, zip(*rows, strict=True), strict=True)
+        inputs = [
+            self._torch.stack([row_tensor(value, shape).to("cpu", spec.dtype) for value in values])
+            for spec, shape, values in columns
+        ]
+        outputs = self.enqueue(inputs)
+        self.layout.check(outputs, self.output_names, len(items))
+        # NOTE: an output may be memory of the model, which a result that is changed in place would change with it.
+        self.write_results(items, [output.clone() for output in outputs])
+
+
+@dataclass(frozen=True)
+class LoadedModule:
+    """What a model file holds: the callable, and what it says of its inputs and outputs, empty where unknown."""
+
+    call: Callable[..., Any]
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+
+
+def load_module(file: ModelFile, device: Any, is_trusted: bool) -> LoadedModule:
+    """A model file on ``device``; ``ConfigError`` for what is no such file, or may not run its code."""
+    import torch
+
+    path, source = file.path, file.source()
+    kind = _kind(file, source)
+    if kind == "aotinductor" and file.has_key:
+        raise ConfigError(
+            f"model {path}: an AOTInductor package is unpacked to files when it is loaded, so it cannot be encrypted; "
+            "TorchScript, torch.export's .pt2 and ONNX can"
+        )
+    if not is_trusted:
+        raise ConfigError(_distrust(path, _RUNS[kind]))
+    try:
+        if kind == "aotinductor":
+            return LoadedModule(_load_package(torch, path, device))
+        if kind == "torchscript":
+            script = torch.jit.load(source, map_location=device).eval()
+            return LoadedModule(script, _script_inputs(script))
+        program = torch.export.load(source)
+        inputs = _exported(torch, program, program.graph_signature.user_inputs)
+        outputs = _exported(torch, program, program.graph_signature.user_outputs)
+        return LoadedModule(program.module().to(device), inputs, outputs)
+    except (BackendUnavailable, ConfigError):
+        raise
+    except Exception as error:
+        told = file.without_words(error)
+        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(told)}") from told
+
+
+def _distrust(path: str, what_runs: str) -> str:
+    return (
+        f"model {path}: loading it {what_runs}, with the rights of this process; set trusted = true in its node "
+        "if you trust whoever made the file, or export it to ONNX, which is data"
+    )
+
+
+def _script_inputs(script: Any) -> tuple[TensorSpec, ...]:
+    """The names of TorchScript's inputs, without shapes and types; empty where some may be left out."""
+    arguments = script.forward.schema.arguments[1:]
+    if any(argument.has_default_value() or str(argument.type) != "Tensor" for argument in arguments):
+        return ()
+    return tuple([TensorSpec(argument.name, (), "") for argument in arguments])
+
+
+def _exported(torch: Any, program: Any, names: Sequence[Any]) -> tuple[TensorSpec, ...]:
+    """Inputs or outputs of an exported program; empty where some are no tensors."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    tensors: list[Any] = [values.get(name) if isinstance(name, str) else None for name in names]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return ()
+    return tuple(
+        [
+            TensorSpec(
+                name,
+                tuple([size if isinstance(size, int) else None for size in tensor.shape]),
+                str(tensor.dtype).removeprefix("torch."),
+            )
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+    )
+
+
+def _kind(file: ModelFile, source: str | BytesIO) -> Literal["torchscript", "export", "aotinductor"]:
+    """By the names in the archive; nothing of it is unpacked."""
+    try:
+        kind = archive_kind(source)
+        if not isinstance(source, str):
+            source.seek(0)  # PyTorch reads on from where this ended
+    except (OSError, zipfile.BadZipFile) as error:
+        what = file.kind() or "it is no zip archive, as those are"
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {what}") from error
+    if kind == "checkpoint":
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {file.kind()}")
+    return kind or "export"
+
+
+def _load_package(torch: Any, path: str, device: Any) -> Any:
+    """AOTInductor packages are compiled for one kind of device."""
+    from torch._inductor import aoti_load_package
+
+    index = device.index if device.type == "cuda" else -1
+    package = aoti_load_package(path, device_index=index)
+    compiled_for = package.get_metadata().get("AOTI_DEVICE_KEY", device.type)
+    if compiled_for != device.type:
+        raise BackendUnavailable(f"model {path} is compiled for {compiled_for}, this node runs on {device.type}")
+    return package

@@ -1,0 +1,162 @@
+"""A decoder's process gives up what decoding does not need: privileges, files, sockets, programs, other processes.
+
+What is left are calls on the memory and the descriptors it has. That holds for code which a hostile image has made it
+run as well: the kernel keeps these limits, and they cannot be lifted from inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+from collections.abc import Iterable
+
+from torchpipe_py.proc.process.limits import lower
+
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_CAPABILITY_VERSION = 0x20080522
+_CLONE_THREAD = 0x10000
+
+# System calls by their numbers on x86_64 and aarch64; -1 where there is no such call.
+_ALLOWED = {
+    "recvfrom": (45, 207),
+    "sendto": (44, 206),
+    "futex": (202, 98),
+    "mmap": (9, 222),
+    "munmap": (11, 215),
+    "madvise": (28, 233),
+    "mprotect": (10, 226),
+    "mremap": (25, 216),
+    "brk": (12, 214),
+    "getrusage": (98, 165),
+    "setrlimit": (160, 164),
+    "getrlimit": (97, 163),
+    "clock_gettime": (228, 113),
+    "read": (0, 63),
+    "write": (1, 64),
+    "writev": (20, 66),
+    "recvmsg": (47, 212),
+    "sendmsg": (46, 211),
+    "close": (3, 57),
+    "lseek": (8, 62),
+    "fstat": (5, 80),
+    "poll": (7, -1),
+    "ppoll": (271, 73),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "clock_getres": (229, 114),
+    "gettimeofday": (96, 169),
+    "times": (100, 153),
+    "uname": (63, 160),
+    "sysinfo": (99, 179),
+    "getpid": (39, 172),
+    "gettid": (186, 178),
+    "getcpu": (309, 168),
+    "getrandom": (318, 278),
+    "membarrier": (324, 283),
+    "rseq": (334, 293),
+    "set_robust_list": (273, 99),
+    "restart_syscall": (219, 128),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
+_TGKILL, _PRLIMIT64, _CLONE, _CLONE3, _SECCOMP = (234, 131), (302, 261), (56, 220), (435, 435), (317, 277)
+
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+
+
+def confine(keep: Iterable[int]) -> bool:
+    """Close every descriptor but ``keep`` and give up the rest; whether the kernel filters system calls as well.
+
+    ``OSError`` where the system refuses one of the others.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # where memory runs out, the system ends this process before any other
+    libc = ctypes.CDLL(None, use_errno=True)
+    _drop_capabilities(libc)  # before files are limited: it may have to read one
+    kept = set(keep)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the list's own is closed already
+                os.close(int(name))
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, max(kept) + 1),
+    ):
+        lower(kind, limit)
+    for option, value in ((_PR_SET_NO_NEW_PRIVS, 1), (_PR_SET_DUMPABLE, 0)):
+        _check(libc.prctl(option, value, 0, 0, 0))
+    return _filter_calls(libc)
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Of root, only the name is left."""
+    if libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION, 0), bytes(24)) == 0:
+        return
+    with open("/proc/self/status", encoding="ascii") as file:
+        held = next(line.split()[1] for line in file if line.startswith("CapPrm:"))
+    _check(int(held, 16))  # a system that refuses even this call gives a service nothing to drop, as a rule
+
+
+def _filter_calls(libc: ctypes.CDLL) -> bool:
+    """Refuse every system call but those above with ``EPERM``, on all threads; ``False`` where that cannot be done."""
+    if platform.machine() not in _ARCHITECTURES:
+        return False
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    program = b"".join(_program(column, architecture))
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    all_threads = 1
+    return bool(libc.syscall(_SECCOMP[column], 1, all_threads, header) == 0)
+
+
+def _program(column: int, architecture: int) -> list[bytes]:
+    refuse = _op(_RETURN, _ERRNO | errno.EPERM)
+    lines = [
+        _op(_LOAD, _ARCHITECTURE_AT),
+        _op(_EQUAL, architecture, yes=1, no=0),
+        refuse,
+        _op(_LOAD, _NUMBER_AT),
+    ]
+    for numbers in _ALLOWED.values():
+        if numbers[column] >= 0:
+            lines += [_op(_EQUAL, numbers[column], yes=0, no=1), _op(_RETURN, _ALLOW)]
+    # Signals, as abort() sends them, and limits only for itself; of processes only threads.
+    for number, test, value in (
+        (_TGKILL[column], _EQUAL, os.getpid()),
+        (_PRLIMIT64[column], _EQUAL, 0),
+        (_CLONE[column], _ANY_BIT, _CLONE_THREAD),
+    ):
+        lines += [
+            _op(_EQUAL, number, yes=0, no=4),
+            _op(_LOAD, _ARGUMENT_AT),
+            _op(test, value, yes=0, no=1),
+            _op(_RETURN, _ALLOW),
+            refuse,
+        ]
+    # Its flags lie where a filter cannot read them; the C library takes the older call where this one is missing.
+    lines += [_op(_EQUAL, _CLONE3[column], yes=0, no=1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
+    return [*lines, refuse]
+
+
+def _op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("@HBBI", code, yes, no, value)
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

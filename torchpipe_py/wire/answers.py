@@ -1,0 +1,80 @@
+"""Outcomes as HTTP has them: a status, JSON, header fields."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from torchpipe_py.wire.errors import ReplyTooLargeError, RouteError, told
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+STATUSES = {
+    "not_found": 404,
+    "unknown_node": 404,
+    "method_not_allowed": 405,
+    "too_slow": 408,
+    "too_large": 413,
+    "unsupported_encoding": 415,
+    "no_result": 422,
+    "overloaded": 429,
+    "cancelled": 503,
+    "closed": 503,
+    "unavailable": 503,
+    "worker_died": 503,
+    "deadline_exceeded": 504,
+    "backend_error": 500,
+    "backend_unavailable": 500,
+    "config": 500,
+    "internal": 500,
+}
+"""Of an error's code. The rest, what is wrong with a request, is 400."""
+
+
+class Failure(NamedTuple):
+    """``{"error": …, "code": …, "retry_after_ms": …}`` under the status that belongs to the code."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+def failure(error: BaseException) -> Failure:
+    """What an error that ended a request is answered with; a defect is logged."""
+    code, text = told(error)
+    if isinstance(error, RouteError):  # in which a path is no folder of this machine
+        failed = failure_of(STATUSES[code], code, str(error))
+        if error.allowed:
+            failed.headers["Allow"] = ", ".join(error.allowed)
+        return failed
+    status = 500 if isinstance(error, ReplyTooLargeError) else STATUSES.get(code, 400)
+    if code == "internal":
+        text = f"{type(error).__name__}: {text}"
+    return failure_of(status, code, text, getattr(error, "retry_after_ms", None))
+
+
+def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = None) -> Failure:
+    """The same of its parts."""
+    body: dict[str, Any] = {"error": text, "code": code}
+    if retry_after_ms is None and status in (429, 503):
+        retry_after_ms = 1000
+    if retry_after_ms is None:
+        return Failure(status, body, {})
+    body["retry_after_ms"] = retry_after_ms
+    return Failure(status, body, {"Retry-After": str(math.ceil(retry_after_ms / 1000))})
+
+
+def to_line(value: Any) -> bytes:
+    """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
+    return utf8_json(f"{_encode(value)}\n")
+
+
+def utf8_json(text: str) -> bytes:
+    """JSON as bytes. Half of a surrogate pair, which UTF-8 has not, is written as JSON has it: ``\\ud800``."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def utf8_text(text: str) -> bytes:
+    """A text that is no JSON as bytes. Half of a surrogate pair becomes ``?`` there, as in an error's message."""
+    return text.encode("utf-8", "replace")

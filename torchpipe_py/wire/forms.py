@@ -1,0 +1,78 @@
+"""``multipart/form-data`` as a request's dict."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from multipart import MultipartError, PushMultipartParser, parse_options_header
+
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.wire.json_values import inputs_from
+
+MOST_PARTS = 16
+TEXT_BYTES = 4096  # of a part that is no file
+_FILE_KEY = "data"
+_BLANKS = " \t\r\n"
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+
+
+def read_form(content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
+    """The one file of the form under ``data``, and of its other fields those that are no ``parameters``.
+
+    These go to ``options``, as texts. Raises ``InvalidRequest`` for what is no form, one with another number of files,
+    or a field that is there twice.
+    """
+    _, arguments = parse_options_header(content_type)
+    files: list[bytes] = []
+    texts: dict[str, str] = {}
+    try:
+        with PushMultipartParser(arguments.get("boundary", ""), max_segment_count=MOST_PARTS, strict=True) as parser:
+            segment: Any = None
+            content = bytearray()
+            for event in parser.parse(body):
+                if isinstance(event, (bytes, bytearray)):
+                    content += event
+                    if segment.filename is None and len(content) > TEXT_BYTES:
+                        raise InvalidRequest(f"form: {segment.name[:40]!r} has more than {TEXT_BYTES} bytes")
+                elif event is not None:
+                    segment = event
+                elif segment.filename is not None:
+                    files.append(bytes(content))
+                    content.clear()
+                else:
+                    name = str(segment.name)
+                    if name in texts:
+                        raise InvalidRequest(f"form: {name[:40]!r} is there twice; a list is one field, as [1, 2]")
+                    texts[name] = content.decode("utf-8")
+                    content.clear()
+    except MultipartError as error:
+        raise InvalidRequest(f"form: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("form: a text that is not UTF-8") from None
+    if len(files) != 1:
+        raise InvalidRequest(f"form: {len(files)} files; one request has one, as in curl -F data=@image.jpg")
+    options.update({name: text for name, text in texts.items() if name in parameters})
+    fields = inputs_from({name: _value(name, text) for name, text in texts.items() if name not in parameters})
+    for name in ("", _FILE_KEY):
+        if name in fields:
+            raise InvalidRequest(
+                f"form: a field {name!r}; {_FILE_KEY!r} is the file, other fields have names of their own"
+            )
+    return {_FILE_KEY: files[0], **fields}
+
+
+def _value(name: str, text: str) -> Any:
+    """What a field's text is as JSON, where that is a number, a truth or a list; else the text."""
+    bare = text.strip(_BLANKS)
+    is_list = bare[:1] == "[" and bare[-1:] == "]"
+    if not (is_list or bare in ("true", "false") or _NUMBER.fullmatch(bare)):
+        return text
+    try:
+        return json.loads(bare)
+    except RecursionError:
+        raise InvalidRequest(f"form: {name[:40]!r} is nested too deeply") from None
+    except ValueError:
+        return text

@@ -1,0 +1,148 @@
+"""``POST /infer``: an image or a dict over HTTP, what the pipe made of it as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from torchpipe_py.errors import DecodeError, InvalidRequest
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
+from torchpipe_py.wire.json_values import NUMBER_BYTES, inputs_from, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, output_of, size_of
+
+_CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
+_FIELDS = "other values go in a form or in JSON"
+_OPTIONS = ("node_name", "deadline_ms", "outputs")
+
+
+class Asked(NamedTuple):
+    """What a request wants: ``data`` for the pipe, the ``keys`` of it that come back, within ``deadline_ms``.
+
+    ``hint`` is for the answer, should ``data`` hold no image.
+    """
+
+    data: dict[str, Any]
+    keys: list[str]
+    deadline_ms: float | None
+    hint: str = ""
+
+
+def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
+    """What a request wants, or ``InvalidRequest``. ``text`` bounds JSON.
+
+    ``fields`` are the headers, their names in lower case.
+    """
+    if "content-encoding" in fields:
+        check_encoding(fields)
+    content_type = fields.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
+    options = _parameters(query) if query else {}
+    if kind == "application/json":
+        data = _read_json(body, options, text)
+    elif kind == "multipart/form-data":
+        # Here, so that whoever takes no forms needs no library for them.
+        from torchpipe_py.wire.forms import read_form
+
+        data = read_form(content_type, body, _OPTIONS, options)
+    else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
+        data = {"data": body}
+    hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
+    deadline = fields.get("x-deadline-ms")
+    if options or deadline is not None:
+        return _asked(data, options, deadline, hint)
+    return Asked(data, ["result"], None, hint)
+
+
+def _is_stripped(body: bytes) -> bool:
+    """Whether the body is no text and has none of the bytes that ``curl -d @file`` leaves out; every image has some."""
+    return not (b"\0" in body or b"\n" in body or b"\r" in body or body.isascii())
+
+
+def _parameters(query: str) -> dict[str, Any]:
+    try:
+        return dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
+    except ValueError:
+        raise InvalidRequest("the query has more than 16 parameters") from None
+
+
+def check_encoding(fields: Mapping[str, str]) -> None:
+    """Raises for a body that is compressed."""
+    coding = fields.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise UnsupportedEncodingError(
+            f"Content-Encoding {coding[:40]!r}: send the body as it is; images do not shrink"
+        )
+
+
+def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
+    """What is under the keys, as a line of JSON; raises what is under ``error`` where a key is not there."""
+    try:
+        values = {key: output_of(data, key) for key in asked.keys}
+    except DecodeError as error:
+        if asked.hint:
+            raise DecodeError(f"{error}; {asked.hint}") from error
+        raise
+    if len(values) == 1 and is_label_and_score(value := values[asked.keys[0]]):
+        return label_line(value)
+    size = NUMBER_BYTES * sum(map(size_of, values.values()))
+    if size > reply.bytes:
+        raise ReplyTooLargeError(size, reply)
+    outputs: dict[str, Any] = {}
+    for key, value in values.items():
+        outputs.update(to_json(key, value))
+    return json_line(outputs)
+
+
+def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, Any]:
+    value = parse_json(body, text)
+    if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
+        raise InvalidRequest('the body is no object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
+    for key in value:
+        if key not in ("inputs", *_OPTIONS):
+            raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
+    if isinstance(value.get("outputs"), str):
+        raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
+    exact_milliseconds(value.get("deadline_ms"))
+    options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
+    return inputs_from(value["inputs"])
+
+
+def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None, hint: str) -> Asked:
+    for name in options:
+        if name not in _OPTIONS:
+            known = ", ".join(_OPTIONS)
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; the parameters are {known}; {_FIELDS}")
+    outputs = options.get("outputs") or "result"
+    keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
+        raise InvalidRequest("outputs are names, separated by commas or in a list")
+    check_names("outputs", keys)
+    node_name = options.get("node_name")
+    if node_name is not None:
+        if not isinstance(node_name, str):
+            raise InvalidRequest("node_name is not a text")
+        check_name("node_name", node_name)
+        data["node_name"] = node_name
+    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)), hint)
+
+
+def exact_milliseconds(given: Any) -> float | None:
+    """As ``milliseconds``, of a value of JSON: a number, neither a truth nor a text."""
+    if given is not None and type(given) not in (int, float):
+        raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")
+    return milliseconds(given)
+
+
+def milliseconds(given: Any) -> float | None:
+    """A deadline as a number; ``InvalidRequest`` for what is none."""
+    if given is None:
+        return None
+    try:
+        number = float(given)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")
+    return number
