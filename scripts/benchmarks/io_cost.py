@@ -9,10 +9,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from torchpipe_server.front.http import HttpService, Routes
 from torchpipe_server.front.journal import Journal
-from torchpipe_server.front.method import ThriftService
-from torchpipe_server.front.server import Service, limits_of
+from torchpipe_server.front.services import HttpService, Routes, Service, ThriftService, limits_of
 from torchpipe_server.methods.http import HttpHandler
 from torchpipe_server.methods.thrift import InferenceHandler
 from torchpipe_server.options import Options

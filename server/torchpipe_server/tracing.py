@@ -19,9 +19,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from torchpipe_py.errors import ConfigError
-from torchpipe_server.front.http import code_of
-from torchpipe_server.front.method import OK, Cancellable, Done, Method
-from torchpipe_server.front.server import Served
+from torchpipe_server.front.services import OK, Cancellable, Done, Method, Served, code_of
 
 _FIELD_CHARACTERS = 512
 _REQUEST_ID_CHARACTERS = 200

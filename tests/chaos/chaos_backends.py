@@ -54,9 +54,13 @@ class ChaosCrash(ChaosEcho):
         super().setup()
         if not self.once_ready:
             os._exit(3)
-        from torchpipe_server.serving.loop import Loop
+        from torchpipe_server.worker.worker import Worker
 
-        Loop.run = lambda loop: os._exit(3)  # type: ignore[method-assign]  # what a worker does once it has said so
+        def serve(worker: Worker) -> None:
+            worker._channel.send({"type": "ready", "graph": ""})
+            os._exit(3)
+
+        Worker.serve = serve  # type: ignore[assignment, method-assign]
 
 
 @register_backend

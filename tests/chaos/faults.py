@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 
@@ -23,28 +24,23 @@ def plant_in_supervisor(name: str) -> None:
 
 def _lose_replies() -> None:
     """Every 200th is not written."""
-    from torchpipe_server.front.connection import Connection
-
-    send, count = Connection.send, [0]
-
-    def losing(self: Any, reply: bytes) -> Any:
-        count[0] += 1
-        return send(self, b"" if count[0] % 200 == 0 else reply)
-
-    Connection.send = losing  # type: ignore[method-assign]
+    _change_replies(lambda reply: b"")
 
 
 def _repeat_replies() -> None:
     """Every 200th is written twice."""
-    from torchpipe_server.front.connection import Connection
+    _change_replies(lambda reply: reply * 2)
 
-    send, count = Connection.send, [0]
 
-    def repeating(self: Any, reply: bytes) -> Any:
-        count[0] += 1
-        return send(self, reply * 2 if count[0] % 200 == 0 else reply)
+def _change_replies(change: Callable[[bytes], bytes]) -> None:
+    from torchpipe_server.front.server import Server
 
-    Connection.send = repeating  # type: ignore[method-assign]
+    answer, numbers = Server.answer, count(1)
+
+    def changed(self: Any, call: Any, data: bytes, method: str, outcome: str) -> None:
+        answer(self, call, data if next(numbers) % 200 else change(data), method, outcome)
+
+    Server.answer = changed  # type: ignore[method-assign]
 
 
 def _cross_results() -> None:
@@ -94,45 +90,39 @@ def _change_outcomes(change: Callable[[int, Any, Any], Any]) -> None:
 
 def _die_of_garbage() -> None:
     """The 100th broken stream ends the process."""
-    from torchpipe_server.front.server import Server
-
-    refuse, count = Server._refuse, [0]
-
-    def dying(self: Any, connection: Any, error: Any) -> None:
-        count[0] += 1
-        if count[0] == 100:
-            os._exit(5)
-        refuse(self, connection, error)
-
-    Server._refuse = dying  # type: ignore[method-assign]
+    numbers = count(1)
+    _on_garbage(lambda: next(numbers) < 100 or os._exit(5))
 
 
 def _keep_garbage() -> None:
     """16 KiB stay of each broken stream."""
-    from torchpipe_server.front.server import Server
+    kept: list[bytes] = []
+    _on_garbage(lambda: kept.append(os.urandom(2**14)))
 
-    refuse, kept = Server._refuse, []
 
-    def keeping(self: Any, connection: Any, error: Any) -> None:
-        kept.append(os.urandom(2**14))
-        refuse(self, connection, error)
+def _on_garbage(do: Callable[[], object]) -> None:
+    from torchpipe_server.front.connection import Connection
 
-    Server._refuse = keeping  # type: ignore[method-assign]
+    refuse = Connection.refuse
+
+    def changed(self: Any, error: Any) -> None:
+        do()
+        refuse(self, error)
+
+    Connection.refuse = changed  # type: ignore[method-assign]
 
 
 def _keep_connections() -> None:
-    """A client that goes is not noticed."""
-    from torchpipe_server.front.server import Server
+    """A client that goes is not noticed, each second time."""
+    from torchpipe_server.front.connection import Connection
 
-    drop = Server._drop
+    drop, numbers = Connection.drop, count()
 
-    def dropping(self: Any, connection: Any) -> None:
-        if connection.serial % 2:
-            self._watch(connection, 0)
-        else:
-            drop(self, connection)
+    def dropping(self: Any) -> None:
+        if next(numbers) % 2:
+            drop(self)
 
-    Server._drop = dropping  # type: ignore[method-assign]
+    Connection.drop = dropping  # type: ignore[method-assign]
 
 
 def _drain_hastily() -> None:

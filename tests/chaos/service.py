@@ -73,7 +73,8 @@ class Service:
             args = ("--workers", "2", *args)
         program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
         flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
-        light = {} if config else {"PYTHONPATH": str(LIGHT)}
+        paths = [str(LIGHT), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
+        light = {} if config else {"PYTHONPATH": os.pathsep.join(paths)}
         backends = ["--import", str(HERE / "chaos_backends.py")]
         self.process = subprocess.Popen(
             [sys.executable, *program, str(self.config), *flags, *backends, *args],

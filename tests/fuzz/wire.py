@@ -23,13 +23,11 @@ from typing import Any
 import psutil
 from http_maker import HttpMaker, plain_reading, what_is_wrong
 from thrift_maker import ThriftMaker
-from torchpipe_server.front.http import HttpService
-from torchpipe_server.front.method import ThriftService
-from torchpipe_server.front.server import Protocols, Reader, Request, Stream
+from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.options import Options
-from torchpipe_server.wire.header import ONEWAY
+from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpRequest
-from torchpipe_server.wire.scanner import Limits, ProtocolError
+from torchpipe_server.wire.thrift import Limits, Message
 from torchpipe_server.worker.worker import usual_service
 
 from torchpipe_py import Signature
@@ -85,13 +83,14 @@ class Judge:
         options = Options("pipe.toml", deadline_ms=1000.0, max_text_bytes=JSON_BYTES, max_reply_bytes=2**20)
         served = usual_service(options, run)
         thrift, http = ThriftService(served.methods, LIMITS), HttpService(served.routes, BODY_BYTES, 2**20)
-        self.protocols = Protocols(thrift, http)
+        self.services = Services(thrift, http)
         self.calls = 0
         self.seconds = 0.0
 
     def wrong(self, data: bytes, rng: random.Random) -> str:
         began = time.process_time()
         messages, ended = self.read([data])
+        contents = [content(message) for message in messages]  # which answering takes
         replies = "".join(self.answer(message) for message in messages)
         self.seconds = time.process_time() - began
         if replies:
@@ -107,29 +106,33 @@ class Judge:
             pieces.append(data[at : at + size])
             at += size
         again, ended_again = self.read(pieces)
-        if [content(one) for one in messages] != [content(one) for one in again]:
+        if contents != [content(one) for one in again]:
             return "in pieces there are other messages"
         return "" if ended == ended_again else f"in pieces it ends with {ended_again!r}, in one with {ended!r}"
 
-    def read(self, pieces: list[bytes]) -> tuple[list[Request], str]:
-        reader: Reader = Stream(self.protocols)
-        messages: list[Request] = []
+    def read(self, pieces: list[bytes]) -> tuple[list[Message | HttpRequest], str]:
+        """The messages, and how the stream ends."""
+        reader: Any = None
+        start, messages = b"", []
         try:
             for piece in pieces:
-                messages += reader.feed(piece)
-                if isinstance(reader, Stream) and reader.told is not None:
-                    reader = reader.told
-                while reader.is_paused:
-                    messages += reader.feed(b"")
-                if reader.awaits_invitation:
-                    reader.invitation()
+                if reader is None:
+                    start += piece
+                    service = self.services.of(start)
+                    if service is None:
+                        continue
+                    reader, piece = service.reader(), start
+                reader.feed(piece)
+                while (message := reader.next()) is not None or reader.is_paused:
+                    messages += [] if message is None else [message]
         except ProtocolError as error:
             return messages, error.kind
-        return messages, "unfinished" if reader.pending_bytes else ""
+        return messages, "unfinished" if reader is None or reader.pending_bytes else ""
 
-    def answer(self, message: Request) -> str:
+    def answer(self, message: Message | HttpRequest) -> str:
         self.calls += 1
-        service, results = self.protocols.of(message), []
+        service: Any = self.services.http if isinstance(message, HttpRequest) else self.services.thrift
+        results: list[Any] = []
         try:
             method, args = service.decode(message)
             method.start(args, results.append)
@@ -142,8 +145,8 @@ class Judge:
             return f"{message.name}: a defect, {results[0]!r}"[:300]
         if isinstance(message, HttpRequest):
             return what_is_wrong(reply, message.method == "HEAD", message.is_last)
-        if (message.type == ONEWAY) != (not reply):
-            return f"{message.name} of type {message.type} has a reply of {len(reply)} bytes"
+        if message.is_oneway != (not reply):
+            return f"{message.name}, oneway: {message.is_oneway}, has a reply of {len(reply)} bytes"
         if outcome != "ok" and message.name != "infer_many" and len(reply) > 2600:
             return f"{message.name}: an error of {len(reply)} bytes"
         return ""
@@ -153,7 +156,7 @@ def content(message: Any) -> tuple[Any, ...]:
     if isinstance(message, HttpRequest):
         target = f"{message.path}?{message.query}" if message.query else message.path
         return message.method, target, message.body, message.fields, message.size, message.is_last
-    return (*message[:4], bytes(message.buffer[message.start : message.end]))
+    return message.name, message.is_oneway, message.seqid, message.framing, repr(message.args), str(message.error)
 
 
 def kept_bytes(pool: list[bytes]) -> int:

@@ -28,10 +28,10 @@ from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TApplicationException, TMessageType, TType
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
-from torchpipe_server.front.http import Routes
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
-from torchpipe_server.front.server import Served, Server, services_of
+from torchpipe_server.front.server import Server
+from torchpipe_server.front.services import Routes, Served, services_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
@@ -143,6 +143,11 @@ class LocalServer:
             assert self.error is None, f"the I/O thread died of {self.error!r}"
 
 
+def turn(loop: Any, seconds: float = 0.01) -> None:
+    """Let a loop that does not run do what is due."""
+    loop.run_until_complete(asyncio.sleep(seconds))
+
+
 @contextmanager
 def serving(config: Any, **options: Any) -> Iterator[LocalServer]:
     """A pipe and its server; `config` is what `pipe` takes, or the name of one backend."""
@@ -178,6 +183,8 @@ class Process:
         files: int = 0,
     ) -> None:
         command = [sys.executable, "-m", "torchpipe_server", config, "--host", "127.0.0.1", "--port", "0", *args]
+        if env and "PYTHONPATH" in env and "PYTHONPATH" in os.environ:
+            env = {**env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{os.environ['PYTHONPATH']}"}
         if files:
             command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
         self.process = subprocess.Popen(
@@ -482,3 +489,11 @@ def read_all(sock: socket.socket) -> bytes:
     except ConnectionError:
         pass
     return received
+
+
+def send_what_goes(sock: socket.socket, data: bytes) -> None:
+    """As much as the server takes before it closes."""
+    try:
+        sock.sendall(data)
+    except OSError:
+        pass

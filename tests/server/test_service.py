@@ -745,7 +745,7 @@ def test_a_oneway_message_is_done_and_not_answered(register: Register):
 
 @pytest.mark.parametrize("rest", [b"", pack_batch(b"half")[:9]], ids=["whole", "half"])
 def test_a_client_that_is_done_sending_gets_its_answers(register: Register, rest, monkeypatch):
-    monkeypatch.setattr(torchpipe_server.front.server, "ENDED_SECONDS", WAIT)
+    monkeypatch.setattr(torchpipe_server.front.connection, "ENDED_SECONDS", WAIT)
     gate = Gate()
     with serving(register(gate.backend)) as server, gate, connect(server.port) as sock:
         sock.sendall(

@@ -37,11 +37,6 @@ from service import (
     serving,
 )
 from torchpipe_server import cli
-from torchpipe_server.front.connection import Connection
-from torchpipe_server.front.journal import Journal
-from torchpipe_server.wire.header import CALL, Framing
-from torchpipe_server.wire.protocol import Message, MessageReader
-from torchpipe_server.wire.scanner import Limits
 
 from torchpipe_py import Backend
 
@@ -321,7 +316,7 @@ def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
         sock.settimeout(WAIT)
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(pack_infer(b"x"))
-        eventually(lambda: any(one.unsent for one in list(server.server._connections)))
+        eventually(lambda: any(one.is_full for one in list(server.server._connections)))
         server.stop()
         eventually(lambda: is_refused(server.port))
         assert b"r" * 2**23 in read_all(sock)
@@ -401,33 +396,7 @@ def test_serving_again_and_again_leaves_no_descriptor(register: Register):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-# -- one connection -------------------------------------------------------------------------------------------------
-
-
-class WatchedSocket:
-    """Calls `during` on another thread while it sends the first half."""
-
-    def __init__(self, during: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=during)
-
-    def send(self, data: bytes) -> int:
-        self._thread.start()
-        self._thread.join(0.2)  # it may as well wait for the connection's lock
-        return len(data) // 2
-
-    def join(self) -> None:
-        self._thread.join(WAIT)
-
-
-def test_a_connection_has_work_while_its_reply_is_being_written():
-    """Else the I/O thread closes it as idle, and the rest of the reply is lost."""
-    seen: list[bool] = []
-    sock = WatchedSocket(lambda: seen.append(connection.has_work))
-    connection = Connection(sock, MessageReader(Limits()), Journal(1).entry(0), 0, is_refused=False)
-    connection.begin(Message("ping", CALL, 1, Framing(False, "binary")))
-    connection.send(b"a reply")
-    sock.join()
-    assert seen == [True]
+# -- one connection ---------------------------------------------------------------------------------------------------
 
 
 class Payload:

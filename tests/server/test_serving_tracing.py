@@ -20,8 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from service import LocalServer
 from torchpipe_client import AsyncClient, Client, InferenceError
 from torchpipe_server import tracing
-from torchpipe_server.front.http import Routes
-from torchpipe_server.front.server import Served
+from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.options import Options
 from torchpipe_server.worker.worker import usual_service

@@ -7,26 +7,22 @@ import logging
 import socket
 from enum import Enum, auto
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
+from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
-from torchpipe_server.front.method import Cancellable, Service
+from torchpipe_server.front.services import Cancellable, Service, Services
+from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION
-
-if TYPE_CHECKING:
-    from torchpipe_server.front.server import Server
 
 logger = logging.getLogger("torchpipe_server")
 
 AHEAD_BYTES = 2**18  # that are read while a request is in work
-TELLING_BYTES = 5  # no request of any protocol is shorter
 LINGER_SECONDS = 2.0
 ENDED_SECONDS = 1.0  # after a client's last byte; what is still queued then is not computed
-REFUSED_SECONDS = 1.0  # for a client over the limit to ask, and so to be told
-
-_TEXT = frozenset(b"\t\r\n" + bytes(range(0x20, 0x7F)))
+REFUSED_SECONDS = 1.0  # for a client over the limit to ask, so that it can be answered
 
 
 class State(Enum):
@@ -36,10 +32,32 @@ class State(Enum):
     LEAVING = auto()  # the same, until the connection is idle: then this process closes it, or lets go of it
     CLOSING = auto()  # nothing more is read; what was read is answered
     LINGERING = auto()  # all is written; what the client still sends is discarded, so that it reads the reply
-    CLOSED = auto()  # the socket is not ours any more
+    CLOSED = auto()  # the socket is not this process's any more
 
 
 OPEN, LEAVING, CLOSING, LINGERING, CLOSED = State
+
+
+class Owner(Protocol):
+    """What a connection needs of the `Server` that it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    services: Services
+    options: Options
+    counters: RequestCounters
+    received: memoryview
+    held_bytes: int
+
+    @property
+    def is_ending(self) -> bool: ...
+
+    def bound_memory(self) -> None: ...
+
+    def answer(self, call: Call, data: bytes, method: str, outcome: str) -> None: ...
+
+    def let_leave(self, connection: Connection) -> None: ...
+
+    def forget(self, connection: Connection, is_closed: bool) -> None: ...
 
 
 class Call:
@@ -55,7 +73,7 @@ class Call:
 
     def done(self, result: Any) -> None:
         """Answer with the result, or with the exception there is in its place."""
-        self.connection.server.answer(self, *self.service.reply(self.message, result))
+        self.connection.owner.answer(self, *self.service.reply(self.message, result))
 
     def expire(self) -> None:
         """Its deadline is over."""
@@ -93,17 +111,17 @@ class Connection(asyncio.BufferedProtocol):
 
     __slots__ = (
         "_base", "_is_scheduled", "_marks", "call", "ended_at", "entry", "is_full", "is_reading", "is_refused",
-        "last_active", "message_since", "reader", "server", "service", "slot", "sock", "state", "transport",
+        "last_active", "message_since", "owner", "reader", "service", "slot", "sock", "state", "transport",
     )  # fmt: skip
 
-    def __init__(self, server: Server, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
-        self.server, self.sock, self.slot, self.entry = server, sock, slot, entry
+    def __init__(self, owner: Owner, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
+        self.owner, self.sock, self.slot, self.entry = owner, sock, slot, entry
         self._marks, self._base = entry.view, entry.base
         self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
         self.state = OPEN
         self.transport: Any = None
         self.service: Service | None = None  # until the first bytes have told the protocol
-        self.reader: Any = _Start(self)
+        self.reader: Any = _NoReader()
         self.call: Call | None = None
         self.is_full = False  # a part of a reply is still to be written
         self.is_reading = True
@@ -122,26 +140,29 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
         elif self.state is CLOSING:
             self.go_on()
-        elif self.server.is_ending:
+        elif self.owner.is_ending:
             self.leave()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         self._marks[self._base] = TOUCHED
-        return self.server.received
+        return self.owner.received
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.state is CLOSED or self.state is LINGERING:
+        if self.state is not OPEN and self.state is not LEAVING:
             return
-        server = self.server
-        server.held_bytes += nbytes
-        if server.held_bytes > server.options.max_held_bytes:
-            server.loop.call_soon(server.bound_memory)
+        owner = self.owner
+        owner.held_bytes += nbytes
         try:
-            self.reader.feed(bytes(server.received[:nbytes]))
+            self.reader.feed(bytes(owner.received[:nbytes]))
+            if self.service is None:
+                self._choose_service()
             if self.call is None and not self.is_full:
                 self.advance()
             elif self.reader.pending_bytes > AHEAD_BYTES:
                 self._read(False)
+            # NOTE: now, not in the loop's next round: uvloop reads several times in one.
+            if owner.held_bytes > owner.options.max_held_bytes:
+                owner.bound_memory()
         except Exception:
             self.fail()
 
@@ -156,7 +177,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.is_full = True
-        self.server.held_bytes += self.transport.get_write_buffer_size()
+        self.owner.held_bytes += self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         self.is_full = False
@@ -222,7 +243,9 @@ class Connection(asyncio.BufferedProtocol):
         elif not self.message_since:
             self.message_since = monotonic()
         if reader.is_paused:
-            self._schedule()
+            if not self._is_scheduled:
+                self._is_scheduled = True
+                self.owner.loop.call_soon(self.go_on)
         elif self.state is CLOSING:
             self._linger()
         else:
@@ -234,34 +257,34 @@ class Connection(asyncio.BufferedProtocol):
                 self.leave()
 
     def _begin(self, message: Any) -> None:
-        reader, service = self.reader, self.service
+        reader, service, owner = self.reader, self.service, self.owner
         assert service is not None
         # NOTE: the call keeps what the answer needs. An image is not kept until then.
         self.call = call = Call(self, service, message.head or message, message.size, monotonic())
         self.last_active = call.began
+        owner.held_bytes += message.size  # what was read may take more memory than it had bytes
         self.entry.begin(message)
         if not reader.pending_bytes:
             self._marks[self._base] = CLEAN
         if message.is_last:
             self.close_when_answered()
-        server = self.server
         try:
             method, args = service.decode(message)
             if self.is_refused:
-                self.reader = _OVER
+                self.reader = _NoReader()
                 self.close_when_answered()
-                most = counted(server.options.max_connections, "connection")
+                most = counted(owner.options.max_connections, "connection")
                 raise Overloaded(f"more than {most}", retry_after_ms=1000)
-            if server.counters.is_logging:
+            if owner.counters.is_logging:
                 call.request_id = method.request_id(args)
             ticket = method.start(args, call.done)
-        except BaseException as error:  # code of the user's own may raise ``SystemExit``, and others' requests are here
+        except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
             call.done(error)
             return
         if ticket is not None:
             call.ticket, deadline = ticket, ticket.deadline
             if deadline is not None:
-                call.timer = server.loop.call_later(max(0.0, deadline - perf_counter()), call.expire)
+                call.timer = owner.loop.call_later(max(0.0, deadline - perf_counter()), call.expire)
 
     def answered(self, call: Call, data: bytes, now: float) -> None:
         """The request in work has its reply."""
@@ -283,8 +306,9 @@ class Connection(asyncio.BufferedProtocol):
         """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""
         self.reader.abandon(error)
         if self.call is not None or self.is_full:
-            return  # `next` raises it, once what came before is answered
-        request, self.reader = self.reader.request, _OVER
+            self.close_when_answered()  # and `next` raises it, once what came before is answered
+            return
+        request, self.reader = self.reader.request, _NoReader()
         self.message_since = 0.0
         self.close_when_answered()
         if request is None:
@@ -305,14 +329,10 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is OPEN:
             self.state = LEAVING
         if self.state is LEAVING and self.transport is not None and self.is_idle:
-            self.server.let_leave(self)
-
-    def see_off(self) -> None:
-        """Its last answer is written; close it once its client has had the time to read it."""
-        self.state = CLOSING
+            self.owner.let_leave(self)
 
     def _linger(self) -> None:
-        """Everything is said: the client gets the time to read it before the reset."""
+        """Everything is written: the client gets the time to read it before the reset."""
         if self.ended_at or self.transport.is_closing():
             self.drop()
             return
@@ -328,7 +348,6 @@ class Connection(asyncio.BufferedProtocol):
         """Close it: nobody listens any more. What was asked for and is still queued is not computed."""
         if self.state is CLOSED:
             return
-        self.state = CLOSED
         try:
             self.sock.shutdown(socket.SHUT_RDWR)  # others hold copies of it
         except OSError:
@@ -336,19 +355,19 @@ class Connection(asyncio.BufferedProtocol):
         call = self._let_go()
         if call is not None:
             call.cancel()
-        self.server.forget(self, True)
+        self.owner.forget(self, True)
 
     def abandon(self) -> None:
         """Close this process's copy of the socket, on which another one goes on: a reply that is made is not sent."""
         if self.state is not CLOSED:
-            self.state = CLOSED
             call = self._let_go()
             if call is not None:
                 call.over()
 
     def _let_go(self) -> Call | None:
+        self.state = CLOSED
         call, self.call = self.call, None
-        self.reader = _OVER
+        self.reader = _NoReader()
         if self.transport is not None:
             self.transport.abort()
         return call
@@ -358,7 +377,7 @@ class Connection(asyncio.BufferedProtocol):
     def check_time(self, now: float) -> None:
         """Enforce the limits that are a matter of time."""
         self.entry.remember(self.message_since or self.last_active)
-        seconds, silent = self.server.options.message_seconds, now - self.last_active
+        seconds, silent = self.owner.options.message_seconds, now - self.last_active
         if self.state is LINGERING:
             is_over = silent >= LINGER_SECONDS
         elif self.is_full:
@@ -372,7 +391,7 @@ class Connection(asyncio.BufferedProtocol):
             if self.is_reading and now - self.message_since > seconds:
                 self.refuse(ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
         else:
-            is_over = 0 < self.server.options.idle_seconds < silent or (self.is_refused and silent > REFUSED_SECONDS)
+            is_over = 0 < self.owner.options.idle_seconds < silent or (self.is_refused and silent > REFUSED_SECONDS)
             # NOTE: a buffer may have been asked for without any bytes for it.
             if self._marks[self._base] == TOUCHED and self.state in (OPEN, LEAVING) and self.is_idle:
                 self._marks[self._base] = CLEAN
@@ -380,6 +399,14 @@ class Connection(asyncio.BufferedProtocol):
             self.drop()
 
     # -- small parts --------------------------------------------------------------------------------------------
+
+    def _choose_service(self) -> None:
+        """Read on as the protocol does that the first bytes tell, if they do."""
+        start = self.reader.data
+        self.service = self.owner.services.of(start)
+        if self.service is not None:
+            self.reader = self.service.reader()
+            self.reader.feed(start)
 
     def _read(self, is_wanted: bool) -> None:
         if is_wanted is not self.is_reading and self.transport is not None and not self.transport.is_closing():
@@ -391,61 +418,25 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self.transport.pause_reading()
 
-    def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self.server.loop.call_soon(self.go_on)
 
-
-class _Start:
-    """The reader of a new connection, until the first bytes tell which protocol's reader takes over."""
+class _NoReader:
+    """Of a connection whose protocol is not known yet, or on which nothing more is read."""
 
     request = None
-    awaits_invitation = is_paused = is_over = False
+    awaits_invitation = is_paused = False
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._data = connection, b""
+    def __init__(self) -> None:
+        self.data = b""
 
     @property
     def pending_bytes(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
     def feed(self, data: bytes) -> None:
-        self._data += data
-        start = self._data[:TELLING_BYTES]
-        is_text = _TEXT.issuperset(start)
-        # Text is HTTP: it would be a name of 150 MB and more, or a frame, in which the fifth byte is none.
-        if len(start) < TELLING_BYTES and is_text:
-            return
-        connection = self._connection
-        services = connection.server.services
-        connection.service = services.http if is_text else services.thrift
-        connection.reader = connection.service.reader()
-        connection.reader.feed(self._data)
+        self.data += data
 
     def next(self) -> None:
-        return None
+        """There is no message."""
 
     def abandon(self, error: ProtocolError) -> None:
-        self._data = b""
-
-
-class _Over:
-    """The reader of a connection that is closed."""
-
-    request = None
-    pending_bytes = 0
-    awaits_invitation = is_paused = False
-    is_over = True
-
-    def feed(self, data: bytes) -> None:
-        """Nobody wants it."""
-
-    def next(self) -> None:
-        """There is none."""
-
-    def abandon(self, error: ProtocolError) -> None:
-        """There is nothing."""
-
-
-_OVER = _Over()
+        self.data = b""

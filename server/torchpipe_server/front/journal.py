@@ -8,12 +8,15 @@ are idle, and since when, so that the supervisor can close one without asking it
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop
+from multiprocessing import reduction
 from struct import Struct
 from typing import Any, NamedTuple
 
-from torchpipe_server.front.memory import SharedMemory
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift import Framing, Message
 
@@ -35,6 +38,33 @@ _PROTOCOLS: list[Any] = [
     HttpRequest.protocol,
 ]
 _CODES = {protocol: index for index, protocol in enumerate(_PROTOCOLS)}
+
+
+class SharedMemory:
+    """``size`` bytes, zero at first, in a file without a name; a child process that is started with them shares them.
+
+    Nobody can make the file shorter: that would end whoever looks at it.
+    """
+
+    def __init__(self, name: str, size: int, fd: int | None = None) -> None:
+        self._name, self._size = name, size
+        if fd is None:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._fd = fd
+        self.view = memoryview(mmap.mmap(fd, size))
+
+    def __reduce__(self) -> Any:
+        return _attach, (self._name, self._size, reduction.DupFd(self._fd))
+
+    def close(self) -> None:
+        """Give the descriptor back, after which no further process can share the bytes; ``view`` stays."""
+        os.close(self._fd)
+
+
+def _attach(name: str, size: int, fd: Any) -> SharedMemory:
+    return SharedMemory(name, size, fd.detach())
 
 
 class LastState(NamedTuple):

@@ -7,66 +7,24 @@ import itertools
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
-from typing import NamedTuple
 
 from torchpipe_py.errors import Overloaded, counted
 from torchpipe_server.front.connection import CLOSED, Call, Connection
 from torchpipe_server.front.counters import RequestCounters
-from torchpipe_server.front.http import HttpService, Routes
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every
-from torchpipe_server.front.method import Method, Service
-from torchpipe_server.front.thrift import ThriftService
+from torchpipe_server.front.services import Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.thrift import Limits
 
 logger = logging.getLogger("torchpipe_server")
 
 # Below malloc's threshold for mapping memory anew each time. What a round reads of a connection is bounded by it, too.
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
-
-
-class Served(NamedTuple):
-    """What a port answers: Thrift's methods, HTTP's routes."""
-
-    methods: Mapping[str, Method]
-    routes: Routes
-
-    def names_with_pipe(self) -> frozenset[str]:
-        """What calls that run the pipe are counted as."""
-        named = [*self.methods.items(), *self.routes.methods()]
-        return frozenset(name for name, method in named if method.trace_fields is not None)
-
-
-class Services(NamedTuple):
-    """A port's protocols."""
-
-    thrift: Service
-    http: Service
-
-
-def limits_of(options: Options) -> Limits:
-    """What a Thrift message may hold."""
-    return Limits(
-        message_bytes=options.max_message_bytes,
-        string_bytes=options.max_message_bytes,
-        text_bytes=options.max_text_bytes,
-        items=options.max_items,
-        depth=options.max_depth,
-    )
-
-
-def services_of(served: Served, options: Options) -> Services:
-    """What answers, within the limits of the options."""
-    return Services(
-        ThriftService(served.methods, limits_of(options), options.max_reply_bytes),
-        HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
-    )
 
 
 class Server:
@@ -109,7 +67,7 @@ class Server:
     def _add(self, connection: Connection) -> None:
         self._connections.add(connection)
         task = self.loop.create_task(self._connect(connection))
-        self._adopting.add(task)
+        self._adopting.add(task)  # the loop keeps no reference
         task.add_done_callback(self._adopting.discard)
 
     async def _connect(self, connection: Connection) -> None:

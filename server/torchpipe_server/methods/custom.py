@@ -15,8 +15,7 @@ from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import reason
-from torchpipe_server.front.http import METHODS, Route, json_answer, route
-from torchpipe_server.front.method import OK, Done, Method, trace_fields
+from torchpipe_server.front.services import METHODS, OK, Done, Method, Route, json_answer, route, trace_fields
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 Data = dict[str, Any]

@@ -10,8 +10,7 @@ from torchpipe_py import pipe
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import answer_of, read_request
-from torchpipe_server.front.http import JSON, Route, json_answer, route
-from torchpipe_server.front.method import Cancellable, Done, reply_bound
+from torchpipe_server.front.services import JSON, Cancellable, Done, Route, json_answer, reply_bound, route
 from torchpipe_server.methods.openapi import openapi
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 

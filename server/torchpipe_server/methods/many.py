@@ -12,7 +12,7 @@ from typing import Any
 
 from torchpipe_py import Overloaded, pipe
 from torchpipe_py.errors import counted
-from torchpipe_server.front.method import Cancellable
+from torchpipe_server.front.services import Cancellable
 
 ROUNDS = 24
 """How often the images in the pipe could fill every instance: batches of one shape are full beside those of others."""

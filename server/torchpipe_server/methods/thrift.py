@@ -9,7 +9,7 @@ from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.wire.errors import ReplyTooLargeError, told
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
-from torchpipe_server.front.method import OK, Cancellable, Done, Method, reply_bound, trace_fields
+from torchpipe_server.front.services import OK, Cancellable, Done, Method, reply_bound, trace_fields
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
 from torchpipe_server.methods.many import Turns
 

@@ -12,7 +12,8 @@ from typing import Any
 from torchpipe_py.errors import WorkerDied
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
-from torchpipe_server.front.server import Server, limits_of
+from torchpipe_server.front.server import Server
+from torchpipe_server.front.services import limits_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.children.child import Child

@@ -8,11 +8,8 @@ from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.wire.errors import describe_error
-from torchpipe_server.front.http import HttpService, Route, Routes
 from torchpipe_server.front.loop import Loop
-from torchpipe_server.front.method import Done, Method
-from torchpipe_server.front.server import Services
-from torchpipe_server.front.thrift import ThriftService
+from torchpipe_server.front.services import Done, HttpService, Method, Route, Routes, Services, ThriftService
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift import Limits
 
@@ -60,7 +57,7 @@ class Fallback:
 
 
 class _Methods(dict[str, Method]):
-    """With an entry for every name."""
+    """With a method for every name; ``in`` knows the service's own names."""
 
     def __init__(self, known: Mapping[str, Method], other: Method) -> None:
         super().__init__(known)
@@ -68,9 +65,6 @@ class _Methods(dict[str, Method]):
 
     def get(self, name: str, default: Any = None) -> Any:
         return super().get(name, self._other)
-
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 class _AnyRoute(Routes):

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RouteError
-from torchpipe_server.front.http import HttpService, Routes, code_of, route
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
-from torchpipe_server.front.method import Done
-from torchpipe_server.front.server import Server, Services
+from torchpipe_server.front.server import Server
+from torchpipe_server.front.services import Done, HttpService, Routes, Services, code_of, route
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render

@@ -3,19 +3,20 @@
 A client speaks one of the framings (buffered, which puts nothing around a message, or framed) and one of the protocols
 (binary, binary without a version as old clients write it, compact); the first bytes tell which.
 
-One walk over a message bounds every size in it, finds its end and makes its arguments. thriftpy2 does not read: where
-the type of a map's elements differs from the declared one it takes the bytes for what was declared, so that unchecked
-lengths reach its C code; and it does not notice missing required fields.
+One walk over a message bounds every size in it, finds its end and makes its arguments. thriftpy2 only writes: reading,
+it takes a map's elements for what was declared, whatever their type on the wire, so that unchecked lengths reach its C
+code; and it does not notice missing required fields.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import thriftpy2.transport
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
@@ -27,15 +28,12 @@ from torchpipe_server.wire.errors import ProtocolError
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
-HEADER_BYTES = NAME_BYTES + 16  # no header is longer
-SLICE_STEPS = 256  # of one walk: 0.2 to 0.5 ms
+SLICE_STEPS = 256  # values of one walk before it pauses: 0.2 to 0.5 ms
 I32_VARINT, I64_VARINT = 5, 10  # bytes at most
 TEXT_BYTES = 4  # that a byte of a text takes as Python keeps it, at most
 ITEM_BYTES = 256  # that an item takes besides its contents: its part of an object, of a tensor or of a request
 
-_VERSION_CALL = 0x80010001
-_u32, _i32, _version_and_size = Struct(">I"), Struct(">i"), Struct(">Ii")
-_little_double = Struct("<d")
+_u32, _i32, _i16 = Struct(">I"), Struct(">i"), Struct(">h")
 _MemoryBuffer = getattr(thriftpy2.transport, "TCyMemoryBuffer", thriftpy2.transport.TMemoryBuffer)
 try:
     from thriftpy2.protocol.cybin import TCyBinaryProtocol as _BinaryWriter
@@ -115,153 +113,17 @@ class Message:
         return _encode(self, EXCEPTION, error)
 
 
-# -- what stands before the arguments -------------------------------------------------------------------------------
-
-
-def endless(kind: str, limits: Limits) -> ProtocolError:
-    """The error for a message that goes on after its frame, or after the limit where it has none."""
-    if kind == "too_large":
-        return ProtocolError(kind, f"the message has more than {limits.message_bytes} bytes (--max-message-bytes)")
-    return ProtocolError(kind, "the message goes on after the end of its frame")
-
-
-def read_varint(buffer: Any, at: int, end: int, max_bytes: int) -> tuple[int, int]:
-    """The unsigned number at `at` and the position after it, which is 0 if the number goes on after `end`."""
-    if at < end and buffer[at] < 0x80:
-        return buffer[at], at + 1
-    value = shift = 0
-    for position in range(at, min(end, at + max_bytes)):
-        byte = buffer[position]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position + 1
-        shift += 7
-    if end - at >= max_bytes:
-        raise ProtocolError("bad_varint", f"a number is longer than {max_bytes} bytes")
-    return 0, 0
-
-
-def read_size(buffer: Any, at: int, end: int) -> tuple[int, int]:
-    """As `read_varint`, of a signed 32-bit size."""
-    size, at = read_varint(buffer, at, end, I32_VARINT)
-    if size >= 2**31:
-        raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
-    return size, at
-
-
-def detect(buffer: Any, start: int, end: int) -> Framing | None:
-    """What a stream that begins so is written in, None while it may be several. Raises `ProtocolError`."""
-    size = end - start
-    if size == 0:
-        return None
-    first = buffer[start]
-    if first == 0x82:
-        return Framing(False, "compact")
-    if first == 0x80:
-        if size == 1:
-            return None
-        if buffer[start + 1] == 0x01:
-            return Framing(False, "binary")
-    if first >= 0x80:
-        raise ProtocolError("not_thrift", f"a stream that begins with {first:#04x}")
-    if size < 4:
-        return None
-    length = _u32.unpack_from(buffer, start)[0]
-    if length == 0:
-        raise ProtocolError("not_thrift", "a stream that begins with a zero length")
-    if size == 4:
-        return None
-    fifth = buffer[start + 4]
-    if fifth == 0x80:
-        return Framing(True, "binary")
-    if fifth == 0x82:
-        return Framing(True, "compact")
-    if fifth == 0x00:  # of the length of a name
-        return Framing(True, "binary_old")
-    if length <= NAME_BYTES and 0x20 < fifth < 0x7F:
-        return Framing(False, "binary_old")
-    raise ProtocolError("not_thrift", f"a stream that begins with {bytes(buffer[start : start + 5])!r}")
-
-
-Header = tuple[str, bool, int, int]
-"""Name, whether it is oneway, sequence number, and where the arguments begin."""
-
-
-def read_header(protocol: str, buffer: Any, start: int, end: int) -> Header | None:
-    """What stands there; ``None`` if it is not all there yet. Raises `ProtocolError`."""
-    if protocol == "compact":
-        return _compact_header(buffer, start, end)
-    if protocol == "binary":
-        if end - start < 8:
-            return None
-        version, size = _version_and_size.unpack_from(buffer, start)
-        if version >> 16 != 0x8001:
-            raise ProtocolError("bad_version", f"a message that begins with {version:#010x}")
-        _check_name_size(size)
-        at = start + 8 + size
-        if at + 4 > end:
-            return None
-        return _name(buffer, start + 8, at), _is_oneway(version & 0xFF), _i32.unpack_from(buffer, at)[0], at + 4
-    if end - start < 4:
-        return None
-    size = _i32.unpack_from(buffer, start)[0]
-    _check_name_size(size)
-    at = start + 4 + size
-    if at + 5 > end:
-        return None
-    return _name(buffer, start + 4, at), _is_oneway(buffer[at]), _i32.unpack_from(buffer, at + 1)[0], at + 5
-
-
-def _compact_header(buffer: Any, start: int, end: int) -> Header | None:
-    if end - start < 2:
-        return None
-    head = buffer[start + 1]
-    if buffer[start] != 0x82 or head & 0x1F != 1:
-        raise ProtocolError("bad_version", f"a message that begins with {buffer[start]:#04x}, {head:#04x}")
-    seqid, at = read_varint(buffer, start + 2, end, I32_VARINT)
-    if not at:
-        return None
-    if seqid >= 2**32:
-        raise ProtocolError("bad_varint", "a sequence number of more than 32 bits")
-    size, at = read_size(buffer, at, end)
-    if not at:
-        return None
-    _check_name_size(size)
-    if at + size > end:
-        return None
-    signed = seqid if seqid < 2**31 else seqid - 2**32
-    return _name(buffer, at, at + size), _is_oneway(head >> 5), signed, at + size
-
-
-def _check_name_size(size: int) -> None:
-    if not 0 < size <= NAME_BYTES:
-        raise ProtocolError("negative_size" if size < 0 else "bad_message", f"a method's name of {size} bytes")
-
-
-def _name(buffer: Any, start: int, end: int) -> str:
-    try:
-        return str(buffer[start:end], "utf-8")
-    except UnicodeDecodeError:
-        raise ProtocolError("bad_message", "a method's name is not UTF-8") from None
-
-
-def _is_oneway(code: int) -> bool:
-    if code not in (CALL, ONEWAY):
-        raise ProtocolError("bad_message", f"a message of type {code} is no call")
-    return code == ONEWAY
-
-
 # -- what a method's arguments look like ----------------------------------------------------------------------------
 
 _WIRE_OF_COMPACT = {2: 1, 3: 3, 4: 7, 6: 4, 8: 5, 10: 6, 11: 8, 12: 12, 13: 11, 14: 10, 15: 9, TType.BINARY: 8}
 
 
 class _Struct:
-    """A class made by thriftpy2; ``fields[number]`` is (type on the wire, name, spec of the value)."""
+    """A class made by thriftpy2; ``fields[number]`` is (type on the wire, name, spec of the value, its name)."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
-        self.fields: dict[int, tuple[int, str, Any]] = {}
+        self.fields: dict[int, tuple[int, str, Any, str]] = {}
         self.required = [field[1] for field in cls.thrift_spec.values() if field[-1]]  # type: ignore[attr-defined]
 
 
@@ -288,7 +150,7 @@ class Specs:
             found = self._structs[cls] = _Struct(cls)
             for number, field in cls.thrift_spec.items():  # type: ignore[attr-defined]
                 wire, spec = self._value(field[0], field[2] if len(field) > 3 else None)
-                found.fields[number] = wire, field[1], spec
+                found.fields[number] = wire, field[1], spec, f"{cls.__name__}.{field[1]}"
         return found
 
     def _value(self, ttype: int, inner: Any) -> tuple[int, Any]:
@@ -296,18 +158,15 @@ class Specs:
         spec: Any = ttype
         if ttype == TType.STRUCT:
             spec = self.struct(inner)
-        elif ttype in (TType.LIST, TType.SET):
-            wire, element = self._element(inner)
-            spec = _Container(list, (wire, wire), (element, element))
-        elif ttype == TType.MAP:
-            pairs = self._element(inner[0]), self._element(inner[1])
-            spec = _Container(dict, (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1]))
+        elif ttype in (TType.LIST, TType.SET, TType.MAP):
+            kinds = inner if ttype == TType.MAP else (inner, inner)
+            wires, specs = zip(
+                *(self._value(*(kind if isinstance(kind, tuple) else (kind, None))) for kind in kinds), strict=True
+            )
+            spec = _Container(dict if ttype == TType.MAP else list, wires, specs)
         if self._is_compact:
             return _WIRE_OF_COMPACT[ttype], spec
         return TType.STRING if ttype == TType.BINARY else ttype, spec
-
-    def _element(self, inner: Any) -> tuple[int, Any]:
-        return self._value(*inner) if isinstance(inner, tuple) else self._value(inner, None)
 
 
 # -- the walk -------------------------------------------------------------------------------------------------------
@@ -315,304 +174,48 @@ class Specs:
 # What a type on the wire is: a size in bytes where that is fixed, else one of these.
 _BAD, _VARINT, _STRING, _STRUCT, _MAP, _LIST = range(-1, -7, -1)
 _BINARY = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8, 11: _STRING, 12: _STRUCT, 13: _MAP, 14: _LIST, 15: _LIST}
-_COMPACT = {1: 1, 2: 1, 3: 1, 4: _VARINT, 5: _VARINT, 6: _VARINT, 7: 8, 8: _STRING, 9: _LIST, 10: _LIST} | {
-    11: _MAP,
-    12: _STRUCT,
-}
-_BINARY_KINDS = [_BINARY.get(wire, _BAD) for wire in range(256)]
-_COMPACT_KINDS = [_COMPACT.get(wire, _BAD) for wire in range(16)]
-_NUMBERS: dict[int, Callable[..., tuple[Any, ...]]] = {
+_COMPACT = {
+    1: 1, 2: 1, 3: 1, 4: _VARINT, 5: _VARINT, 6: _VARINT, 7: 8, 8: _STRING, 9: _LIST, 10: _LIST, 11: _MAP, 12: _STRUCT,
+}  # fmt: skip
+_KINDS_OF_BINARY = [_BINARY.get(wire, _BAD) for wire in range(256)]
+_KINDS_OF_COMPACT = [_COMPACT.get(wire, _BAD) for wire in range(16)]
+_BITS = {4: 16, 5: 32, 6: 64}  # of the compact protocol's integers
+_NUMBERS = {
     wire: Struct(form).unpack_from for wire, form in {2: ">?", 3: ">b", 4: ">d", 6: ">h", 8: ">i", 10: ">q"}.items()
 }
-_BITS = {4: 16, 5: 32, 6: 64}  # of the compact protocol's integers
+_NUMBERS_OF_COMPACT = {wire: Struct(form).unpack_from for wire, form in {3: "<b", 7: "<d"}.items()}
+
+Walk = Generator[int, None, Any]
+"""A part of the walk over a message. It yields how long the buffer must be for it to go on, 0 where it only pauses."""
 
 
-class _Frame:
-    """A struct or container that is not over. ``made`` is None where nobody wants it.
-
-    left: elements to come, of a map keys and values; negative in a struct. number: of a struct's last field.
-    """
-
-    __slots__ = ("key", "left", "made", "name", "number", "specs", "struct", "wires")
-
-    def __init__(
-        self, left: int, made: Any, struct: _Struct | None, wires: Any = (), specs: Any = (None, None)
-    ) -> None:
-        self.left, self.made, self.struct, self.wires, self.specs = left, made, struct, wires, specs
-        self.number = 0
-        self.name = ""  # of the struct's field that is being read
-        self.key: Any = None
-
-    def put(self, value: Any) -> None:
-        """The next value is this."""
-        left, made = self.left, self.made
-        if left < 0:
-            if made is not None and self.name:
-                setattr(made, self.name, value)
-            return
-        self.left = left - 1
-        if made is None:
-            return
-        if type(made) is list:
-            made.append(value)
-        elif left & 1:
-            made[self.key] = value
-        else:
-            self.key = value
-
-
-class Walker:
-    """A walk over the arguments struct of one message, which arrives in pieces.
-
-    `walk` does not look again at what it passed: an interruption repeats at most one field header.
-    """
-
-    def __init__(self, limits: Limits, is_compact: bool, struct: _Struct | None, pos: int, end: int, kind: str) -> None:
-        """The struct begins at ``pos``; it is an error of this kind not to end until ``end``."""
-        self._limits, self._is_compact, self._beyond = limits, is_compact, kind
-        self.pos, self.limit = pos, end
-        self.items = self.text_bytes = 0
-        self.args = None if struct is None else struct.cls()
-        self.error: Exception | None = None  # what is wrong with the arguments, first
-        self.is_paused = False
-        self.needed = 0  # bytes that must have arrived before another walk is worth it
-        self._stack = [_Frame(-1, self.args, struct)]
-
-    def walk(self, view: memoryview, end: int) -> bool:
-        """Walk up to ``end``; True when the struct has ended, at `pos`. Raises `ProtocolError`.
-
-        After ``SLICE_STEPS`` it pauses: `is_paused` tells that another call goes on with the same bytes.
-        """
-        is_compact, stack = self._is_compact, self._stack
-        kinds = _COMPACT_KINDS if is_compact else _BINARY_KINDS
-        pos, frame, end = self.pos, stack[-1], min(end, self.limit)
-        self.is_paused = False
-        needed = 0
-        for _ in range(SLICE_STEPS):
-            if not frame.left:
-                stack.pop()
-                value, frame = frame.made, stack[-1]
-                frame.put(value)
-                continue
-            if frame.left > 0:
-                at, is_second = pos, frame.left & 1
-                wire, spec = frame.wires[is_second], frame.specs[is_second]
-            else:
-                if pos >= end:
-                    break
-                head, number, at = view[pos], 0, pos + 3
-                wire = head & 15 if is_compact else head
-                if not wire:
-                    pos += 1
-                    self._end(frame)
-                    if len(stack) == 1:
-                        self.pos = pos
-                        return True
-                    stack.pop()
-                    value, frame = frame.made, stack[-1]
-                    frame.put(value)
-                    continue
-                if not is_compact:
-                    if at > end:
-                        break
-                    number = (view[pos + 1] << 8 | view[pos + 2]) ^ 0x8000
-                    number -= 0x8000
-                elif head >= 16:
-                    number, at = frame.number + (head >> 4), pos + 1
-                else:
-                    zigzag, at = read_varint(view, pos + 1, end, I32_VARINT)
-                    if not at:
-                        break
-                    number = (zigzag >> 1) ^ -(zigzag & 1)
-                spec = self._field(frame, number, wire)
-                if is_compact and wire < 3:  # the type of a bool field is its value
-                    self._count(1)
-                    frame.number, pos = number, at
-                    if spec is not None:
-                        frame.put(wire == 1)
-                    continue
-
-            kind = kinds[wire]
-            value = None
-            if kind == _STRING:
-                if is_compact:
-                    size, body = read_size(view, at, end)
-                    if not body:
-                        break
-                else:
-                    body = at + 4
-                    if body > end:
-                        break
-                    size = _i32.unpack_from(view, at)[0]
-                if not 0 <= size <= self._limits.string_bytes:
-                    self._refuse_string(size)
-                at = body + size
-                if at > end:
-                    needed = at
-                    break
-                if spec is not None:
-                    value = bytes(view[body:at]) if spec == TType.BINARY else self._text(frame, view[body:at])
-            elif kind > 0:
-                if at + kind > end:
-                    needed = at + kind
-                    break
-                if spec is not None:
-                    value = _compact_number(wire, view, at) if is_compact else _NUMBERS[wire](view, at)[0]
-                at += kind
-            elif kind == _VARINT:
-                zigzag, after = read_varint(view, at, end, I64_VARINT)
-                if not after:
-                    break
-                at = after
-                if spec is not None:
-                    value = (zigzag >> 1) ^ -(zigzag & 1)
-                    if zigzag >> _BITS[wire]:
-                        self._blame(f"a number of more than {_BITS[wire]} bits")
-            elif kind == _BAD:
-                raise ProtocolError("bad_type", f"type {wire}")
-            else:
-                if len(stack) + 1 > self._limits.depth:
-                    most = self._limits.depth
-                    raise ProtocolError("too_deep", f"more than {most} nested structs and containers (--max-depth)")
-                inner, after = self._begin(kind, spec, view, at, end)
-                if inner is None:
-                    break
-                if frame.left < 0:
-                    self._count(1)
-                    frame.number = number
-                pos, frame = after, inner
-                stack.append(frame)
-                continue
-            if frame.left < 0:
-                self._count(1)
-                frame.number, pos = number, at
-                if spec is not None:
-                    frame.put(value)
-            else:
-                pos = at
-                frame.put(value)
-        else:
-            self.is_paused = True
-        if max(pos, needed) > self.limit or (end >= self.limit and not self.is_paused):
-            raise endless(self._beyond, self._limits)
-        self.pos, self.needed = pos, needed
-        return False
-
-    def _begin(self, kind: int, spec: Any, view: memoryview, at: int, end: int) -> tuple[_Frame | None, int]:
-        """A struct or a container begins there: its frame, and where its first part is; none while more is needed."""
-        if kind == _STRUCT:
-            return _Frame(-1, None if spec is None else spec.cls(), spec), at
-        is_map = kind == _MAP
-        if self._is_compact:
-            size, key, value, at = _compact_container(view, at, end, is_map)
-            if not at:
-                return None, 0
-            key, value = (1 if one == 2 else one for one in (key, value))
-        else:
-            after = at + 5 + is_map
-            if after > end:
-                return None, 0
-            size, key, value, at = _i32.unpack_from(view, after - 4)[0], view[at], view[after - 5], after
-        if size < 0:
-            raise ProtocolError("negative_size", f"a container of {size} elements")
-        self._count(size)
-        kinds = _COMPACT_KINDS if self._is_compact else _BINARY_KINDS
-        if size and _BAD in (kinds[key], kinds[value]):
-            raise ProtocolError("bad_type", f"a container of types {key}, {value}")
-        if spec is not None and size and spec.wires != (key, value):
-            if is_map:
-                self._blame(f"a map of types {key}, {value}, not {spec.wires[0]}, {spec.wires[1]}")
-            else:
-                self._blame(f"a list of type {value}, not {spec.wires[0]}")
-            spec = None
-        # NOTE: of a map the number of parts to come is even before a key, odd before a value.
-        left = 2 * size if is_map else size
-        if spec is None:
-            if size and kinds[key] > 0 and kinds[value] > 0:
-                at, left = at + size * (kinds[key] + kinds[value] if is_map else kinds[value]), 0
-                if at > self.limit:
-                    raise endless(self._beyond, self._limits)
-            return _Frame(left, None, None, (key, value)), at
-        return _Frame(left, spec.make(), None, (key, value), spec.specs), at
-
-    def _field(self, frame: _Frame, number: int, wire: int) -> Any:
-        """The spec of a field's value; none where nobody wants it."""
-        frame.name = ""
-        field = None if frame.struct is None else frame.struct.fields.get(number)
-        if field is None or self.error is not None:
-            return None
-        expected, frame.name, spec = field
-        if wire != expected and (wire, expected, self._is_compact) != (2, 1, True):
-            self._blame(f"{frame.struct.cls.__name__}.{frame.name} is of type {wire}, not {expected}")  # type: ignore[union-attr]
-            return None
-        return spec
-
-    def _end(self, frame: _Frame) -> None:
-        """A struct is over."""
-        if frame.struct is not None:
-            for name in frame.struct.required:
-                if getattr(frame.made, name) is None:
-                    self._blame(f"{frame.struct.cls.__name__}.{name} is missing")
-
-    def _text(self, frame: _Frame, data: memoryview) -> str:
-        self.text_bytes += len(data)
-        most = self._limits.text_bytes
-        if self.text_bytes > most:
-            text = f"texts of {self.text_bytes} bytes or more; the limit is {most} (--max-text-bytes)"
-            self.error = self.error or TextTooLargeError(text)
-            return ""
-        try:
-            return str(data, "utf-8")
-        except UnicodeDecodeError:
-            while frame.struct is None:  # in a list or map
-                frame = self._stack[self._stack.index(frame) - 1]
-            self._blame(f"{frame.struct.cls.__name__}.{frame.name} is not UTF-8")
-            return ""
-
-    def _blame(self, text: str) -> None:
-        self.error = self.error or BadArgumentsError(text)
-
-    def _count(self, items: int) -> None:
-        self.items += items
-        if self.items > self._limits.items:
-            limit = self._limits.items
-            raise ProtocolError("too_large", f"more than {limit} fields and elements in a message (--max-items)")
-
-    def _refuse_string(self, size: int) -> NoReturn:
-        if size < 0:
-            raise ProtocolError("negative_size", f"a string of {size} bytes")
-        limit = self._limits.string_bytes
-        raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {limit} (--max-message-bytes)")
-
-
-def _compact_number(wire: int, view: memoryview, at: int) -> Any:
-    if wire == 7:
-        return _little_double.unpack_from(view, at)[0]
-    return view[at] == 1 if wire < 3 else (view[at] ^ 0x80) - 0x80
-
-
-def _compact_container(view: memoryview, at: int, end: int, is_map: bool) -> tuple[int, int, int, int]:
-    """Size, types of key and value (of a list: the same twice), and the position after the header, 0 if it goes on."""
-    if is_map:
-        size, at = read_size(view, at, end)
-        if size == 0 or not at:
-            return 0, 0, 0, at
-        if at >= end:
-            return 0, 0, 0, 0
-        return size, view[at] >> 4, view[at] & 15, at + 1
-    if at >= end:
-        return 0, 0, 0, 0
-    head = view[at]
-    if head < 0xF0:
-        return head >> 4, head & 15, head & 15, at + 1
-    size, at = read_size(view, at + 1, end)
-    return size, head & 15, head & 15, at
+def detect(buffer: bytes | bytearray) -> Framing | None:
+    """What a stream that begins so is written in; ``None`` while it may be several. Raises `ProtocolError`."""
+    start = bytes(buffer[:5])
+    if start.startswith(b"\x82"):
+        return Framing(False, "compact")
+    if start.startswith(b"\x80\x01"):
+        return Framing(False, "binary")
+    if start[:1] >= b"\x80" and start != b"\x80":
+        raise ProtocolError("not_thrift", f"a stream that begins with {start[0]:#04x}")
+    if start.startswith(bytes(4)):
+        raise ProtocolError("not_thrift", "a stream that begins with a zero length")
+    if len(start) < 5:
+        return None
+    length, fifth = _u32.unpack_from(start)[0], start[4]
+    framed = {0x80: "binary", 0x82: "compact", 0x00: "binary_old"}  # the last is of the length of a name
+    if fifth in framed:
+        return Framing(True, framed[fifth])
+    if length <= NAME_BYTES and 0x20 < fifth < 0x7F:
+        return Framing(False, "binary_old")
+    raise ProtocolError("not_thrift", f"a stream that begins with {start!r}")
 
 
 class ThriftReader:
     """Cuts a byte stream into messages. One per connection.
 
     ``args_of(name, is_compact)`` gives what the arguments of a method look like; none for one that there is not.
+    The walk over a message is a generator, which goes on where it was when more bytes have come.
     """
 
     awaits_invitation = is_over = False
@@ -620,38 +223,33 @@ class ThriftReader:
     def __init__(self, limits: Limits, args_of: Callable[[str, bool], _Struct | None]) -> None:
         self._limits, self._args_of = limits, args_of
         self._framing: Framing | None = None
+        self._is_compact = False
         self._buffer: bytes | bytearray = b""
-        self._at = 0  # the first byte in it that belongs to no message that was returned
-        self._header: Header | None = None  # of the unfinished message
-        self._walker: Walker | None = None
+        self._start = 0  # the first byte in it that belongs to no message that was returned
+        self._at = 0  # where the walk is
+        self._end = 0  # of what there is of the message
+        self._limit = sys.maxsize  # where the message must have ended
+        self._items = self._text_bytes = self._steps = 0
+        self._error: Exception | None = None  # what is wrong with the arguments, first
+        self._walk: Walk | None = None
+        self._needed = 0  # bytes that the buffer must have before the walk can go on
         self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
+        self.request: Message | None = None
+        """The unfinished message, once its header has arrived: an error can be answered by name."""
+        self.is_paused = False
+        """Whether the last `next` ended within a message of many items: another one goes on."""
 
     @property
     def pending_bytes(self) -> int:
         """Bytes held here that belong to no message that was returned."""
-        return len(self._buffer) - self._at
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the last `next` ended within a message of many items: another one goes on."""
-        return self._walker is not None and self._walker.is_paused
-
-    @property
-    def request(self) -> Message | None:
-        """The unfinished message, once its header has arrived: an error can be answered by name."""
-        if self._header is None or self._framing is None:
-            return None
-        name, is_oneway, seqid, _ = self._header
-        return Message(name, is_oneway, seqid, self._framing)
+        return len(self._buffer) - self._start
 
     def feed(self, data: bytes) -> None:
         """Take what was received."""
         if self._broken is not None:
             return
-        if self._at == len(self._buffer):
-            self._buffer, self._at = data, 0
-        elif self._header is None:
-            self._buffer, self._at = bytes(memoryview(self._buffer)[self._at :]) + data, 0
+        if self._walk is None:
+            self._buffer, self._start = self._buffer[self._start :] + data if self.pending_bytes else data, 0
         else:  # NOTE: positions in the message stay what they are.
             if isinstance(self._buffer, bytes):
                 self._buffer = bytearray(self._buffer)
@@ -661,73 +259,303 @@ class ThriftReader:
         """The next message; ``None`` if it is not whole. Raises `ProtocolError`, from then on each time."""
         if self._broken is not None:
             raise ProtocolError(*self._broken)
-        end = len(self._buffer)
-        if self._at == end or (self._walker is not None and self._walker.needed > end):
+        size = len(self._buffer)
+        if self._start == size or self._needed > size:
             return None
-        with memoryview(self._buffer) as view:
-            try:
-                return self._next(view, end)
-            except ProtocolError as error:
-                broken = error
+        if self._walk is None:
+            self._walk, self._limit = self._message(), sys.maxsize
+        self._end = min(size, self._limit)
+        try:
+            self._needed = next(self._walk)
+        except StopIteration as stop:
+            message: Message = stop.value
+            self._start, self._walk, self._needed, self.request, self.is_paused = self._at, None, 0, None, False
+            return message
+        except ProtocolError as error:
+            broken = error
+        except RecursionError:
+            broken = ProtocolError("too_deep", "more nested structs and containers than this process can follow")
+        else:
+            self.is_paused = not self._needed
+            return None
         self.abandon(broken)
-        raise ProtocolError(broken.kind, broken.detail)
+        raise ProtocolError(*self._broken)  # type: ignore[misc]
 
     def abandon(self, error: ProtocolError) -> None:
         """Give up the unfinished message, whatever it holds; ``error`` is what a further `next` raises."""
-        if self._header is None:
-            with memoryview(self._buffer) as view, suppress(ProtocolError):
-                self._begin(view, len(view))  # so that the error is answered by name
+        if self._walk is None and self.pending_bytes:
+            with suppress(ProtocolError):  # so that the error is answered by name
+                self.request = self.next() or self.request
         self._broken = error.kind, error.detail
-        self._buffer, self._at, self._walker = b"", 0, None
+        self._buffer, self._start, self._walk, self.is_paused = b"", 0, None, False
 
-    def _next(self, view: memoryview, end: int) -> Message | None:
-        walker = self._walker
-        if walker is None:
-            walker = self._begin(view, end)
-            if walker is None:
-                return None
-        if not walker.walk(view, end):
-            return None
-        framing, header = self._framing, self._header
-        assert framing is not None
-        assert header is not None
-        if framing.framed and walker.pos != walker.limit:
-            raise ProtocolError("bad_frame", "the frame goes on after its message")
-        message = Message(header[0], header[1], header[2], framing)
-        message.args, message.error = walker.args, walker.error
-        message.size = walker.pos - header[3] + TEXT_BYTES * walker.text_bytes + ITEM_BYTES * walker.items
-        self._at, self._header, self._walker = walker.pos, None, None
-        return message
+    # -- parts of the walk ------------------------------------------------------------------------------------------
 
-    def _begin(self, view: memoryview, end: int) -> Walker | None:
-        """Read what precedes the arguments; None if it is not all there yet."""
-        start = self._at
-        framing = self._framing = self._framing or detect(view, start, end)
-        if framing is None:
-            return None
-        size, limit, beyond = 0, start + self._limits.message_bytes, "too_large"
+    def _message(self) -> Walk:
+        while self._framing is None:
+            self._framing = detect(self._buffer[self._start : self._start + 5])
+            if self._framing is None:
+                yield len(self._buffer) + 1
+        framing, limits = self._framing, self._limits
+        self._is_compact = framing.protocol == "compact"
+        self._at, self._items, self._text_bytes, self._error = self._start, 0, 0, None
+        size = 0
         if framing.framed:
-            if end - start < 4:
-                return None
-            start += 4
-            size = _i32.unpack_from(view, start - 4)[0]
+            yield from self._wait(4)
+            size = _i32.unpack_from(self._buffer, self._at)[0]
             if size <= 0:
                 raise ProtocolError("negative_size" if size else "bad_frame", f"a frame of {size} bytes")
-            limit, beyond = start + size, "bad_frame"
-        header = self._header = read_header(framing.protocol, view, start, min(end, limit))
-        if size > self._limits.message_bytes:
-            if header is None and end - start < HEADER_BYTES:
-                return None  # with its name and number, the refusal can be answered
-            most = self._limits.message_bytes
-            raise ProtocolError("too_large", f"a frame of {size} bytes; the limit is {most} (--max-message-bytes)")
-        if header is None:
-            if end >= limit:
-                raise endless(beyond, self._limits)
+            self._at += 4
+        self._limit = self._at + (size or limits.message_bytes)
+        self._end = min(self._end, self._limit)
+        # A frame that is too large is refused once its header has come: with name and number it can be answered.
+        message = self.request = yield from self._header(framing)
+        if size > limits.message_bytes:
+            text = f"a frame of {size} bytes; the limit is {limits.message_bytes} (--max-message-bytes)"
+            raise ProtocolError("too_large", text)
+        begin = self._at
+        message.args = yield from self._struct(self._args_of(message.name, self._is_compact), 1)
+        if framing.framed and self._at != self._limit:
+            raise ProtocolError("bad_frame", "the frame goes on after its message")
+        message.error = self._error
+        message.size = self._at - begin + TEXT_BYTES * self._text_bytes + ITEM_BYTES * self._items
+        return message
+
+    def _header(self, framing: Framing) -> Walk:
+        """What precedes the arguments, as a `Message`."""
+        kind = 0
+        if framing.protocol == "compact":
+            yield from self._wait(2)
+            version, head = self._buffer[self._at], self._buffer[self._at + 1]
+            if version != 0x82 or head & 0x1F != 1:
+                raise ProtocolError("bad_version", f"a message that begins with {version:#04x}, {head:#04x}")
+            kind = head >> 5
+            self._at += 2
+            seqid = yield from self._varint(I32_VARINT)
+            if seqid >= 2**32:
+                raise ProtocolError("bad_varint", "a sequence number of more than 32 bits")
+            seqid -= (seqid >= 2**31) << 32
+        elif framing.protocol == "binary":
+            yield from self._wait(4)
+            version = _u32.unpack_from(self._buffer, self._at)[0]
+            if version >> 16 != 0x8001:
+                raise ProtocolError("bad_version", f"a message that begins with {version:#010x}")
+            kind = version & 0xFF
+            self._at += 4
+        size = yield from self._size()
+        if not 0 < size <= NAME_BYTES:
+            raise ProtocolError("bad_message", f"a method's name of {size} bytes")
+        yield from self._wait(size)
+        try:
+            name = str(self._buffer[self._at : self._at + size], "utf-8")
+        except UnicodeDecodeError:
+            raise ProtocolError("bad_message", "a method's name is not UTF-8") from None
+        self._at += size
+        if framing.protocol == "binary_old":
+            yield from self._wait(1)
+            kind = self._buffer[self._at]
+            self._at += 1
+        if framing.protocol != "compact":
+            yield from self._wait(4)
+            seqid = _i32.unpack_from(self._buffer, self._at)[0]
+            self._at += 4
+        if kind not in (CALL, ONEWAY):
+            raise ProtocolError("bad_message", f"a message of type {kind} is no call")
+        return Message(name, kind == ONEWAY, seqid, framing)
+
+    def _struct(self, spec: _Struct | None, depth: int) -> Walk:
+        """An object of the class; ``None`` where nobody wants it."""
+        made = None if spec is None else spec.cls()
+        is_compact, number = self._is_compact, 0
+        while True:
+            if self._at >= self._end:
+                yield from self._wait(1)
+            head = self._buffer[self._at]
+            wire = head & 15 if is_compact else head
+            if not wire:
+                self._at += 1
+                break
+            if not is_compact:
+                if self._at + 3 > self._end:
+                    yield from self._wait(3)
+                number = _i16.unpack_from(self._buffer, self._at + 1)[0]
+                self._at += 3
+            else:
+                self._at += 1
+                if head >= 16:
+                    number += head >> 4
+                else:
+                    zigzag = yield from self._varint(I32_VARINT)
+                    number = (zigzag >> 1) ^ -(zigzag & 1)
+            self._count(1)
+            field = spec.fields.get(number) if spec is not None and self._error is None else None
+            if field is None:
+                name, inner, place = "", None, ""
+            else:
+                expected, name, inner, place = field
+                if wire != expected and (wire, expected, is_compact) != (2, 1, True):
+                    self._blame(f"{place} is of type {wire}, not {expected}")
+                    inner = None
+            if is_compact and wire < 3:  # the type of a bool field is its value
+                value: Any = wire == 1
+            else:
+                value = yield from self._value(wire, inner, depth, place)
+            if inner is not None:
+                setattr(made, name, value)
+        if spec is not None:
+            for name in spec.required:
+                if getattr(made, name) is None:
+                    self._blame(f"{spec.cls.__name__}.{name} is missing")
+        return made
+
+    def _value(self, wire: int, spec: Any, depth: int, place: str) -> Walk:
+        """A value of this type on the wire, as its spec says; ``None`` where there is none, since nobody wants it."""
+        self._steps += 1
+        if not self._steps % SLICE_STEPS:
+            yield 0
+        kind = (_KINDS_OF_COMPACT if self._is_compact else _KINDS_OF_BINARY)[wire]
+        if kind > 0:
+            if self._at + kind > self._end:
+                yield from self._wait(kind)
+            at, self._at = self._at, self._at + kind
+            if spec is None:
+                return None
+            if self._is_compact and wire < 3:
+                return self._buffer[at] == 1
+            return (_NUMBERS_OF_COMPACT if self._is_compact else _NUMBERS)[wire](self._buffer, at)[0]
+        if kind == _STRING:
+            size = yield from self._size()
+            most = self._limits.string_bytes
+            if size > most:
+                raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {most} (--max-message-bytes)")
+            if self._at + size > self._end:
+                yield from self._wait(size)
+            at, self._at = self._at, self._at + size
+            if spec is None:
+                return None
+            data = bytes(memoryview(self._buffer)[at : at + size])
+            return data if spec == TType.BINARY else self._text(data, place)
+        if kind == _VARINT:
+            zigzag = yield from self._varint(I64_VARINT)
+            if spec is not None and zigzag >> _BITS[wire]:
+                self._blame(f"{place} is a number of more than {_BITS[wire]} bits")
+            return (zigzag >> 1) ^ -(zigzag & 1)
+        if kind == _BAD:
+            raise ProtocolError("bad_type", f"type {wire}")
+        most = self._limits.depth
+        if depth >= most:
+            raise ProtocolError("too_deep", f"more than {most} nested structs and containers (--max-depth)")
+        if kind == _STRUCT:
+            return (yield from self._struct(spec, depth + 1))
+        return (yield from self._container(kind == _MAP, spec, depth + 1, place))
+
+    def _container(self, is_map: bool, spec: _Container | None, depth: int, place: str) -> Walk:
+        """A list or a dict; ``None`` where nobody wants it."""
+        if not self._is_compact:
+            yield from self._wait(1 + is_map)
+            wires = self._buffer[self._at], self._buffer[self._at + is_map]
+            self._at += 1 + is_map
+            size = yield from self._size()
+            kinds = _KINDS_OF_BINARY
+        else:
+            size, wires, kinds = 0, (0, 0), _KINDS_OF_COMPACT
+            if is_map:
+                size = yield from self._size()
+            if size or not is_map:
+                yield from self._wait(1)
+                head = self._buffer[self._at]
+                self._at += 1
+                wires = (head >> 4 if is_map else head & 15), head & 15
+                if not is_map:
+                    size = head >> 4 if head < 0xF0 else (yield from self._size())
+            wires = wires[0] - (wires[0] == 2), wires[1] - (wires[1] == 2)  # bools have two types
+        self._count(size)
+        key_kind, kind = kinds[wires[0]], kinds[wires[1]]
+        if size and _BAD in (key_kind, kind):
+            raise ProtocolError("bad_type", f"a container of types {wires[0]}, {wires[1]}")
+        if spec is not None and size and spec.wires != wires:
+            what = f"a map of types {wires[0]}, {wires[1]}" if is_map else f"a list of type {wires[1]}"
+            self._blame(f"{place} is {what}, not {', '.join(map(str, spec.wires[not is_map :]))}")
+            spec = None
+        if spec is None and key_kind > 0 and kind > 0:
+            skipped = size * (key_kind + kind if is_map else kind)
+            yield from self._wait(skipped)
+            self._at += skipped
             return None
-        is_compact = framing.protocol == "compact"
-        struct = self._args_of(header[0], is_compact)
-        self._walker = Walker(self._limits, is_compact, struct, header[3], limit, beyond)
-        return self._walker
+        key_spec, value_spec = (None, None) if spec is None else spec.specs
+        made = None if spec is None else spec.make()
+        for _ in range(size):
+            key = (yield from self._value(wires[0], key_spec, depth, place)) if is_map else None
+            value = yield from self._value(wires[1], value_spec, depth, place)
+            if made is None:
+                continue
+            if is_map:
+                made[key] = value
+            else:
+                made.append(value)
+        return made
+
+    # -- small parts ------------------------------------------------------------------------------------------------
+
+    def _wait(self, count: int) -> Walk:
+        """Go on when so many bytes are there."""
+        while (until := self._at + count) > self._end:
+            if until > self._limit:
+                if self._framing is not None and self._framing.framed:
+                    raise ProtocolError("bad_frame", "the message goes on after the end of its frame")
+                most = self._limits.message_bytes
+                raise ProtocolError("too_large", f"the message has more than {most} bytes (--max-message-bytes)")
+            yield until
+
+    def _varint(self, most: int) -> Walk:
+        """An unsigned number of so many bytes at most."""
+        value = 0
+        for shift in range(0, 7 * most, 7):
+            if self._at >= self._end:
+                yield from self._wait(1)
+            byte = self._buffer[self._at]
+            self._at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ProtocolError("bad_varint", f"a number is longer than {most} bytes")
+
+    def _size(self) -> Walk:
+        """A signed 32-bit size."""
+        if self._is_compact:
+            size: int = yield from self._varint(I32_VARINT)
+            if size >= 2**31:
+                raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
+            return size
+        if self._at + 4 > self._end:
+            yield from self._wait(4)
+        size = _i32.unpack_from(self._buffer, self._at)[0]
+        self._at += 4
+        if size < 0:
+            raise ProtocolError("negative_size", f"a size of {size}")
+        return size
+
+    def _text(self, data: bytes, place: str) -> str:
+        self._text_bytes += len(data)
+        most = self._limits.text_bytes
+        if self._text_bytes > most:
+            text = f"texts of {self._text_bytes} bytes or more; the limit is {most} (--max-text-bytes)"
+            self._error = self._error or TextTooLargeError(text)
+            return ""
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            self._blame(f"{place} is not UTF-8")
+            return ""
+
+    def _blame(self, text: str) -> None:
+        self._error = self._error or BadArgumentsError(text)
+
+    def _count(self, items: int) -> None:
+        self._items += items
+        most = self._limits.items
+        if self._items > most:
+            raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
 
 
 # -- answers --------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any, NamedTuple
 
+from torchpipe_server.front.journal import SharedMemory
 from torchpipe_server.front.loop import Loop, call_from_any_thread
-from torchpipe_server.front.memory import SharedMemory
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchpipe_server.front.http import Routes
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
-from torchpipe_server.front.server import Served, Server, services_of
+from torchpipe_server.front.server import Server
+from torchpipe_server.front.services import Routes, Served, services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
@@ -296,7 +296,7 @@ def usual_service(options: Options, run: pipe) -> Served:
     from torchpipe_py.idl import load_idl
     from torchpipe_py.runtime.deadlines import Deadlines
     from torchpipe_py.wire.errors import Bound
-    from torchpipe_server.front.method import reply_bound
+    from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.http import HttpHandler
     from torchpipe_server.methods.many import Turns
     from torchpipe_server.methods.oip.handler import OipHandler

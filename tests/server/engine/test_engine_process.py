@@ -233,9 +233,8 @@ def test_labels_are_those_of_the_pipe(service: Service) -> None:
         assert service.code_of(client, b"raise") == "backend_error"
         many = client.infer_many([b"a", b"raise", b"b"])
         assert [item.result.label if item.result else item.error.code for item in many] == ["a", "backend_error", "b"]
-    stats = service.stats
-    assert set(stats["nodes"]) == {"own", "model"}
-    assert stats["nodes"]["model"]["requests"] >= 5
+    assert set(service.stats["nodes"]) == {"own", "model"}
+    eventually(lambda: service.stats["nodes"]["model"]["requests"] >= 5)  # figures may be those of a moment before
     assert service.engine not in service.pids("workers")
 
 

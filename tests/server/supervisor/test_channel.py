@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from service import eventually
-from torchpipe_server.serving.loop import Loop
+from service import eventually, turn
+from torchpipe_server.front.loop import new_loop
 from torchpipe_server.worker.channel import Channel
 
 MEBIBYTE = 2**20
@@ -23,7 +23,7 @@ MEBIBYTE = 2**20
 class End:
     """One side: what it has heard, and the text that each descriptor leads to."""
 
-    def __init__(self, loop: Loop, sock: socket.socket) -> None:
+    def __init__(self, loop: Any, sock: socket.socket) -> None:
         self.heard: list[tuple[Any, str | None]] = []
         self.ends = 0
         self.on_message: Callable[[Any], object] = lambda message: None
@@ -43,7 +43,7 @@ class End:
 
 class Pair:
     def __init__(self, buffer_bytes: int = 0) -> None:
-        self.loop = Loop()
+        self.loop = new_loop(is_fast=False)
         self.socks = socket.socketpair()
         for sock in self.socks if buffer_bytes else ():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
@@ -51,7 +51,7 @@ class Pair:
 
     def run(self, until: Callable[[], object]) -> None:
         """The loop, round by round."""
-        eventually(lambda: (self.loop._round(0.0), until())[1])
+        eventually(lambda: (turn(self.loop, 0), until())[1])
 
     def close(self) -> None:
         self.ours.channel.close()
@@ -155,7 +155,7 @@ def test_the_end_of_the_other_side_is_told_once_also_when_it_is_noticed_by_a_sen
     pair.run(lambda: pair.ours.ends)
     send(pair.ours, {"lost": 1}, "x")
     pair.ours.channel.close()
-    pair.loop._round(0.0)
+    turn(pair.loop, 0)
     assert pair.ours.ends == 1
 
 
@@ -166,7 +166,7 @@ def test_what_was_said_before_the_end_is_heard_though_it_is_noticed_by_a_send(pa
     for _ in range(3):
         send(pair.ours, {"type": "stats"}, "text")
     pair.run(lambda: pair.ours.ends)
-    pair.loop._round(0.0)
+    turn(pair.loop, 0)
     assert (pair.ours.heard, pair.ours.ends) == ([({"type": "end"}, None)], 1)
 
 
@@ -206,7 +206,7 @@ def test_a_message_byte_by_byte() -> None:
     ours = pair.socks[0]
     ours.sendmsg([message[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
     for byte in message[1:]:
-        pair.loop._round(0.0)
+        turn(pair.loop, 0)
         ours.send(bytes([byte]))
     pair.run(lambda: pair.theirs.heard)
     assert pair.theirs.heard == [({"number": 1}, "here")]

@@ -1,10 +1,9 @@
-"""What clients are told while no worker is there."""
+"""What clients are told while no worker is there, and what is answered for a worker that died."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import thriftpy2
@@ -13,11 +12,9 @@ from fakes import WAIT
 from http_client import HttpClient
 from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, pack_call, read_all
 from thrift.Thrift import TApplicationException
-from torchpipe_server.serving.loop import Loop
+from torchpipe_server.front.loop import new_loop
 from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback
-from torchpipe_server.wire.header import CALL, Framing
-from torchpipe_server.wire.protocol import Message, MessageReader
-from torchpipe_server.wire.scanner import Limits
+from torchpipe_server.wire.thrift import Framing, Limits, Message
 
 from torchpipe_py.errors import WorkerDied
 
@@ -29,15 +26,15 @@ CALLS = {
 }
 
 
+def refusing(idl: object = IDL) -> LocalServer:
+    server = LocalServer(None)
+    server.server.services = Fallback(server.loop, idl, Limits(), 2**20).services
+    return server
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    def make_served(loop: Loop) -> Any:
-        fallbacks.append(Fallback(loop, IDL))
-        return fallbacks[0].served
-
-    fallbacks: list[Fallback] = []
-    with LocalServer(None, make_served=make_served) as made:
-        made.fallback = fallbacks[0]
+    with refusing() as made:
         yield made
 
 
@@ -89,14 +86,6 @@ def test_answers_are_not_at_once_and_keep_their_order(server):
     assert time.monotonic() - began >= 3 * ANSWER_SECONDS
 
 
-def test_a_client_that_does_not_wait_leaves_nothing(server):
-    for _ in range(10):
-        with Client(server.port) as client:
-            client.send_batch(b"x")
-    eventually(lambda: not server.server._connections)
-    eventually(lambda: not server.fallback._late)
-
-
 def test_arguments_are_not_looked_at_but_the_message_is(server):
     with Client(server.port) as client:
         client.sock.sendall(pack_call("infer_batch"))
@@ -117,7 +106,7 @@ def test_methods_of_an_idl_it_does_not_know(tmp_path):
     path.write_text("service Other { string name(1: string of), oneway void tell(1: string of) }")
     idl = thriftpy2.load(str(path), "other_test_thrift")
     with (
-        LocalServer(None, make_methods=lambda loop: Fallback(loop, None).methods) as made,
+        refusing(None) as made,
         thriftpy2.rpc.client_context(idl.Other, "127.0.0.1", made.port, socket_timeout=1000 * WAIT) as client,
     ):
         client.tell("x")
@@ -128,51 +117,19 @@ def test_methods_of_an_idl_it_does_not_know(tmp_path):
 REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
 
 
-def reply_to(name: str, framing: Framing, idl: object) -> bytes:
-    loop = Loop()
-    reply, _, _ = Fallback(loop, idl).protocols.thrift.reply(Message(name, CALL, -3, framing), WorkerDied("it ended"))
-    loop.close()
-    return reply
-
-
 @pytest.mark.parametrize("framing", REPLIES, ids=str)
 @pytest.mark.parametrize(
     ("name", "idl", "is_declared"),
     [("infer_many", IDL, True), ("ping", IDL, False), ("other", IDL, False), ("infer_batch", None, False)],
 )
 def test_the_reply_for_a_dead_worker(framing, name, idl, is_declared):
-    reply = reply_to(name, framing, idl)
+    loop = new_loop(is_fast=False)
+    message = Message(name, False, -3, framing)
+    reply, _, _ = Fallback(loop, idl, Limits(), 2**20).services.thrift.reply(message, WorkerDied("it ended"))
+    loop.close()
     text = b"it ended" if is_declared else b"WorkerDied: it ended"
     assert text in reply
     assert (b"worker_died" in reply) == is_declared
     assert name.encode() in reply
     if framing.framed:
         assert int.from_bytes(reply[:4], "big") == len(reply) - 4
-
-
-def test_the_reader_takes_the_dead_workers_seqid_back():
-    """What a slot keeps of a message is enough for an answer in any framing."""
-    for framing in REPLIES:
-        reply = bytearray(reply_to("ping", framing, IDL))
-        start = 4 if framing.framed else 0
-        reader = MessageReader(Limits())
-        # The reader takes calls only: an exception becomes one, by the type in its head.
-        if framing.protocol == "binary":
-            reply[start + 3] = 1
-        elif framing.protocol == "compact":
-            reply[start + 1] = 0x21
-        else:
-            reply[start + 4 + len("ping")] = 1
-        (message,) = reader.feed(bytes(reply))
-        assert (message.name, message.seqid, message.framing) == ("ping", -3, framing)
-
-
-def test_the_step_waits_for_the_next_answer():
-    loop = Loop()
-    fallback = Fallback(loop, IDL)
-    told: list[object] = []
-    fallback.methods["infer"].start(None, told.append)
-    assert 0 < fallback._step() <= ANSWER_SECONDS
-    eventually(lambda: (fallback._step(), told)[1])
-    assert [getattr(one, "code", "") for one in told] == ["unavailable"]
-    loop.close()

@@ -21,16 +21,15 @@ from unittest import mock
 import psutil
 import pytest
 from fakes import WAIT
-from service import IDL, LIGHT, Client, Process, eventually, told_at
+from service import IDL, LIGHT, Client, Process, eventually, told_at, turn
 from test_figures import ONE
 from thrift.Thrift import TApplicationException
-from torchpipe_server.front.journal import SLOT_BYTES, Journal
-from torchpipe_server.front.memory import SharedMemory
+from torchpipe_server.front.journal import SLOT_BYTES, Journal, SharedMemory
+from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
-from torchpipe_server.serving.loop import Loop
 from torchpipe_server.supervisor.children import forker
 from torchpipe_server.supervisor.children.child import Child
-from torchpipe_server.supervisor.children.fleet import Fleet
+from torchpipe_server.supervisor.children.fleet import FIRST_DELAY, Fleet
 from torchpipe_server.supervisor.children.forker import Forked, Forker
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.worker.channel import LINE_BYTES
@@ -43,7 +42,7 @@ class Subject:
     """A `Child` whose process is a `sleep`; what a worker would say and show comes from the test."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
+        self.loop = new_loop(is_fast=False)
         self.process = subprocess.Popen(["sleep", "600"])
         ours, self.sock = socket.socketpair()
         self.heartbeat = Heartbeat()
@@ -56,7 +55,7 @@ class Subject:
     def say(self, *messages: Any) -> None:
         for message in messages:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
-        self.loop._round(0.1)
+        turn(self.loop)
 
     def show(self, **signs: float) -> None:
         self.heartbeat.write(self.heartbeat.read()._replace(**signs))
@@ -65,7 +64,7 @@ class Subject:
         return [self.child.look(hang_seconds) for _ in range(times)]
 
     def is_ended(self) -> bool:
-        self.loop._round(0.0)
+        turn(self.loop)
         return bool(self.ended)
 
 
@@ -87,15 +86,14 @@ def subject() -> Iterator[Subject]:
 
 
 def test_the_loop_is_at_one_thing_for_as_long_as_nothing_else_begins() -> None:
-    loop, heartbeat = Loop(), Heartbeat()
+    loop, heartbeat = new_loop(is_fast=False), Heartbeat()
     nodes = {"a": {"instances": 2, "alive": 1, "oldest_batch_s": 0.5}, "b": {"instances": 1, "alive": 1}}
     nodes["b"]["oldest_batch_s"] = 7.0
     heart = Heart(heartbeat, loop, lambda: {"nodes": nodes})
     for _ in range(4):
         heart.beat()
     assert heartbeat.read() == Signs(4, 3 * BEAT_SECONDS, 7.0, 1)
-    loop.call(lambda: None)
-    loop._round(0.0)
+    turn(loop)
     heart.beat()
     assert heartbeat.read().loop_s == 0.0
     loop.close()
@@ -207,7 +205,7 @@ def test_a_worker_that_says_what_none_says_is_ended(subject: Subject, name: str)
         try:
             data = data[subject.sock.send(data) :]
         except OSError:  # full, or closed by the other side
-            subject.loop._round(0.0)
+            turn(subject.loop)
     eventually(subject.is_ended)
     assert subject.process.wait(WAIT) < 0
 
@@ -219,7 +217,7 @@ def test_descriptors_of_a_worker_are_not_taken(subject: Subject) -> None:
         for byte in line:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 50))
             subject.sock.sendmsg([bytes([byte])], [rights])
-            subject.loop._round(0.1)
+            turn(subject.loop)
     assert psutil.Process().num_fds() <= before
     eventually(subject.is_ended)
 
@@ -248,7 +246,7 @@ class Fleets:
     """A `Fleet` that starts nothing: `started` has the workers that it wanted to start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> None:
-        self.loop, self.journal = Loop(), Journal(1)
+        self.loop, self.journal = new_loop(is_fast=False), Journal(1)
         watcher: Any = SimpleNamespace(died=lambda child: None, became_ready=lambda child: None)
         self.fleet = Fleet(self.loop, Options("test", workers=workers), self.journal, {}, dict, watcher)
         self.started: list[int] = []
@@ -292,7 +290,8 @@ def test_a_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: 
 def test_a_worker_that_dies_without_a_connection_is_replaced_later(fleets: Fleets) -> None:
     fleets.die(has_served=False)
     assert fleets.started == []
-    assert fleets.fleet.workers[0].start_at
+    turn(fleets.loop, 2 * FIRST_DELAY)
+    assert fleets.started == [0]
     assert not fleets.fleet.is_recovering
 
 
@@ -309,7 +308,7 @@ class Taker:
 
 def test_new_connections_wait_for_the_next_worker_where_one_has_died() -> None:
     """What killed it may come again: those whose worker lives keep it."""
-    loop, survivor, successor = Loop(), Taker(), Taker()
+    loop, survivor, successor = new_loop(is_fast=False), Taker(), Taker()
     ready, is_recovering = [survivor], False
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connections = Connections(loop, listener, Options("test"), IDL, lambda: ready, lambda: is_recovering)  # type: ignore[arg-type, return-value]
@@ -335,7 +334,7 @@ def test_a_fork_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
     """The process that workers are forked from may be stopped."""
     killed: list[int] = []
     monkeypatch.setattr(forker, "_kill_fork_server", lambda: killed.append(1))
-    loop, journal = Loop(), Journal(1)
+    loop, journal = new_loop(is_fast=False), Journal(1)
     subject = Forker(loop, Options("test", hang_seconds=2.0), journal)
     subject.look(1.0)
     with subject._lock:
@@ -362,11 +361,11 @@ def test_a_process_for_which_the_supervisor_has_no_descriptor_is_ended_and_its_s
     context = mock.Mock(Process=mock.Mock(return_value=process))
     monkeypatch.setattr(multiprocessing, "get_context", lambda name: context)
     monkeypatch.setattr(os, "pidfd_open", none_is_left)
-    loop, journal = Loop(), Journal(1)
+    loop, journal = new_loop(is_fast=False), Journal(1)
     before = psutil.Process().num_fds()
     subject = Forker(loop, Options("test"), journal)
     subject._fork("worker", 0, {}, lambda: True, pytest.fail, failed.append)
-    loop._round(0.0)
+    turn(loop)
     assert [error.errno for error in failed] == [errno.EMFILE]
     process.kill.assert_called_once()
     failed.clear()
@@ -460,7 +459,7 @@ def test_a_worker_whose_loop_is_busy_is_left_alone(folder: Path) -> None:
 def test_a_worker_that_is_not_wanted_any_more_is_not_forked(monkeypatch):
     """A hundred reloads in a row leave the forks of one."""
     forked: list[int] = []
-    loop, journal = Loop(), Journal(4)
+    loop, journal = new_loop(is_fast=False), Journal(4)
     subject = Forker(loop, Options("test"), journal)
     monkeypatch.setattr(subject, "_start_process", lambda role, index, tables: forked.append(index))
     with subject._lock:
@@ -469,7 +468,7 @@ def test_a_worker_that_is_not_wanted_any_more_is_not_forked(monkeypatch):
                 "worker", index, {}, partial(int.__eq__, index, 99), lambda child: loop.stop(), lambda error: None
             )
         assert not forked
-    loop.run()
+    loop.run_forever()
     assert forked == [99]
     for thread in threading.enumerate():
         if thread.name == "torchpipe-fork":

@@ -30,8 +30,6 @@ from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status
-from torchpipe_server.supervisor.acceptor import listen
-from torchpipe_server.supervisor.status import StatusServer
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS
 
@@ -357,7 +355,6 @@ def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(ser
     os.kill(worker, signal.SIGSTOP)
     try:
         assert served.get("/live").status == 200
-        assert not served.stats()["workers"][0]["responding"], "it has told nothing in the time for an answer"
         eventually(lambda: [one["responding"] for one in served.stats()["workers"]] == [False, True])
         assert served.get("/ready").status == 200
     finally:
@@ -572,55 +569,3 @@ def test_a_missing_library_is_told(name):
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert f"{name} is not installed (pip install" in done.stderr
-
-
-# -- before a service that is none ----------------------------------------------------------------------------------
-
-
-class Odd:
-    """What the HTTP port asks, out of order."""
-
-    is_ready = True
-    graph = ""
-
-    def __init__(self, figures: Any = None) -> None:
-        self._figures = figures
-
-    def ping(self, answer: Callable[[], object]) -> None:
-        if self._figures is not None:
-            answer()
-
-    def ask(self, answer: Callable[[dict[str, Any]], object]) -> None:
-        if self._figures is not None:
-            answer(self._figures)
-
-
-def test_a_supervisor_that_does_not_answer_is_not_alive(monkeypatch):
-    monkeypatch.setattr(status, "ANSWER_SECONDS", 0.05)
-    with StatusServer(listen("127.0.0.1", 0), Odd(), 8888) as server:
-        for path in ("/live", "/stats", "/metrics"):
-            answer = Answer(server.port, path)
-            assert (answer.status, answer.text) == (503, "the supervisor does not answer\n")
-
-
-def test_a_defect_is_answered_and_logged_once(caplog):
-    with StatusServer(listen("127.0.0.1", 0), Odd({"no": "figures"}), 8888) as server:
-        assert Answer(server.port, "/metrics").status == 500
-        assert Answer(server.port, "/live").status == 200
-    (record,) = caplog.records
-    assert record.getMessage() == "/metrics cannot be answered"
-    assert record.exc_info is not None
-
-
-def test_a_picture_that_is_not_there(caplog):
-    with StatusServer(listen("127.0.0.1", 0), Odd(), 8888) as server:
-        assert Answer(server.port, "/graph.svg").status == 503
-
-
-def test_neither_a_request_nor_the_end_waits_for_slow_clients(monkeypatch):
-    monkeypatch.setattr(status, "REQUEST_SECONDS", 1e6)
-    with ExitStack() as stack, StatusServer(listen("127.0.0.1", 0), Odd({}), 8888) as server:
-        for index in range(30):
-            slow = stack.enter_context(connect(server.port))
-            slow.sendall([b"", b"GET /st", b"GET /stats HTTP/1.1\r\nHost: x\r\n"][index % 3])
-        assert Answer(server.port, "/live").status == 200

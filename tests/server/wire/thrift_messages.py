@@ -1,4 +1,4 @@
-"""Messages as Apache Thrift and thriftpy2 write them, and what the reader and the codec make of them."""
+"""Messages as Apache Thrift and thriftpy2 write them, and what the reader makes of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
 from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
 from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
 from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
-from torchpipe_server.wire.codec import Codec
-from torchpipe_server.wire.header import CALL, Framing
-from torchpipe_server.wire.protocol import Message, MessageReader
-from torchpipe_server.wire.scanner import Limits, ProtocolError
+from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.thrift import CALL, Framing, Limits, Message, Specs, ThriftReader
 
 from torchpipe_py.idl import load_idl
 
@@ -24,7 +22,6 @@ IDL = load_idl()
 SERVICE = IDL.InferenceService
 FRAMINGS = [Framing(framed, protocol) for framed in (False, True) for protocol in ("binary", "binary_old", "compact")]
 SMALL = Limits(message_bytes=4096, string_bytes=2048, items=256, depth=64)
-CODEC = Codec(Limits())
 
 every_framing = pytest.mark.parametrize(
     "framing", FRAMINGS, ids=lambda f: f"{'framed' if f.framed else 'buffered'}-{f.protocol}"
@@ -132,27 +129,48 @@ EVERYTHING = {  # fields that no struct of the IDL knows, of every type and nest
 }
 
 
-def read_all(data: bytes, limits: Limits = SMALL) -> list[Message]:
-    reader = MessageReader(limits)
-    messages = list(reader.feed(data))
-    while reader.is_paused:  # within a message of many items
-        messages += reader.feed(b"")
+def reader_of(limits: Limits = SMALL, **structs: type) -> ThriftReader:
+    """A reader that knows the service's methods, and ``structs`` as arguments of further ones."""
+    specs = Specs(False), Specs(True)
+
+    def args_of(name: str, is_compact: bool):
+        cls = structs.get(name) or getattr(SERVICE, f"{name}_args", None)
+        return None if cls is None else specs[is_compact].struct(cls)
+
+    return ThriftReader(limits, args_of)
+
+
+def take(reader: ThriftReader, data: bytes) -> list[Message]:
+    """Feed the bytes, and take every message that is whole."""
+    reader.feed(data)
+    messages = []
+    while (message := reader.next()) is not None or reader.is_paused:
+        messages += [] if message is None else [message]
     return messages
 
 
-def feed_bytes(reader: MessageReader, data: bytes) -> list[Message]:
+def read_all(data: bytes, limits: Limits = SMALL, **structs: type) -> list[Message]:
+    return take(reader_of(limits, **structs), data)
+
+
+def take_bytes(reader: ThriftReader, data: bytes) -> list[Message]:
+    """As ``take``, a byte at a time."""
     messages = []
     for byte in data:
-        messages += reader.feed(bytes([byte]))
+        messages += take(reader, bytes([byte]))
         assert reader.pending_bytes <= SMALL.message_bytes + 4
     return messages
 
 
 def refusal(data: bytes, limits: Limits = SMALL) -> str:
+    """The kind of the ``ProtocolError`` that the bytes raise."""
     with pytest.raises(ProtocolError) as caught:
         read_all(data, limits)
     return caught.value.kind
 
 
-def decode(message: Message):
-    return CODEC.decode_args(message, getattr(SERVICE, f"{message.name}_args"))
+def args_of(message: Message):
+    """The arguments; raises what is wrong with them."""
+    if message.error is not None:
+        raise message.error
+    return message.args

@@ -11,8 +11,7 @@ from conftest import Register
 from service import IDL, Client, LocalServer, eventually, serving
 from test_service_http import ask
 from thrift.Thrift import TApplicationException
-from torchpipe_server.front.http import Routes
-from torchpipe_server.front.server import Served
+from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, Handler
 
 from torchpipe_py import Backend, NoResult, pipe

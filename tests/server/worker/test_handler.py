@@ -20,7 +20,7 @@ import thriftpy2.rpc
 import torchpipe_server
 from conftest import Register
 from fakes import WAIT, Gate
-from service import FRAMINGS, LIGHT, ROOT, FakePipe, LocalServer, Process, eventually
+from service import FRAMINGS, LIGHT, ROOT, LocalServer, Process, eventually
 from thriftpy2.protocol import TBinaryProtocolFactory, TCompactProtocolFactory
 from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TBufferedTransportFactory, TFramedTransportFactory
@@ -356,20 +356,14 @@ def test_a_number_that_does_not_fit_is_an_error_or_refused_by_the_client(serve: 
         assert client.name() == "photos"
 
 
-def test_awaiting_something_foreign_says_what_can_be_awaited(serve: Serve):
-    async def classify(self: Any, photo: Any) -> Any:
-        await asyncio.sleep(0)
-
+def test_a_method_may_await_what_asyncio_offers(serve: Serve):
     async def count(self: Any) -> Any:
-        try:
-            await asyncio.sleep(0)
-        except TypeError:
-            return len((await self.run({"data": b"abc"}))["result"][0])  # it may go on
+        await asyncio.sleep(0)
+        answers = await asyncio.gather(*(self.run({"data": data}) for data in (b"abc", b"de")))
+        return sum(len(data["result"][0]) for data in answers)
 
-    with serve(classify=classify, count=count) as made, made.client() as client:
-        with pytest.raises(TApplicationException, match=r"can await self\.run\(\.\.\.\), not NoneType"):
-            client.classify(made.photo(b""))
-        assert client.count() == 3
+    with serve(count=count) as made, made.client() as client:
+        assert client.count() == 5
 
 
 REASONS = {b"corrupt": "DecodeError: no image", b"none": "NoResult", b"odd": "a text", b"raise": "on request"}
@@ -511,48 +505,6 @@ def test_the_end_of_a_client_reaches_a_request_that_is_not_the_first(serve: Serv
                 eventually(lambda: sum(batch == [b"pass"] for batch in gate.batches) >= 20)
             eventually(lambda: made.server.run.stats()["inflight"] == 0)
             gate.batches.clear()
-
-
-class Faster(FakePipe):
-    """A pipe whose first request is finished by another thread before `dispatch` has returned; the second never is."""
-
-    def __init__(self) -> None:
-        self.cancelled: list[int] = []
-        self.started = 0
-
-    def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
-        self.started += 1
-        number = self.started
-        if number == 1:
-            data["result"] = b""
-            thread = threading.Thread(target=on_done, args=(data, None))
-            thread.start()
-            thread.join(WAIT)
-        return Noted(lambda: self.cancelled.append(number))
-
-
-class Noted:
-    deadline = None
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-
-    def cancel(self, error: BaseException | None = None) -> None:
-        self._cancel()
-
-
-def test_the_ticket_of_a_finished_request_does_not_hide_that_of_the_next(idl):
-    async def classify(self: Any, photo: Any) -> Any:
-        await self.run({"data": b""})
-        await self.run({"data": b""})
-
-    run = Faster()
-    made = Served(idl, run, 0, {"classify": classify}, drain_seconds=0.1)
-    with made.server:
-        with made.client() as client:
-            client._send("classify", photo=made.photo(b""))
-            eventually(lambda: run.started == 2)
-        eventually(lambda: run.cancelled == [2], "the request that it waits for is not cancelled")
 
 
 # -- what does not fit ----------------------------------------------------------------------------------------------

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferLimits, InferRequest, Wanted, read_infer
+from torchpipe_server.methods.oip.requests import (
+    HEADER_LENGTH,
+    InferLimits,
+    InferRequest,
+    Wanted,
+    read_head,
+    read_infer,
+)
 from torchpipe_server.methods.oip.tensors import DATATYPES, NUMBERS
 
 from torchpipe_py import InvalidRequest, TensorSpec
@@ -25,7 +32,7 @@ def read(asked: Any, binary: bytes = b"", length: str | None = "", **fields: str
     text = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
     if length is not None and (length or binary):
         fields[HEADER_LENGTH.lower()] = length or str(len(text))
-    return read_infer(text + binary, fields, LIMITS)
+    return read_infer(text + binary, read_head(fields), LIMITS)
 
 
 def value_of(given: dict[str, Any], binary: bytes = b"") -> Any:
@@ -145,21 +152,21 @@ def binary_of(size: Any, **changes: Any) -> dict[str, Any]:
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "nothing": (b"", "JSON: "),
-    "not utf-8": (b'"\xff"', "JSON: "),
-    "deep": (b"[" * 20_000, "JSON: nested too deeply"),
-    "a list": ([], "the request is no object"),
+    "not utf-8": (b'"\xff"', "the request: "),
+    "deep": (b"[" * 20_000, "the request: "),
+    "a list": ([], "the request: Expected `object`, got `array`"),
     "no inputs": ({"inputs": []}, "the request has no inputs"),
-    "inputs of another kind": ({"inputs": {}}, "no inputs"),
-    "inputs in a text": ({"inputs": "data"}, "inputs is no list"),
-    "an input without a name": ({"inputs": [{"datatype": "FP32"}]}, 'inputs: expected objects with a "name"'),
+    "inputs of another kind": ({"inputs": {}}, "Expected `array`, got `object` - at `$.inputs`"),
+    "inputs in a text": ({"inputs": "data"}, "Expected `array`, got `str` - at `$.inputs`"),
+    "an input without a name": ({"inputs": [{"datatype": "FP32"}]}, "missing required field `name` - at `$.inputs[0]`"),
     "an input twice": ({"inputs": [ARRAY, ARRAY]}, "input 'x': it is there twice"),
     "many inputs": ({"inputs": [{**TEXT, "name": str(index)} for index in range(300)]}, "300 inputs"),
     "a long name": (of(name="x" * 2000), "a name of 2000 characters"),
     "an unknown type": (of(datatype="FP33"), "input 'x': datatype 'FP33'; did you mean 'FP32'?"),
-    "no type": (of(datatype=None), "input 'x': datatype 'None'"),
-    "no shape": (of(shape=None), "the shape is no list of sizes"),
+    "no type": (of(datatype=None), "Expected `str`, got `null` - at `$.inputs[0].datatype`"),
+    "no shape": (of(shape=None), "Expected `array`, got `null` - at `$.inputs[0].shape`"),
     "a negative shape": (of(shape=[-1, 4]), "the shape is no list of sizes"),
-    "a shape of truths": (of(shape=[True, 4]), "the shape is no list of sizes"),
+    "a shape of booleans": (of(shape=[True, 4]), "Expected `int`, got `bool` - at `$.inputs[0].shape[0]`"),
     "a huge shape": (of(shape=[2, 2**70]), "the shape is no list of sizes"),
     "a large shape": (of(shape=[2, 2**40, 2**40]), "does not fit 4 numbers"),
     "a shape that none can have": (of(shape=[1, 0, 2**40, 2**40], data=[]), "input 'x': shape [1, 0,"),
@@ -184,19 +191,19 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "no base64": ({"inputs": [{**TEXT, "data": [{"b64": "%"}]}]}, "b64 is not base64"),
     "too few texts": ({"inputs": [{**TEXT, "data": []}]}, "shape [1] does not fit 0 elements"),
     "several texts an item": ({"inputs": [{**TEXT, "shape": [1, 2], "data": ["a", "b"]}]}, "[n] or [n, 1]"),
-    "no id": ({"id": 3, "inputs": [TEXT]}, "id is not a text"),
+    "no id": ({"id": 3, "inputs": [TEXT]}, "got `int` - at `$.id`"),
     "a long id": ({"id": "x" * 2000, "inputs": [TEXT]}, "id: a name of 2000 characters"),
     "no node_name": ({"parameters": {"node_name": 3}, "inputs": [TEXT]}, "node_name is not a text"),
     "a deadline of no time": ({"parameters": {"deadline_ms": 0}, "inputs": [TEXT]}, "a deadline of '0'"),
     "a timeout of no number": ({"parameters": {"timeout": "1"}, "inputs": [TEXT]}, "expected microseconds"),
     "a timeout of ages": ({"parameters": {"timeout": 10**400}, "inputs": [TEXT]}, "expected microseconds"),
-    "no parameters": ({"parameters": [], "inputs": [TEXT]}, "the request: parameters is no object"),
+    "no parameters": ({"parameters": [], "inputs": [TEXT]}, "got `array` - at `$.parameters`"),
     "another parameter": ({"parameters": {"deadline": 1}, "inputs": [TEXT]}, "did you mean 'deadline_ms'?"),
     "a sequence": ({"parameters": {"sequence_id": 1}, "inputs": [TEXT]}, "a pipe keeps no state between requests"),
     "shared memory": (of(parameters={"shared_memory_region": "a"}), "unknown parameter 'shared_memory_region'"),
     "a flag of another kind": ({"parameters": {"binary_data_output": 1}, "inputs": [TEXT]}, "true or false"),
-    "outputs of another kind": ({"inputs": [TEXT], "outputs": ["label"]}, 'outputs: expected objects with a "name"'),
-    "many outputs": ({"inputs": [TEXT], "outputs": [{"name": "a", "parameters": 1}] * 300}, "300 outputs; the limit"),
+    "outputs of another kind": ({"inputs": [TEXT], "outputs": ["label"]}, "got `str` - at `$.outputs[0]`"),
+    "many outputs": ({"inputs": [TEXT], "outputs": [{"name": "a"}] * 300}, "300 outputs; the limit"),
     "an output twice": ({"inputs": [TEXT], "outputs": [{"name": "a"}, {"name": "a"}]}, "asked for twice"),
     "classification": (
         {"inputs": [TEXT], "outputs": [{"name": "a", "parameters": {"classification": 3}}]},
@@ -262,7 +269,7 @@ def test_mutants_are_read_or_refused():
             at = rng.integers(len(data))
             data[at : at + rng.integers(0, 3)] = rng.bytes(rng.integers(0, 3))
         try:
-            items = read_infer(bytes(data), {HEADER_LENGTH.lower(): str(len(text))}, LIMITS).items([X])
+            items = read_infer(bytes(data), read_head({HEADER_LENGTH.lower(): str(len(text))}), LIMITS).items([X])
         except InvalidRequest:
             continue
         assert 1 <= len(items) <= 32

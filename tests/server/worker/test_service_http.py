@@ -21,8 +21,7 @@ import torch
 from conftest import Register
 from fakes import WAIT, Gate, in_threads
 from service import IDL, LIGHT, ROOT, Client, LocalServer, Process, connect, eventually, serving
-from torchpipe_server.front.http import Routes
-from torchpipe_server.front.server import Served
+from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.methods.oip.requests import HEADER_LENGTH
 from torchpipe_server.methods.oip.tensors import DATATYPES

@@ -12,8 +12,7 @@ from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
 from torchpipe_py.errors import nearest
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.wire.errors import Bound, RouteError, describe_error, log_defect
-from torchpipe_server.front.http import Route, json_answer, route
-from torchpipe_server.front.method import Cancellable, Done
+from torchpipe_server.front.services import Cancellable, Done, Route, json_answer, route
 from torchpipe_server.methods.many import Turns
 from torchpipe_server.methods.oip import metadata
 from torchpipe_server.methods.oip.requests import InferLimits, InferRequest, read_head, read_infer

@@ -149,7 +149,7 @@ def _read_json(text: memoryview, most: Bound) -> _Asked:
         return _decode(text)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request: {error}"[:300]) from None
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _converted(bytes(text), most)
 
 

@@ -440,7 +440,8 @@ every_pack = pytest.mark.parametrize("pack", [pack_infer, HttpClient.pack], ids=
 
 
 def held_bytes(server: LocalServer) -> int:
-    return sum(one.transport.get_write_buffer_size() for one in list(server.server._connections))
+    connections = [one for one in list(server.server._connections) if one.transport is not None]
+    return sum(one.transport.get_write_buffer_size() for one in connections)
 
 
 @every_pack

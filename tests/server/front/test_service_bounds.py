@@ -82,8 +82,8 @@ def test_a_text_in_work_counts_as_python_keeps_it(register: Register):
         client.send_infer({"data": IDL.Value(text=text)})
         gate.wait_entered()
         (connection,) = server.server._connections
-        eventually(lambda: connection.held_bytes() > sys.getsizeof(text))
-        assert server.server._held_bytes >= connection.held_bytes()
+        eventually(lambda: connection.held_bytes > sys.getsizeof(text))
+        assert server.server.held_bytes >= connection.held_bytes
         gate.open()
 
 

@@ -22,8 +22,8 @@ from http_client import every_client
 from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, on_its_way, pack_call, read_all, told_at
 from thrift.transport.TTransport import TTransportException
 from torchpipe_server import cli
+from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
-from torchpipe_server.serving.loop import Loop
 from torchpipe_server.supervisor.acceptor import Acceptor, listen
 from torchpipe_server.supervisor.slots import most_connections
 
@@ -124,7 +124,7 @@ def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, http_port
         for sock in half:
             sock.sendall(message[20:])
             assert sock.recv(4)
-    eventually(lambda: is_served(small.port))
+    eventually(lambda: is_let_in(small.port))
 
 
 def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(small: Process, http_port: int):
@@ -234,7 +234,7 @@ def test_this_machine_alone_can_connect_by_default():
 
 def test_a_peer_that_is_gone_without_a_word_is_noticed():
     taken: list[socket.socket] = []
-    loop = Loop()
+    loop = new_loop()
     with listen("127.0.0.1", 0) as listener:
         acceptor = Acceptor(loop, listener, lambda sock, peer: taken.append(sock), lambda: None)
         acceptor.start()

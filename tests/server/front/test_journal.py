@@ -1,0 +1,144 @@
+"""What a process's death leaves in the journal, at every step of a request."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal, LastState
+from torchpipe_server.wire.http import HttpRequest
+from torchpipe_server.wire.thrift import Framing, Message
+
+FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
+NOTHING, LOST = LastState(None, False), LastState(None, True)
+
+
+def call(name: str = "infer_batch", framing: Framing = FRAMINGS[0], seqid: int = 7, is_oneway: bool = False) -> Message:
+    return Message(name, is_oneway, seqid, framing)
+
+
+def said(state: LastState) -> tuple[Any, bool]:
+    """What the state says of the request, and whether the connection is lost."""
+    request = state.request
+    return None if request is None else (request.name, request.seqid, request.protocol), state.is_lost
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal(3)
+    yield made
+    made.close()
+
+
+def mark(entry: Entry, stream: int | None = None, work: int | None = None) -> None:
+    if stream is not None:
+        entry.view[entry.base] = stream
+    if work is not None:
+        entry.view[entry.base + 1] = work
+
+
+FIRST, SECOND = call("first", seqid=1), call("second", seqid=2)
+STEPS = [  # a step, and what a death before the next one leaves
+    ("bytes are about to be taken", {"stream": TOUCHED}, None, True),
+    ("the message is whole, its work begins", FIRST, FIRST, True),
+    ("nothing else was taken", {"stream": CLEAN}, FIRST, False),
+    ("part of the next message is taken", {"stream": TOUCHED}, FIRST, True),
+    ("the reply is about to be written", {"work": REPLYING}, None, True),
+    ("all of it is written", {"work": IDLE}, None, True),  # the next message's first bytes were taken
+    ("the next one is whole", SECOND, SECOND, True),
+    ("and nothing more", {"stream": CLEAN}, SECOND, False),
+    ("its reply", {"work": REPLYING}, None, True),
+    ("is written", {"work": IDLE}, None, False),
+]
+
+
+@pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[step[0] for step in STEPS])
+def test_a_death_after_each_step(journal: Journal, count: int) -> None:
+    entry = journal.entry(1)
+    assert journal.read(1) == NOTHING
+    for _, step, _, _ in STEPS[:count]:
+        if isinstance(step, Message):
+            entry.begin(step)
+        else:
+            mark(entry, **step)
+    _, _, request, is_lost = STEPS[count - 1]
+    assert said(journal.read(1)) == said(LastState(request, is_lost))
+    assert [journal.read(index) for index in (0, 2)] == [NOTHING, NOTHING], "its neighbours"
+    journal.entry(1)
+    assert journal.read(1) == NOTHING, "another process goes on with it"
+
+
+def test_a_request_comes_back_as_it_was(journal: Journal) -> None:
+    entry = journal.entry(2)
+    for name in ("x", "infer_batch", "n" * 56, "größe", "ü" * 28):
+        for framing in FRAMINGS:
+            for seqid in (0, 1, -1, 2**31 - 1, -(2**31)):
+                message = call(name, framing, seqid)
+                entry.begin(message)
+                assert said(journal.read(2)) == said(LastState(message, False))
+    entry.begin(HttpRequest("POST", "/infer"))
+    request = journal.read(2).request
+    assert isinstance(request, HttpRequest)
+    assert (request.method, request.path, request.is_last) == ("POST", "/infer", True)
+
+
+def test_requests_that_cannot_be_answered(journal: Journal) -> None:
+    entry = journal.entry(0)
+    mark(entry, stream=TOUCHED)
+    entry.begin(call(is_oneway=True))
+    assert journal.read(0) == LOST
+    mark(entry, stream=CLEAN)
+    assert journal.read(0) == NOTHING, "nobody waits for an answer"
+    for name in ("n" * 57, "ü" * 29, "n" * 255):
+        entry.begin(call(name))
+        assert journal.read(0) == LOST, "no room for the name"
+        mark(entry, work=IDLE)
+        entry.begin(call("short"))
+        assert said(journal.read(0)) == said(LastState(call("short"), False)), "nothing of the long one is left"
+
+
+def _die(journal: Journal) -> None:
+    journal.entry(0).begin(call("of the child", seqid=5))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_reads_what_a_killed_process_wrote(journal: Journal, method: Any) -> None:
+    process = multiprocessing.get_context(method).Process(target=_die, args=(journal,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert said(journal.read(0)) == said(LastState(call("of the child", seqid=5), False))
+
+
+def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None:
+    entries = []
+    for index, now in enumerate((30.0, 20.0, 10.0)):
+        journal.begin(index, now)
+        entries.append(journal.entry(index))
+
+    def idle(indexes: Iterable[int] = range(3)) -> list[list[int]]:
+        return [list(journal.idle(indexes, has_asked)) for has_asked in (False, True)]
+
+    assert idle() == [[2, 1, 0], []]
+    assert idle({0, 1}) == [[1, 0], []]
+    for stream, work in ((TOUCHED, IDLE), (CLEAN, BUSY), (CLEAN, REPLYING)):
+        mark(entries[2], stream, work)
+        assert idle() == [[1, 0], []]
+    for entry in entries[1:]:
+        entry.begin(FIRST)
+        mark(entry, work=IDLE)
+    entries[1].remember(5.0)
+    assert idle() == [[0], [1, 2]]
+    journal.entry(1)
+    assert idle() == [[0], [1, 2]], "another process goes on with it"
+    journal.begin(1, 50.0)
+    assert idle() == [[0, 1], [2]], "a new connection"
+    slots = journal.idle(range(2), has_asked=False)
+    assert next(slots) == 0
+    entries[1].remember(90.0)
+    assert list(slots) == [], "in use again"

@@ -1,0 +1,205 @@
+"""Requests over HTTP in pieces, and answers; what RFC 9112 says of single requests is in ``front/http_rules.py``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, SMALL_CHUNKS, HttpAnswer, HttpError, HttpReader
+
+GET = b"GET /stats?a=1 HTTP/1.1\r\nHost: here:80\r\nX-Y: z\r\n\r\n"
+GOT = ("GET", "/stats", "a=1", "here:80", b"")
+POST = b"POST /infer HTTP/1.1\r\nHost: a\r\n"
+CHUNKS = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+BODY = bytes(range(256)) * 300
+SIZED = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = (
+    CHUNKS
+    + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (BODY[:1], BODY[1:5000], BODY[5000:]))
+    + b"0\r\n\r\n"
+)
+EXPECTING = POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+
+
+def reader_of(body_bytes: int = 10) -> HttpReader:
+    return HttpReader(frozenset({"GET", "HEAD", "POST"}), body_bytes)
+
+
+def read(data: bytes, reader: HttpReader | None = None, size: int = 10**6) -> list[Any]:
+    """The requests in the data, which comes in pieces of this size."""
+    reader, requests = reader or reader_of(), []
+    for start in range(0, len(data), size):
+        reader.feed(data[start : start + size])
+        while (request := reader.next()) is not None:
+            requests.append(request)
+    return requests
+
+
+def told(requests: list[Any]) -> list[tuple[Any, ...]]:
+    return [(request.method, request.path, request.query, request.host, request.body) for request in requests]
+
+
+def status_of(data: bytes, reader: HttpReader | None = None) -> int:
+    with pytest.raises(HttpError) as caught:
+        read(data, reader)
+    assert len(str(caught.value)) < 100
+    return caught.value.status
+
+
+# -- requests in pieces ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, len(GET) - 1, 10**6])
+def test_reads_heads_empty_lines_and_trailers_in_any_pieces(size: int):
+    heads = b"\r\n" + GET + b"\n\r\n" + GET.replace(b"\r\n", b"\n") + b"\r\n\r\n"
+    reader = reader_of()
+    assert told(read(heads, reader, size)) == [GOT] * 2
+    assert (reader.pending_bytes, reader.request) == (0, None)
+    ends = (b"0\r\nA: b\r\nC: d\r\n\r\n", b"00;a=b\r\n\r\n", b"0\r\n\r\n")
+    chunked = b"".join(CHUNKS + b"1;x\r\ny\r\n" + end for end in ends)
+    assert told(read(chunked * 2 + GET * 70, None, size)) == [("POST", "/infer", "", "a", b"y")] * 6 + [GOT] * 70
+
+
+@pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
+@pytest.mark.parametrize("size", [1000, 4096, 60_000, 10**6])
+def test_reads_bodies_in_any_pieces(data: bytes, size: int):
+    reader = reader_of(len(BODY))
+    assert told(read(data * 3 + GET + b"GE", reader, size)) == [("POST", "/infer", "", "a", BODY)] * 3 + [GOT]
+    assert reader.pending_bytes == 2
+
+
+@pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
+def test_bounds_a_body(data: bytes):
+    assert len(read(data, reader_of(len(BODY)))) == 1
+    assert status_of(data, reader_of(len(BODY) - 1)) == 413
+    head = POST + b"Content-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
+    assert status_of(head, reader_of(10**6)) == 413, "before it comes"
+
+
+@pytest.mark.parametrize("zeros", [0, 15, 240])
+def test_zeros_before_a_size_mean_nothing(zeros: int):
+    sized = POST + b"Content-Length: " + b"0" * 20 * zeros + b"5\r\n\r\nabcde"  # Python makes no int of 4300 digits
+    chunked = CHUNKS + b"0" * zeros + b"5\r\nabcde\r\n" + b"0" * zeros + b"0\r\n\r\n"
+    assert told(read(sized + chunked)) == [("POST", "/infer", "", "a", b"abcde")] * 2
+
+
+LONG_LINES = {
+    "an extension": (b"1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
+    "blanks in an extension": (b"1;" + b" " * 20_000 + b"\n\r\n", 400),
+    "an extension of the second": (b"1\r\nx\r\n1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
+    "zeros before a size": (b"0" * 300 + b"1\r\nx\r\n0\r\n\r\n", 400),
+    "an extension of the last": (b"0;" + b"a" * 300 + b"\r\n\r\n", 400),
+    "a folded trailer": (b"1\r\nx\r\n0\r\nA: b\r\n c\r\n\r\n", 400),
+    "many trailers": (b"0\r\n" + b"A: b\r\n" * (MAX_FIELDS + 2) + b"\r\n", 431),
+    "a large trailer": (b"0\r\nA: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
+    "many small chunks": (b"1\r\nx\r\n" * (SMALL_CHUNKS + 1), 413),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10**6])
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_bounds_the_lines_between_chunks(name: str, size: int):
+    body, status = LONG_LINES[name]
+    reader, statuses = reader_of(10**6), set()
+    for start in range(0, len(CHUNKS + body), size):
+        try:
+            assert read((CHUNKS + body)[start : start + size], reader) == []
+        except HttpError as error:
+            statuses.add(error.status)
+    assert statuses == {status}
+
+
+COSTLY = {
+    "blanks before a value": b"A:" + b" " * (MAX_HEAD_BYTES - 60) + b"\0",
+    "blanks and tabs": b"A:" + b" \t" * (MAX_HEAD_BYTES // 2 - 30) + b"\0",
+    "blanks in a value": b"A:" + b"a " * (MAX_HEAD_BYTES // 2 - 30) + b"\0",
+    "blanks in a name": b"A" + b" " * (MAX_HEAD_BYTES - 60) + b":",
+    "folds": b"A: b\r\n" + b" \r\n" * (MAX_HEAD_BYTES // 3 - 20) + b"\0",
+    "commas": b"Connection: " + b"a," * (MAX_HEAD_BYTES // 2 - 40) + b"\0",
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_head_costs_linear_time(name: str):
+    """A pattern that goes back at each blank took a second and more."""
+    data = b"GET / HTTP/1.1\r\nHost: a\r\n" + COSTLY[name] + b"\r\n\r\n"
+    assert len(data) < MAX_HEAD_BYTES
+    began = time.thread_time()
+    assert status_of(data) in (400, 431)
+    assert time.thread_time() - began < 0.2
+
+
+# -- what a head says -----------------------------------------------------------------------------------------------
+
+
+def test_invites_only_clients_that_wait_to_send_a_body():
+    reader = reader_of()
+    assert read(EXPECTING, reader) == []
+    assert reader.awaits_invitation
+    assert told(read(b"xy", reader)) == [("POST", "/infer", "", "a", b"xy")]
+    for head, rest in (
+        (EXPECTING.replace(b"1.1", b"1.0"), b"xy"),
+        (EXPECTING + b"x", b"y"),
+        (EXPECTING.replace(b"Length: 2", b"Length: 0"), b""),
+    ):
+        requests = read(head, reader := reader_of())
+        assert not reader.awaits_invitation
+        assert len(requests + read(rest, reader)) == 1
+
+
+def test_reads_chunks_where_another_protocol_is_offered():
+    """Java's HttpClient offers HTTP/2 with its first request, whatever its body."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    stream = CHUNKED.replace(b"Host: a\r\n", b"Host: a\r\n" + upgrade) + SIZED
+    assert [request.body for request in read(stream, reader_of(len(BODY)))] == [BODY, BODY]
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "path", "query"),
+    [
+        (b"http://b.example:80/live", "b.example:80", "/live", ""),
+        (b"https://[::1]?a", "[::1]", "/", "a"),
+        (b"http://b", "b", "/", ""),
+        (b"//live", "a", "//live", ""),
+        (b"/http://b/", "a", "/http://b/", ""),
+        (b"/a%00b??", "a", "/a%00b", "?"),
+    ],
+)
+def test_the_host_of_a_target_replaces_that_of_the_field(target: bytes, host: str, path: str, query: str):
+    (request,) = read(b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (request.host, request.path, request.query) == (host, path, query)
+
+
+def test_a_broken_request_is_answered_and_nothing_more_is_read():
+    for broken in (GET[:9], b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", b"\x16\x03\x01\x02\x00\r\n\r\n"):
+        reader = reader_of()
+        reader.feed(broken)
+        try:
+            assert reader.next() is None
+            error: Any = HttpError(408, "late")
+        except HttpError as raised:
+            error = raised
+            assert status_of(GET, reader) == error.status
+        answer = reader.request.refused(error).answer(HttpAnswer(error.status, "text/plain", b"no\n"))
+        assert answer.startswith(b"HTTP/1.1 %d " % error.status)
+        assert b"\r\nConnection: close\r\n" in answer
+        assert answer.endswith(b"\r\n\r\nno\n")
+
+
+# -- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_answers():
+    first, second, last = read(GET + GET.replace(b"GET", b"HEAD") + GET.replace(b"X-Y: z", b"Connection: close"))
+    answer = HttpAnswer(503, "text/plain", b"no\n")
+    line, _, fields = first.answer(answer, {"A": "b"}).partition(b"\r\nDate: ")
+    head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 3"
+    assert (line, fields.partition(b" GMT\r\n")[2]) == (head, b"A: b\r\n\r\nno\n")
+    assert second.answer(answer, {"A": "b"}).endswith(b" GMT\r\nA: b\r\n\r\n")
+    assert last.answer(answer).endswith(b" GMT\r\nConnection: close\r\n\r\nno\n")
+    for status in (204, 304):
+        assert first.answer(HttpAnswer(status, "text/plain", b"yes")).endswith(b"\r\n\r\n")
+    for kind, headers in (("text/plain\r\nA: b", {}), ("text/plain", {"A": "b\nC: d"}), ("text/plain", {"A\r": "b"})):
+        with pytest.raises(ValueError, match="line break"):
+            first.answer(HttpAnswer(200, kind, b"", headers))

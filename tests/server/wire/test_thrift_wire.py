@@ -1,0 +1,482 @@
+"""The Thrift reader and writer against Apache Thrift's and thriftpy2's own bytes, and bytes nobody should send."""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from typing import ClassVar
+
+import pytest
+import torchpipe_server.wire.thrift as module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thrift.Thrift import TApplicationException as ApacheException
+from thrift.Thrift import TType
+from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
+from thrift_messages import (
+    EVERYTHING,
+    FRAMINGS,
+    IDL,
+    SERVICE,
+    SMALL,
+    apache_message,
+    apache_protocol,
+    args_of,
+    batch_args,
+    batch_fields,
+    every_framing,
+    read_all,
+    reader_of,
+    refusal,
+    take,
+    take_bytes,
+    thriftpy2_message,
+)
+from thriftpy2.thrift import TApplicationException, TPayload
+from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.thrift import EXCEPTION, ONEWAY, REPLY, BadArgumentsError, Framing, Limits
+
+BINARY, COMPACT = FRAMINGS[0], Framing(False, "compact")
+
+
+class Everything(TPayload):
+    """A struct with the types that the IDL does not use."""
+
+    default_spec: ClassVar = [
+        (name, None) for name in ("flag", "byte", "short", "flags", "map", "set", "lists", "inner", "number")
+    ]
+
+
+Everything.thrift_spec = {
+    1: (TType.BOOL, "flag", False),
+    2: (TType.BYTE, "byte", False),
+    3: (TType.I16, "short", False),
+    4: (TType.LIST, "flags", TType.BOOL, False),
+    5: (TType.MAP, "map", (TType.BOOL, TType.BOOL), False),
+    6: (TType.SET, "set", TType.I32, False),
+    7: (TType.LIST, "lists", (TType.LIST, TType.I64), False),
+    8: (TType.STRUCT, "inner", Everything, False),
+    30: (TType.DOUBLE, "number", False),
+}
+
+
+# -- messages that are right ----------------------------------------------------------------------------------------
+
+
+@every_framing
+@pytest.mark.parametrize("seqid", [0, 7, 2**31 - 1, -1, -(2**31)])
+def test_reads_calls_of_apache_thrift_and_thriftpy2(framing, seqid):
+    fields = batch_fields("ü" * 9, b"plain ASCII") | {9: (TType.STRUCT, EVERYTHING)}
+    (message,) = read_all(apache_message(framing, fields, seqid=seqid))
+    assert (message.name, message.is_oneway, message.seqid, message.framing) == ("infer_batch", False, seqid, framing)
+    assert args_of(message) == batch_args("ü" * 9, b"plain ASCII")
+    (message,) = read_all(thriftpy2_message(framing, batch_args(), "infer_batch"))
+    assert (message.framing, args_of(message)) == (framing, batch_args())
+
+
+@every_framing
+def test_reads_oneway_calls_and_calls_of_unknown_methods(framing):
+    ping, other = (read_all(apache_message(framing, {}, name, ONEWAY))[0] for name in ("ping", "other"))
+    assert (ping.is_oneway, args_of(ping), other.name, other.args) == (True, SERVICE.ping_args(), "other", None)
+
+
+@every_framing
+def test_reads_every_declared_type(framing):
+    fields = {
+        1: (TType.BOOL, False),
+        2: (TType.BYTE, -128),
+        3: (TType.I16, -300),
+        4: (TType.LIST, (TType.BOOL, [True, False])),
+        5: (TType.MAP, (TType.BOOL, TType.BOOL, {True: False})),
+        6: (TType.SET, (TType.I32, [5, -5])),
+        7: (TType.LIST, (TType.LIST, [(TType.I64, [1]), (TType.I64, [])])),
+        8: (TType.STRUCT, {1: (TType.BOOL, True), 8: (TType.STRUCT, {})}),
+        30: (TType.DOUBLE, -0.5),
+    }
+    (message,) = read_all(apache_message(framing, fields, "everything"), everything=Everything)
+    expected = Everything(False, -128, -300, [True, False], {True: False}, [5, -5], [[1], []], number=-0.5)
+    expected.inner = Everything(flag=True, inner=Everything())
+    assert args_of(message) == expected
+
+
+def test_reads_either_type_of_a_compact_bool_element():
+    start = apache_message(COMPACT, {}, "everything")[:-1]
+    (message,) = read_all(start + b"\x49\x22\x01\x02" + b"\x1b\x01\x22\x01\x02" + b"\0", everything=Everything)
+    assert args_of(message) == Everything(flags=[True, False], map={True: False})
+
+
+_tensors = st.builds(
+    IDL.Tensor,
+    dtype=st.sampled_from(["uint8", "float32"]),
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20),
+    data=st.binary(max_size=20),
+)
+_values = st.one_of(
+    st.builds(IDL.Value, tensor=_tensors),
+    st.builds(IDL.Value, bytes=st.binary(max_size=9)),
+    st.builds(IDL.Value, text=st.text(max_size=9)),
+    st.builds(IDL.Value, number=st.floats(allow_nan=False)),
+    st.builds(IDL.Value, integer=st.integers(-(2**63), 2**63 - 1)),
+    st.builds(IDL.Value, tensors=st.lists(_tensors, max_size=20)),
+)
+_requests = st.builds(
+    IDL.InferRequest,
+    uuid=st.text(max_size=9),
+    inputs=st.dictionaries(st.text(max_size=9), _values, max_size=4),
+    node_name=st.none() | st.text(max_size=9),
+    deadline_ms=st.none() | st.integers(-(2**31), 2**31 - 1),
+    outputs=st.none() | st.lists(st.text(max_size=3), max_size=20),
+)
+
+
+@settings(max_examples=60)
+@given(request=_requests, framing=st.sampled_from(FRAMINGS))
+def test_reads_every_kind_of_value(request, framing):
+    args = SERVICE.infer_args(request=request)
+    (message,) = read_all(thriftpy2_message(framing, args, "infer"), Limits())
+    assert args_of(message) == args
+
+
+@every_framing
+@pytest.mark.parametrize("seqid", [7, -7])
+def test_apache_thrift_reads_replies_and_exceptions(framing, seqid):
+    (message,) = read_all(apache_message(framing, batch_fields(), seqid=seqid))
+
+    def read_begin(data: bytes, kind: int):
+        transport = TMemoryBuffer(data)
+        protocol = apache_protocol(framing, TFramedTransport(transport) if framing.framed else transport)
+        assert protocol.readMessageBegin() == ("infer_batch", kind, seqid)
+        return protocol
+
+    result = SERVICE.infer_batch_result(success=IDL.InferenceResult(label="cat", score=0.25))
+    protocol = read_begin(message.reply(result), REPLY)
+    protocol.readStructBegin()
+    assert protocol.readFieldBegin()[1:] == (TType.STRUCT, 0)
+    protocol.readStructBegin()
+    assert protocol.readFieldBegin()[1:] == (TType.STRING, 1)
+    assert protocol.readString() == "cat"
+    protocol.readFieldEnd()
+    assert protocol.readFieldBegin()[1:] == (TType.DOUBLE, 2)
+    assert protocol.readDouble() == 0.25
+    error = TApplicationException(TApplicationException.PROTOCOL_ERROR, "why")
+    protocol, read = read_begin(message.exception(error), EXCEPTION), ApacheException()
+    read.read(protocol)
+    assert (read.type, read.message) == (ApacheException.PROTOCOL_ERROR, "why")
+
+
+# -- pieces ---------------------------------------------------------------------------------------------------------
+
+
+@every_framing
+def test_reads_a_message_split_anywhere(framing):
+    data = apache_message(framing, batch_fields() | {9: (TType.STRUCT, EVERYTHING)})
+    for split in range(len(data) + 1):
+        reader = reader_of()
+        messages = take(reader, data[:split])
+        assert reader.pending_bytes == (split if split < len(data) else 0)
+        messages += take(reader, data[split:])
+        assert [args_of(message) for message in messages] == [batch_args()]
+        assert reader.pending_bytes == 0
+    assert [args_of(message) for message in take_bytes(reader_of(), data * 3)] == [batch_args()] * 3
+
+
+@every_framing
+@pytest.mark.parametrize("piece", [1000, 47, 3])
+def test_pipelined_messages_keep_their_order(framing, piece):
+    data = b"".join(apache_message(framing, batch_fields(f"u{i}"), seqid=i) for i in range(30))
+    reader, seen = reader_of(), []
+    for at in range(0, len(data), piece):
+        seen += [(message.seqid, args_of(message).params.uuid) for message in take(reader, data[at : at + piece])]
+    assert seen == [(i, f"u{i}") for i in range(30)]
+
+
+@every_framing
+def test_messages_before_a_broken_one_are_read(framing):
+    good = apache_message(framing, batch_fields())
+    bad = bytearray(good)
+    bad[4 if framing.framed else 0] = 0x7F
+    reader = reader_of()
+    reader.feed(good + good + bytes(bad) + good)
+    assert [args_of(reader.next()) for _ in range(2)] == [batch_args()] * 2
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            reader.next()
+        assert reader.pending_bytes == 0
+        reader.feed(good)
+
+
+def test_a_broken_message_is_answered_by_name():
+    reader = reader_of()
+    with pytest.raises(ProtocolError, match="too_large"):
+        take(reader, apache_message(BINARY, batch_fields(data=bytes(3000)), seqid=-3)[:100])
+    assert (reader.request.name, reader.request.seqid) == ("infer_batch", -3)
+    error = TApplicationException(TApplicationException.PROTOCOL_ERROR, "too large")
+    assert b"too large" in reader.request.exception(error)
+
+
+# -- arguments that do not fit --------------------------------------------------------------------------------------
+
+POISON = b"\x7f\xff\xff\xff" * 9  # thriftpy2 would take it for lengths, which it does not check
+BAD_ARGUMENTS = {
+    "missing": ("infer_batch", {1: (TType.STRUCT, {2: (TType.STRING, b"d")})}, "InferenceParams.uuid is missing"),
+    "another type": (
+        "infer_batch",
+        {1: (TType.STRUCT, {1: (TType.I64, 5), 2: (TType.STRING, b"d")})},
+        "InferenceParams.uuid is of type",
+    ),
+    "not UTF-8": ("infer_batch", batch_fields(b"\xff\xfe"), "InferenceParams.uuid is not UTF-8"),
+    "list": ("infer_many", {1: (TType.LIST, (TType.STRING, [b"\x0b\x00\x01\x7f\xff\xff\xff"]))}, "a list of type"),
+    "map": (
+        "infer",
+        {1: (TType.STRUCT, {1: (TType.STRING, "u"), 2: (TType.MAP, (TType.STRING, TType.STRING, {"k": POISON}))})},
+        "a map of types",
+    ),
+}
+
+
+@every_framing
+@pytest.mark.parametrize("what", BAD_ARGUMENTS)
+def test_bad_arguments_leave_the_stream_intact(framing, what):
+    name, fields, text = BAD_ARGUMENTS[what]
+    bad, good = read_all(apache_message(framing, fields, name) + apache_message(framing, batch_fields()))
+    assert isinstance(bad.error, BadArgumentsError)
+    assert text in str(bad.error)
+    assert args_of(good) == batch_args()
+
+
+@every_framing
+def test_an_empty_list_of_another_type_is_empty(framing):
+    (message,) = read_all(apache_message(framing, {1: (TType.LIST, (TType.I64, []))}, "infer_many"))
+    assert args_of(message).params == []
+
+
+def test_rejects_a_number_of_more_bits_than_its_field():
+    data = apache_message(COMPACT, {2: (TType.I64, 2**40)}, "infer_many")
+    (message,) = read_all(data.replace(b"\x26", b"\x25", 1))  # field 2, i64 -> i32
+    with pytest.raises(BadArgumentsError, match="32 bits"):
+        args_of(message)
+
+
+# -- streams that cannot be read ------------------------------------------------------------------------------------
+
+
+@every_framing
+def test_detects_the_framing_by_the_sixth_byte(framing):
+    reader, known = reader_of(), []
+    for byte in apache_message(framing, batch_fields()):
+        take(reader, bytes([byte]))
+        known.append(reader._framing)
+    assert set(known[:5]) <= {None, framing}
+    assert set(known[5:]) == {framing}
+
+
+_BINARY_START, _COMPACT_START = (apache_message(framing, {})[:-1] for framing in (BINARY, COMPACT))
+_HEADS = [b"\x0b\x00\x09", b"\x0f\x00\x09\x0c", b"\x0e\x00\x09\x02", b"\x0d\x00\x09\x0b\x0b"]
+_SIZES = [(-1, "negative_size"), (-(2**31), "negative_size"), (2**31 - 1, "too_large")]
+_VARINTS = [
+    (b"\xff\xff\xff\xff\x0f", "negative_size"),
+    (b"\xff\xff\xff\xff\x07", "too_large"),
+    (b"\x80\x80\x80\x80\x10", "bad_varint"),
+    (b"\x80\x80\x80\x80\x80", "bad_varint"),
+]
+BROKEN = [
+    (b"GET / HTTP/1.1\r\n", "not_thrift"),
+    (b"\x16\x03\x01\x00\xf4\x01\x00", "not_thrift"),
+    (b"\xff\xff\xff\xff", "not_thrift"),
+    (b"\x80\x02\x00\x01", "not_thrift"),
+    (b"\x00\x00\x00\x00", "not_thrift"),
+    (b"\x00\x00\x00\x20\x07", "not_thrift"),
+    (b"\x7f\xff\xff\xff\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01", "too_large"),
+    (b"\x82\x22", "bad_version"),
+    (b"\x82\x21\xff\xff\xff\xff\xff\x01", "bad_varint"),
+    (b"\x82\x21\xff\xff\xff\xff\x1f\x01", "bad_varint"),
+    (b"\x82\x41\x00\x01a", "bad_message"),
+    (b"\x82\x21\x00\x00", "bad_message"),
+    (b"\x82\x21\x00\xff\xff\xff\xff\x0f", "negative_size"),
+    (b"\x80\x01\x00\x01\xff\xff\xff\xff", "negative_size"),
+    (b"\x80\x01\x00\x01\x00\x00\x01\x00", "bad_message"),
+    (b"\x80\x01\x00\x02\x00\x00\x00\x01a\x00\x00\x00\x00", "bad_message"),
+    (b"\x80\x01\x00\x01\x00\x00\x00\x01\xff\x00\x00\x00\x00", "bad_message"),
+    (b"\x00\x00\x00\x05\x80\x01\x00\x01\x00", "bad_frame"),
+    *((_BINARY_START + head + struct.pack(">i", size), kind) for head in _HEADS for size, kind in _SIZES),
+    *(
+        (_COMPACT_START + head + size + tail, kind)
+        for head, tail in ((b"\x98", b""), (b"\x99\xf1", b""), (b"\x9b", b"\x88"))
+        for size, kind in _VARINTS
+    ),
+    *(
+        (_BINARY_START + head + bytes([wire]) + tail, "bad_type")
+        for wire in (1, 5, 7, 9, 16, 18, 255)
+        for head, tail in ((b"", b"\0\x09"), (b"\x0f\0\x09", b"\0\0\0\1"), (b"\x0d\0\x09\x0b", b"\0\0\0\1"))
+    ),
+    *(
+        (_COMPACT_START + head, "bad_type")
+        for wire in (13, 14, 15)
+        for head in (bytes([0x90 | wire]), bytes([0x99, 0x10 | wire]), bytes([0x9B, 1, 0x80 | wire]))
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "kind"), BROKEN)
+def test_rejects_what_is_no_call(data, kind):
+    assert refusal(data) == kind
+    with pytest.raises(ProtocolError) as caught:  # in pieces, some are refused before they are known
+        take_bytes(reader_of(), data)
+    assert caught.value.kind in (kind, "too_large")
+
+
+@pytest.mark.parametrize("protocol", ["binary", "binary_old", "compact"])
+def test_a_frame_holds_one_message(protocol):
+    body = apache_message(Framing(False, protocol), batch_fields())
+    for wrong in (body + b"\0", body[:-1], body[:-9]):
+        assert refusal(struct.pack(">I", len(wrong)) + wrong + body) == "bad_frame"
+    assert refusal(struct.pack(">I", len(body)) + body + struct.pack(">i", -5)) == "negative_size"
+
+
+# -- limits ---------------------------------------------------------------------------------------------------------
+
+
+@every_framing
+def test_bounds_the_bytes_of_a_message(framing):
+    data = apache_message(framing, batch_fields(data=bytes(500)))
+    size = len(data) - 4 * framing.framed
+    assert len(read_all(data, Limits(message_bytes=size))) == 1
+    with pytest.raises(ProtocolError, match=rf"^too_large: .*\b{size - 1}\b.* \(--max-message-bytes\)$"):
+        read_all(data, Limits(message_bytes=size - 1))
+    assert len(read_all(data, Limits(string_bytes=500))) == 1
+    assert refusal(data, Limits(string_bytes=499)) == "too_large"
+
+
+@every_framing
+def test_refuses_a_string_that_cannot_fit_before_it_comes(framing):
+    data = apache_message(framing, batch_fields(data=bytes(5000)))
+    if framing.framed:
+        data = struct.pack(">I", 1000) + data[4:]
+    assert refusal(data[:60], Limits(message_bytes=4000)) == ("bad_frame" if framing.framed else "too_large")
+
+
+@every_framing
+@pytest.mark.parametrize(
+    "value",
+    [
+        (TType.LIST, (TType.I64, list(range(97)))),  # with its field, and batch_fields' 3, 101 items
+        (TType.LIST, (TType.STRUCT, [{}] * 97)),
+        (TType.SET, (TType.BOOL, [True] * 97)),
+        (TType.MAP, (TType.I32, TType.STRING, dict.fromkeys(range(97), ""))),
+        (TType.LIST, (TType.LIST, [(TType.BYTE, [1] * 47), (TType.BYTE, [1] * 48)])),
+        (TType.STRUCT, dict.fromkeys(range(97), (TType.BOOL, True))),
+    ],
+)
+def test_bounds_the_items_of_a_message(framing, value):
+    data = apache_message(framing, batch_fields() | {9: value})
+    assert len(read_all(data, Limits(items=101))) == 1
+    assert len(take_bytes(reader_of(Limits(items=101)), data)) == 1
+    assert refusal(data, Limits(items=100)) == "too_large"
+
+
+@every_framing
+@pytest.mark.parametrize("kind", ["struct", "list", "map"])
+def test_bounds_the_depth_of_a_message(framing, kind):
+    def nested(depth: int) -> bytes:
+        value = (TType.STRUCT, {})
+        for _ in range(depth - 2):  # the arguments and the innermost struct are two
+            if kind == "struct":
+                value = (TType.STRUCT, {1: value})
+            elif kind == "list":
+                value = (TType.LIST, (value[0], [value[1]]))
+            else:
+                value = (TType.MAP, (TType.BOOL, value[0], {True: value[1]}))
+        return apache_message(framing, batch_fields() | {9: value})
+
+    (message,) = read_all(nested(64))
+    assert args_of(message) == batch_args()
+    assert refusal(nested(65)) == "too_deep"
+
+
+@every_framing
+def test_an_endless_message_is_cut_off(framing):
+    start = apache_message(Framing(False, framing.protocol), {})[:-1]
+    endless = b"\x91" if framing.protocol == "compact" else b"\x02\x00\x09\x01"  # bool fields
+    start = struct.pack(">I", 4000) + start if framing.framed else start
+    with pytest.raises(ProtocolError, match="too_large"):
+        take_bytes(reader_of(), start + endless * 5000)
+
+
+# -- work, counted in executed lines, so that the machine's speed does not matter ------------------------------------
+
+
+def executed_lines(data: bytes, piece: int) -> int:
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    reader, messages, before = reader_of(Limits()), [], sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for at in range(0, len(data), piece):
+            messages += take(reader, data[at : at + piece])
+    finally:
+        sys.settrace(before)
+    assert messages
+    return count
+
+
+@every_framing
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda n: (TType.STRING, bytes(n)),
+        lambda n: (TType.LIST, (TType.BYTE, [1] * n)),
+        lambda n: (TType.LIST, (TType.STRUCT, [{}] * n)),
+        lambda n: (TType.LIST, (TType.I32, [1] * (n // 4))),
+        lambda n: (TType.MAP, (TType.I32, TType.STRING, dict.fromkeys(range(n // 8), ""))),
+    ],
+    ids=["string", "bytes", "structs", "numbers", "map"],
+)
+def test_reading_by_the_byte_is_linear(framing, value):
+    small, large = (apache_message(framing, batch_fields() | {9: value(n)}) for n in (500, 4000))
+    assert executed_lines(large, 1) < 1.2 * len(large) / len(small) * executed_lines(small, 1)
+    assert executed_lines(large, 1) < 90 * len(large)
+
+
+@every_framing
+def test_fixed_sizes_strings_and_pipelined_messages_cost_little(framing):
+    value = (TType.LIST, (TType.DOUBLE, [1.0] * 4000))
+    data = apache_message(framing, batch_fields(data=bytes(60_000)) | {9: value})
+    assert executed_lines(data, len(data)) < 600
+    one = apache_message(framing, batch_fields())
+    assert executed_lines(one * 200, 1000 * len(one)) <= 21 * executed_lines(one * 10, 1000 * len(one))
+
+
+# -- mutants --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(data=st.binary(max_size=200), framing=st.sampled_from(FRAMINGS), pieces=st.randoms(use_true_random=False))
+def test_any_bytes_after_a_header_are_read_or_refused(data, framing, pieces):
+    """Mutants of whole messages are made by ``tests/fuzz``."""
+    data = apache_message(Framing(False, framing.protocol), {}, "infer")[:-1] + data
+    if framing.framed:
+        data = struct.pack(">I", len(data)) + data
+    survive(data, pieces)
+    survive(data[pieces.randrange(len(data)) :], pieces)
+
+
+def survive(data: bytes, pieces: random.Random) -> None:
+    """Read the data; anything but messages and the declared errors is a failure."""
+    reader, at = reader_of(), 0
+    try:
+        while at < len(data):
+            piece = pieces.choice((1, 7, 100, len(data)))
+            for message in take(reader, data[at : at + piece]):
+                message.exception(TApplicationException(7, "x"))
+            assert reader.pending_bytes <= SMALL.message_bytes + piece
+            at += piece
+    except ProtocolError:
+        assert reader.pending_bytes == 0
