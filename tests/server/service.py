@@ -85,6 +85,7 @@ class LocalServer:
         services = services_of(served, settings)
         self.server = Server(self.loop, services, settings, self._gone, served.names_with_pipe())
         self.error: BaseException | None = None
+        self.is_over = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def stop(self) -> None:
@@ -115,7 +116,8 @@ class LocalServer:
         every(self.loop, 0.05, self._end_if_finished)
 
     def _end_if_finished(self) -> None:
-        if self.server.is_finished:
+        if self.server.is_finished and not self.is_over:
+            self.is_over = True
             self.loop.stop()
 
     def _serve(self) -> None:
