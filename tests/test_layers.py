@@ -30,7 +30,7 @@ PACKAGE = [
     "runtime",
     "tools tools.report",
     "tools.options",
-    "proc.engine training tools.draw tools.export tools.load tools.parity",
+    "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor",
     "ray tools.quantize",
     "cli",
 ]

@@ -34,7 +34,7 @@ from torchpipe_py.plan.config import parse_toml
 from torchpipe_py.registry import Registry, import_code, register_backend, register_filter, register_postprocessor
 from torchpipe_py.runtime.pipe import Ticket, pipe
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "TASK_BOX_KEY",

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The documentation as a site, with search and an API reference: bash scripts/docs.sh [FOLDER], by default build/site.
+# Needs the extra docs: pip install -e '.[docs]'. Every broken link is an error, and no page loads from another host.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=${VENV:-.venv}/bin
+site=$(realpath -m "${1:-build/site}")
+pages=$(mktemp -d)
+trap 'rm -rf "$pages"' EXIT
+"$bin/python" scripts/site_pages.py "$pages"
+"$bin/mkdocs" build --strict --config-file "$pages/mkdocs.yml" --site-dir "$site"
+if grep -rlE '(src|href)="(https?:)?//' "$site" --include='*.html' | xargs -r grep -hoE '<(script|link|img)[^>]+(src|href)="(https?:)?//[^"]*"' | grep .; then
+  echo "docs: a page loads from another host" >&2
+  exit 1
+fi
+echo "$site/index.html"

@@ -1,0 +1,86 @@
+"""``python scripts/site_pages.py FOLDER``: the pages of README.md and docs/ as mkdocs takes them, with ``mkdocs.yml``.
+
+README.md becomes the first page, the other pages of the repository's root stand beside those of ``docs``; links are
+rewritten for that. Files that pages link to are copied. ``api.md`` has the public names of the packages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
+GUIDE = {
+    "Start": "first-model configuration python models images backends own-backends migrating",
+    "Serve": "service protocols client monitoring load-testing deployment scaling gpu ray",
+    "More": "training benchmarks architecture CONTRIBUTING SECURITY CHANGELOG api",
+}
+API = """# API reference
+
+::: torchpipe_py
+    options: {members_order: alphabetical}
+
+::: torchpipe_py.training
+
+::: torchpipe_py.ray
+
+::: torchpipe_client
+
+::: torchpipe_server
+"""
+
+
+def main(target: Path) -> None:
+    """Write the pages to ``target / "pages"`` and the configuration beside them."""
+    pages = target / "pages"
+    pages.mkdir(parents=True)
+    for source in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]:
+        text = LINK.sub(lambda match: match[1] + page_link(source, match[2], pages), source.read_text(encoding="utf-8"))
+        name = "index.md" if source.name == "README.md" else source.name
+        (pages / name).write_text(text, encoding="utf-8")
+    (pages / "api.md").write_text(API, encoding="utf-8")
+    (target / "mkdocs.yml").write_text(json.dumps(configuration(), indent=1), encoding="utf-8")  # JSON is YAML
+
+
+def page_link(source: Path, link: str, pages: Path) -> str:
+    """Where ``link`` of ``source`` leads on the site; a file that is not a page is copied to it."""
+    path = (source.parent / link).resolve()
+    if path == ROOT / "README.md":
+        return "index.md"
+    if path.suffix == ".md":
+        return path.name
+    copy = pages / path.relative_to(ROOT)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        listing = "".join(f"- [{file.name}]({file.name})\n" for file in sorted(path.iterdir()) if file.is_file())
+        shutil.copytree(path, copy, dirs_exist_ok=True)
+        (copy / "index.md").write_text(f"# {path.name}\n\n{listing}", encoding="utf-8")
+        return f"{path.relative_to(ROOT)}/index.md"
+    shutil.copy(path, copy)
+    return str(path.relative_to(ROOT))
+
+
+def configuration() -> dict[str, object]:
+    """mkdocs' configuration: no fonts, icons or scripts of other hosts."""
+    nav: list[dict[str, object]] = [{"torchpipe_py": "index.md"}]
+    nav += [{title: [f"{page}.md" for page in names.split()]} for title, names in GUIDE.items()]
+    paths = [str(ROOT), str(ROOT / "server")]
+    return {
+        "site_name": "torchpipe_py",
+        "docs_dir": "pages",
+        "nav": nav,
+        "not_in_nav": "/scripts/",
+        "use_directory_urls": False,
+        "theme": {"name": "material", "font": False, "features": ["navigation.sections", "content.code.copy"]},
+        "markdown_extensions": ["tables", "toc", "pymdownx.superfences", "pymdownx.highlight"],
+        "plugins": ["search", {"mkdocstrings": {"handlers": {"python": {"paths": paths}}}}],
+        "validation": {"anchors": "warn", "links": {"not_found": "warn"}},
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""``torchpipe doctor``: what is installed on this machine, and what is missing for which feature."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torchpipe_py
+from torchpipe_py.cores import usable_cores
+from torchpipe_py.tools.report import aligned, write_json
+
+REQUIRED = "required"
+
+LIBRARIES = (
+    # import name, distribution, extra that brings it, what it is for
+    ("numpy", "numpy", REQUIRED, "arrays"),
+    ("torch", "torch", REQUIRED, "Tensors, TorchTensor"),
+    ("cv2", "opencv-python-headless", REQUIRED, "decoding and resizing on the CPU"),
+    ("PIL", "pillow", REQUIRED, "PillowResize…, headers of images"),
+    ("onnx", "onnx", REQUIRED, "reading ONNX models"),
+    ("onnxruntime", "onnxruntime", REQUIRED, "OnnxTensor"),
+    ("tomli", "tomli", REQUIRED, "configurations"),
+    ("thriftpy2", "thriftpy2", "server", "torchpipe-serve, torchpipe_client"),
+    ("httptools", "httptools", "server", "HTTP"),
+    ("msgspec", "msgspec", "server", "JSON bodies"),
+    ("uvloop", "uvloop", "server", "a faster event loop; asyncio's is used without it"),
+    ("prometheus_client", "prometheus_client", "server", "/metrics"),
+    ("psutil", "psutil", "server", "torchpipe load"),
+    ("tensorrt", "tensorrt", "tensorrt", "TensorrtTensor: building and running engines"),
+    ("tensorrt_lean", "tensorrt-lean-cu13-bindings", "", "TensorrtTensor: running version-compatible engines"),
+    ("torchvision", "torchvision", "tensorrt", "torchpipe export NAME, decoding by nvJPEG"),
+    ("nvidia.nvimgcodec", "nvidia-nvimgcodec-cu13", "gpu", "decoding on the GPU with OpenCV's pixels"),
+    ("simplejpeg", "simplejpeg", "gpu", "the check of JPEGs before a GPU decodes them"),
+    ("cryptography", "cryptography", "encryption", "encrypted models"),
+    ("opentelemetry.sdk", "opentelemetry-sdk", "otel", "tracing"),
+    ("lmdb", "lmdb", "train", "LmdbImages"),
+    ("ray", "ray", "ray", "Ray Serve and Ray Data"),
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library: its version, ``""`` if it is missing; ``problem`` says why it cannot be imported."""
+
+    name: str
+    version: str
+    problem: str
+    extra: str
+    purpose: str
+
+    @property
+    def remedy(self) -> str:
+        """The command that installs it, or what is wrong with it; ``""`` if it works."""
+        if self.problem:
+            return f"cannot be imported: {self.problem}"
+        if self.version:
+            return ""
+        if self.extra in ("", REQUIRED):
+            return f"pip install {self.name}"
+        return f"pip install 'torchpipe_py[{self.extra}]'"
+
+
+def run_doctor(args: Any) -> int:
+    """Print the report; 0 if every required library works, else 1."""
+    report = examine()
+    libraries: list[Library] = report["libraries"]
+    print(f"torchpipe_py {report['version']}, Python {report['python']}, {report['system']}")
+    print(f"cores: {report['cores']} of {report['cores_online']} (affinity and CPU quota)")
+    print(f"GPU: {report['gpu']}")
+    print(f"decoders: {', '.join(report['decoders'])}")
+    print(f"ONNX Runtime providers: {', '.join(report['providers']) or 'none'}")
+    print()
+    rows = [
+        (entry.name, entry.version or "-", ": ".join(filter(None, (entry.purpose, entry.remedy))))
+        for entry in libraries
+    ]
+    print("\n".join(aligned(rows, ("library", "version", "for"))))
+    if args.json is not None:
+        write_json(args.json, {**report, "libraries": [asdict(entry) for entry in libraries]})
+    return int(any(entry.extra == REQUIRED and entry.remedy for entry in libraries))
+
+
+def examine() -> dict[str, Any]:
+    """What the report says, as data; ``libraries`` is a list of ``Library``."""
+    libraries = [_library(*entry) for entry in LIBRARIES]
+    working = {entry.name for entry in libraries if entry.version and not entry.problem}
+    return {
+        "version": torchpipe_py.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": usable_cores(),
+        "cores_online": os.cpu_count() or 1,
+        "gpu": _gpu() if "torch" in working else "unknown, torch is missing",
+        "decoders": list(_decoders(working)),
+        "providers": _providers() if "onnxruntime" in working else [],
+        "libraries": libraries,
+    }
+
+
+def _library(module: str, distribution: str, extra: str, purpose: str) -> Library:
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    problem = ""
+    try:
+        imported = importlib.import_module(module)
+        version = version or str(getattr(imported, "__version__", ""))
+    except ModuleNotFoundError as error:
+        if version:
+            problem = str(error)
+    except Exception as error:  # a broken library may raise anything: torchvision that does not fit PyTorch
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return Library(distribution, version, problem, extra, purpose)
+
+
+def _gpu() -> str:
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_available():
+        return "none that PyTorch can use"
+    names = [
+        f"{torch.cuda.get_device_name(index)} {torch.cuda.get_device_properties(index).total_memory >> 30} GiB"
+        for index in range(torch.cuda.device_count())
+    ]
+    return f"{', '.join(names)}; CUDA {torch.version.cuda}"
+
+
+def _decoders(working: set[str]) -> Iterator[str]:
+    if "opencv-python-headless" in working:
+        yield "DecodeMat (CPU)"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        checked = "" if "simplejpeg" in working else ", simplejpeg is missing for the check"
+        if "nvidia-nvimgcodec-cu13" in working:
+            yield f"DecodeTensor by nvImageCodec{checked}"
+        if "torchvision" in working:
+            yield f"DecodeTensor by torchvision{checked}"
+
+
+def _providers() -> list[str]:
+    return [name.removesuffix("ExecutionProvider") for name in sys.modules["onnxruntime"].get_available_providers()]
