@@ -13,8 +13,8 @@ from conftest import encode, picture, save_model
 from onnx import helper
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
-from torchpipe_py.backends.image.mat import ResizeMat
-from torchpipe_py.backends.image.opencv import cvtColorMat
+from torchpipe_py.backends.image.mat import cvtColorMat
+from torchpipe_py.backends.image.ops import ResizeMat
 from torchpipe_py.backends.signature import ENCODED, MAT, NUMBERS, TENSOR
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import BUILT_IN_BACKENDS, Registry, default
