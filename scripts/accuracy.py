@@ -12,7 +12,7 @@ from pathlib import Path
 from torchpipe_client import Client, ClientError, InferenceError
 
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.images.files import find_images, label_of
+from torchpipe_py.backends.image.files import find_images, label_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,11 +25,11 @@ run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; 
 supervision=tests/server/supervisor/children/test_supervision.py
 pages=tests/test_docs.py
 "$bin/mypy" > "$logs/types" 2>&1 & types=$!
-run slow tests/chaos tests/training tests/scripts tests/fuzz tests/images $supervision & first=$!
+run slow tests/chaos tests/training tests/scripts tests/fuzz $supervision & first=$!
 run server tests/server --ignore=$supervision & second=$!
 run pages $pages tests/test_working_directory.py tests/tools & third=$!
 status=0
-run rest tests --ignore=tests/{server,tools,chaos,training,scripts,fuzz,images} --ignore=$pages \
+run rest tests --ignore=tests/{server,tools,chaos,training,scripts,fuzz} --ignore=$pages \
   --ignore=tests/test_working_directory.py || status=$?
 wait $first || status=$?
 wait $second || status=$?

@@ -143,6 +143,7 @@ class FakeStream:
 class FakeGuard:
     """Stands in for a ``StreamGuard``; its device is the CPU."""
 
+    is_cuda = True
     device = torch.device("cpu")
     stream = FakeStream()
 

@@ -21,7 +21,7 @@ PACKAGE = [
     "cores errors files idl keys malloc",
     "arguments values filters",
     "encryption",
-    "wire images backends.params backends.signature",
+    "wire backends.params backends.signature",
     "backends.base",
     "registry",
     "plan",

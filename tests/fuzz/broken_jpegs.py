@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+import cv2
 import numpy as np
+import simplejpeg
 from PIL import Image
 
 SIZES = (160, 120), (128, 128), (200, 152), (500, 375)
@@ -47,6 +49,13 @@ def dark(width: int, height: int, subsampling: int, number: int, restarts: int =
 def is_magenta(pixels: np.ndarray) -> np.ndarray:
     """Which of the pixels …×3 have that color."""
     return (pixels[..., 0] > 180) & (pixels[..., 1] < 80) & (pixels[..., 2] > 180)
+
+
+def require_opencvs(data: bytes) -> None:
+    """Raise ``AssertionError`` unless libjpeg-turbo decodes the file without a warning, to OpenCV's pixels."""
+    mine = simplejpeg.decode_jpeg(data, "RGB", strict=True)
+    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+    assert np.array_equal(mine, cv2.imdecode(np.frombuffer(data, np.uint8), flags))
 
 
 def segments(data: bytes) -> tuple[_Segments, bytes]:

@@ -251,7 +251,7 @@ class Judge:
     """Decodes and says what is wrong with how that went."""
 
     def __init__(self, run: Any) -> None:
-        from torchpipe_py.images.header import HeaderCheck
+        from torchpipe_py.backends.image.decode import HeaderCheck
 
         self._run, self._check = run, HeaderCheck(FORMATS, MAX_PIXELS)
         self._limit: int | None = None

@@ -34,7 +34,7 @@ HARMFUL = """
 import os, sys, runpy
 sys.argv[0] = {path!r}
 fuzzer = runpy.run_path({path!r}, run_name="fuzzer")
-from torchpipe_py.backends.image.opencv import MatDecoder
+from torchpipe_py.backends.image.decode import MatDecoder
 decode = MatDecoder.__call__
 held = []
 

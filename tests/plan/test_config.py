@@ -564,7 +564,7 @@ REFUSED = [
 ]
 
 
-OTHERS = Path(__file__).resolve().parents[2] / "docs" / "from-other-servers.md"
+OTHERS = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 
 
 @pytest.mark.usefixtures("no_threads")
@@ -589,7 +589,7 @@ def test_each_key_of_the_page_on_other_servers_is_named_as_it_is_here() -> None:
 def keys_of_others(page: str) -> set[str]:
     """What stands as code, or as an argument in it, in the columns that are not of here."""
     found = set()
-    for heading, columns in (("## Servers", slice(2, None)), ("## DALI", slice(1, 2))):
+    for heading, columns in (("## From other servers", slice(2, None)), ("## From DALI", slice(1, 2))):
         lines = page.partition(heading)[2].partition("\n## ")[0].split("\n")
         cells = [cell for line in lines if line.startswith("| ") for cell in line.split("|")[columns]]
         for code in re.findall(r"`([^`]+)`", "".join(cells)):

@@ -13,8 +13,8 @@ from conftest import encode, picture, save_model
 from onnx import helper
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
-from torchpipe_py.backends.image.mat import ResizeMat
-from torchpipe_py.backends.image.opencv import cvtColorMat
+from torchpipe_py.backends.image.mat import cvtColorMat
+from torchpipe_py.backends.image.ops import ResizeMat
 from torchpipe_py.backends.signature import ENCODED, MAT, NUMBERS, TENSOR
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import BUILT_IN_BACKENDS, Registry, default
@@ -48,9 +48,8 @@ OF_KINDS = [name for name in BUILT_IN_BACKENDS if (cls := default.find_backend(n
 
 
 def kind_of(result: Any) -> str:
-    if isinstance(result, torch.Tensor):
-        return TENSOR
-    return MAT if isinstance(result, np.ndarray) else NUMBERS if isinstance(result, list) else type(result).__name__
+    kinds = {torch.Tensor: TENSOR, np.ndarray: MAT, list: NUMBERS, bytes: ENCODED}
+    return kinds.get(type(result), type(result).__name__)
 
 
 @pytest.mark.parametrize("name", [name for name in OF_KINDS if name != "DecodeTensor"])

@@ -6,13 +6,14 @@ import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, TypeVar
 
-from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend
-from torchpipe_py.backends.signature import TENSOR
-from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.backends.base import Backend, BackendConfig, Data, ItemBackend
+from torchpipe_py.backends.control.basic import Identity, Wrapper
+from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
 LONG_SECONDS = 0.002  # shorter work is spun for: a sleep gives up the GIL once more, and the core's waking comes on top
@@ -114,6 +115,8 @@ class StreamGuard:
     ``run`` every result is complete, so that any thread and any stream may read it.
     """
 
+    is_cuda = True
+
     def __init__(self, config: BackendConfig) -> None:
         import torch
 
@@ -188,6 +191,101 @@ def _holds_cuda(value: Any) -> bool:
     return bool(getattr(value, "is_cuda", False))
 
 
+class HostGuard:
+    """In the place of a ``StreamGuard`` where the CPU computes: there is nothing to wait for."""
+
+    is_cuda = False
+
+    def __init__(self) -> None:
+        import torch
+
+        self.device: Any = torch.device("cpu")
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def run(self, forward: Callable[[list[Data]], None], items: list[Data]) -> None:
+        forward(items)
+
+    def close(self) -> None: ...
+
+
+Guard = StreamGuard | HostGuard
+
+
+def guard_for(config: BackendConfig, device: str = "") -> Guard:
+    """What an instance runs in on ``device``, ``cuda`` or ``cpu``; by default on a GPU if there is one."""
+    import torch
+
+    if device == "cpu" or (not device and not torch.cuda.is_available()):
+        return HostGuard()
+    return StreamGuard(config)
+
+
+B = TypeVar("B", bound=type[Backend])
+
+
+def on_stream(cls: B) -> B:
+    """Make ``setup`` and ``forward`` of a backend run on the CUDA stream of the instance, where there is a GPU.
+
+    Inside a ``SyncTensor`` they run on its stream; alone, on a stream of this instance, with a wait at the end of each
+    ``forward``. Without a GPU they just run, unless ``needs_cuda``. ``self.guard`` is the ``Guard`` from ``setup`` on;
+    a parameter ``device_type`` chooses between GPU and CPU.
+    """
+    set_up, forward_batch, release = cls.setup, cls.forward, cls.close
+
+    def setup(self: Any) -> None:
+        self.guard = guard_for(self.config, "cuda" if self.needs_cuda else getattr(self, "device_type", ""))
+        with self.guard.active():
+            set_up(self)
+
+    def forward(self: Any, items: list[Data]) -> None:
+        self.guard.run(partial(forward_batch, self), items)
+
+    def forward_one(self: Any) -> Callable[[Data], object] | None:
+        is_plain = forward_batch is ItemBackend.forward and not self.guard.is_cuda
+        return self.forward_item if is_plain else None
+
+    def close(self: Any) -> None:
+        try:
+            release(self)
+        finally:
+            if self.guard is not None:
+                self.guard.close()
+                self.guard = None
+
+    for method in (setup, forward, forward_one, close):
+        setattr(cls, method.__name__, method)
+    cls.uses_device = True
+    cls.guard = None  # type: ignore[attr-defined]
+    return cls
+
+
+@on_stream
+class SyncTensor(Wrapper):
+    """Runs the backend in its brackets on this instance's own CUDA stream and waits for it once, at the end.
+
+    Inside another ``SyncTensor`` it uses the outer's stream and leaves the waiting to it. Last in a ``Sequential`` and
+    without brackets it stands for one around the whole sequence. On a CPU there is nothing to wait for. Also called
+    ``StreamGuard``, ``TensorSync`` and ``Torch``.
+    """
+
+    children = (0, 1)
+    wraps_sequence = True
+    guard: Guard
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._inner = config.children[0] if config.children else Identity(config)
+
+    @property
+    def inner(self) -> Backend:
+        return self._inner
+
+    def any_thread(self) -> bool:
+        return not self.guard.is_cuda and self.inner.any_thread()
+
+
 class GuardedBackend(ItemBackend):
     """A backend whose work goes to a GPU where there is one: override ``setup_guarded`` and ``forward_item``.
 
@@ -237,37 +335,3 @@ class GuardedBackend(ItemBackend):
 
     forward_guarded = ItemBackend.forward
     """``forward``, with the stream current: one item after the other."""
-
-
-class TensorBackend(GuardedBackend):
-    """Works on one tensor of any shape at a time: implement ``forward_tensor(tensor, item)``; PyTorch is ``_torch``.
-
-    A tensor on the CPU is worked on there; one on another GPU is brought to this node's. ``InvalidRequest`` for what is
-    no Tensor.
-    """
-
-    takes = TENSOR
-    any_batch = True
-
-    def setup_guarded(self) -> None:
-        import torch
-
-        self._torch: Any = torch
-
-    def forward_item(self, item: Data) -> None:
-        item[TASK_RESULT_KEY] = self.forward_tensor(self.here(self.tensor_of(item)), item)
-
-    def tensor_of(self, item: Data) -> Any:
-        """The tensor that is to be worked on; ``InvalidRequest`` where there is none."""
-        value = item[TASK_DATA_KEY]
-        if not isinstance(value, self._torch.Tensor):
-            raise InvalidRequest(f"expected a Tensor (torch.Tensor), got {type(value).__name__}")
-        return value
-
-    def here(self, tensor: Any) -> Any:
-        """``tensor`` where this node can work on it."""
-        return tensor.to(self.device) if tensor.is_cuda and tensor.device != self.device else tensor
-
-    def forward_tensor(self, tensor: Any, item: Data) -> Any:
-        """The result for ``tensor``."""
-        raise NotImplementedError(type(self).__name__)

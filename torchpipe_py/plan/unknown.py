@@ -56,7 +56,7 @@ ELSEWHERE = {
     "timeout": _DEADLINE,
     "workers_per_device": _PROCESSES,
 }
-"""Keys of other servers, and what there is here in their place; docs/from-other-servers.md has them too."""
+"""Keys of other servers, and what there is here in their place; docs/migrating.md has them too."""
 
 _NORMALISE = "'mean' and 'std' of the model's node normalise, of pixels from 0 to 255"
 BACKENDS_ELSEWHERE = {

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from torchpipe_py.backends.image.opencv import MAT_COLORS
+from torchpipe_py.backends.image.mat import MAT_COLORS
 from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline

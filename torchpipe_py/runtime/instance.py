@@ -10,8 +10,8 @@ from numbers import Integral
 from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, BackendConfig
+from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import log_failure
-from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.runtime.idle import Sleeper
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.statistics import Record

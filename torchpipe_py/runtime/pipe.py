@@ -14,9 +14,9 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
-from torchpipe_py.images.memory import CURRENT
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
-from torchpipe_py.backends.image import tensor
-from torchpipe_py.backends.image import torch as conversions
-from torchpipe_py.backends.image.layout import ImageBackend, as_image
+from torchpipe_py.backends.image.tensor import as_image
+from torchpipe_py.registry import BUILT_IN_BACKENDS, default
 
 Data = dict[str, Any]
 
@@ -47,9 +45,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_every_backend_on_images_is_among_these() -> None:
-    members = inspect.getmembers(tensor, inspect.isclass) + inspect.getmembers(conversions, inspect.isclass)
-    classes = {name for name, cls in members if issubclass(cls, ImageBackend)}
-    assert classes - {"ImageBackend"} == CONFIGS.keys()
+    found = {name: default.find_backend(name) for name in BUILT_IN_BACKENDS}
+    assert {name for name, cls in found.items() if cls and "data_format" in cls.parameters()} == CONFIGS.keys()
 
 
 @pytest.mark.parametrize("backend", CONFIGS)

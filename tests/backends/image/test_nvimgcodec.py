@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchpipe_py import BackendUnavailable, DecodeError
-from torchpipe_py.backends.image import nvimgcodec, nvjpeg
+from torchpipe_py.backends.image import gpujpeg, nvimgcodec
 from torchpipe_py.backends.image.nvimgcodec import NvImageCodec
 
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
 def test_the_cores_alone_decode_all_where_engines_are_not_wanted(
     library: Library, caplog: pytest.LogCaptureFixture
 ) -> None:
-    codec = nvjpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
+    codec = gpujpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
     library.calls.clear()
     assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 1), (4, 5, 1)]
     assert library.calls == [("cores", [b"2x3", b"4x5"])]
@@ -413,13 +413,13 @@ class Fallback:
 
 
 def test_it_comes_before_torchvision(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvjpeg, "Torchvision", Fallback)
-    assert isinstance(nvjpeg.best_decoder(CPU, STREAM, TRIAL), NvImageCodec)
+    monkeypatch.setattr(gpujpeg, "Torchvision", Fallback)
+    assert isinstance(gpujpeg.best_decoder(CPU, STREAM, TRIAL), NvImageCodec)
 
 
 def test_torchvision_takes_its_place_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvjpeg, "Torchvision", Fallback)
+    monkeypatch.setattr(gpujpeg, "Torchvision", Fallback)
     installed(monkeypatch, Library(has_engines=False, has_cores=False))
-    assert isinstance(nvjpeg.best_decoder(CPU, STREAM, TRIAL), Fallback)
+    assert isinstance(gpujpeg.best_decoder(CPU, STREAM, TRIAL), Fallback)
     with pytest.raises(BackendUnavailable, match=r"nvImageCodec 1\.2 does not work here.*; nor does this"):
-        nvjpeg.best_decoder(CPU, STREAM, [])
+        gpujpeg.best_decoder(CPU, STREAM, [])

@@ -12,7 +12,7 @@ from conftest import picture
 from PIL import Image
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
-from torchpipe_py.backends.image.geometry import central, shorter_size
+from torchpipe_py.backends.image.geometry import center_crop, shorter_side
 
 Data = dict[str, Any]
 
@@ -60,7 +60,7 @@ def difference(one: np.ndarray, other: np.ndarray) -> float:
     ],
 )
 def test_the_longer_side_is_cut_off_to_whole_pixels(given: tuple[int, int], size: int, wanted: tuple[int, int]) -> None:
-    assert shorter_size(*given, size) == wanted
+    assert shorter_side(*given, size).size == wanted
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,15 @@ def test_the_longer_side_is_cut_off_to_whole_pixels(given: tuple[int, int], size
 )
 def test_the_middle_begins_where_torchvisions_does(size: int, wanted: int, start: int, missing: int) -> None:
     """2.5 becomes 2, 1.5 becomes 2 and 0.5 becomes 0."""
-    assert central(size, wanted) == (start, missing)
+    placement = center_crop(size, 9, wanted, 9)
+    assert (placement.crop[0], placement.top) == (start, missing)
 
 
 @pytest.mark.parametrize("interpolation", RESAMPLING)
 @pytest.mark.parametrize("given", SIZES)
 def test_the_shorter_side_is_resized_as_pillow_does(given: tuple[int, int], interpolation: str) -> None:
     mat = picture(*given)
-    height, width = shorter_size(*given, 64)
+    height, width = shorter_side(*given, 64).size
     wanted = np.asarray(Image.fromarray(mat).resize((width, height), RESAMPLING[interpolation]))
     config = {"size": 64, "interpolation": interpolation}
     assert difference(run("ResizeShorterMat", mat, **config), wanted) == 0
@@ -98,7 +99,8 @@ def test_the_middle_of_an_image_or_an_image_in_the_middle(given: tuple[int, int]
     mat = np.maximum(picture(*given), 1)
     crop = {"crop_h": 8, "crop_w": 9}
     result = run("CenterCropMat", mat, **crop)
-    (top, above), (left, before) = central(given[0], 8), central(given[1], 9)
+    placed = center_crop(*given, 8, 9)
+    (top, left, _, _), above, before = placed.crop, placed.top, placed.left
     wanted = np.zeros((8, 9, 3), np.uint8)
     part = mat[top : top + 8, left : left + 9]
     wanted[above : above + part.shape[0], before : before + part.shape[1]] = part

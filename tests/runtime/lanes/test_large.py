@@ -12,7 +12,7 @@ from conftest import Register
 from fakes import Gate, error_of, in_threads, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, pipe
-from torchpipe_py.images.memory import DECODING
+from torchpipe_py.backends.image.memory import DECODING
 
 
 @pytest.fixture

@@ -1,18 +1,20 @@
-"""Images to files and tensors from files."""
+"""Image files of a folder, and Mats and Tensors in files."""
 
 from __future__ import annotations
 
 import io
 import os
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePath
+from typing import Any, NoReturn
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend
-from torchpipe_py.backends.cuda import GuardedBackend, TensorBackend
-from torchpipe_py.backends.image.opencv import EIGHT_BITS, OF_MATS, as_mat, color_of
+from torchpipe_py.backends.cuda import Guard, on_stream
+from torchpipe_py.backends.image.mat import EIGHT_BITS, OF_MATS, as_mat, color_of
+from torchpipe_py.backends.image.tensor import on_tensors
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT, TENSOR
 from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
@@ -20,8 +22,43 @@ from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
+JPEG_SUFFIXES = (".jpg", ".jpeg")
+IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 
-class SaveTensor(TensorBackend):
+
+def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> list[Path]:
+    """All files below ``folder`` with one of the ``suffixes``, in any case, in the order of their paths.
+
+    What is no file, a named pipe or a socket, is left out. Paths start with ``folder``. Raises ``OSError`` for a folder
+    that is none, cannot be read or holds no image; the message is complete and begins with the folder's path.
+    """
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"{folder}: no such directory")
+    paths = [Path(place, name) for place, _, names in os.walk(folder, onerror=_unreadable) for name in names]
+    images = sorted(path for path in paths if path.suffix.lower() in suffixes and _is_readable(path))
+    if not images:
+        raise FileNotFoundError(f"{folder}: no image in it (looked for {' '.join(suffixes)})")
+    return images
+
+
+def label_of(path: PurePath, folder: PurePath) -> str:
+    """The label of an image of ``find_images(folder)``: ``circle`` of ``circle/03.jpg`` and of ``circle_03.jpg``."""
+    first, *others = path.relative_to(folder).parts
+    return first if others else path.stem.rpartition("_")[0] or path.stem
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether it is a file, or a link to one that is not there: of a pipe or a device, reading would not end."""
+    # NOTE: os.path says no where pathlib raises, of a link to what may not be seen. Whoever reads it is told.
+    return os.path.isfile(path) or not os.path.exists(path)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise PermissionError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+@on_tensors
+class SaveTensor(ItemBackend):
     """Writes each Tensor, of any shape, to a ``.pt`` file of its own in ``save_dir`` and passes it on.
 
     The path is ``saved`` in the dict; ``torch.load`` and ``LoadTensor`` read it, as a CPU tensor. The folder is made if
@@ -33,14 +70,15 @@ class SaveTensor(TensorBackend):
 
     save_dir = Param(to_str, doc="folder for the files")
 
-    def setup_guarded(self) -> None:
-        super().setup_guarded()
+    def setup(self) -> None:
         make_folder(self.save_dir)
 
     def forward_tensor(self, tensor: Any, item: Data) -> Any:
+        import torch
+
         file = io.BytesIO()
         # NOTE: a view would be saved with all the memory it looks into: one row with its whole batch.
-        self._torch.save(tensor.detach().clone().cpu(), file)
+        torch.save(tensor.detach().clone().cpu(), file)
         # NOTE: getbuffer() would be open still when the traceback of a failed write is collected, and the file with it.
         item["saved"] = write_new(self.save_dir, ".pt", file.getvalue())
         return tensor
@@ -84,7 +122,8 @@ class SaveMat(ItemBackend):
         return memoryview(encoded)
 
 
-class LoadTensor(GuardedBackend):
+@on_stream
+class LoadTensor(ItemBackend):
     """The Tensor in the file ``tensor_name``, whatever ``data`` is: a copy on this node's device for each request.
 
     The file is read once, when the node starts; ``torch.load`` takes tensors from it and runs no code.
@@ -93,18 +132,18 @@ class LoadTensor(GuardedBackend):
 
     gives = TENSOR
     any_batch = True
+    guard: Guard
 
     tensor_name = Param(to_str, file=True, doc="path of a .pt file with one tensor")
 
-    def setup_guarded(self) -> None:
-        self._tensor = load_tensor(self.tensor_name, self.device)
+    def setup(self) -> None:
+        self._tensor = load_tensor(self.tensor_name, self.guard.device)
 
     def forward_item(self, item: Data) -> None:
         item[TASK_RESULT_KEY] = self._tensor.clone()
 
     def close(self) -> None:
         self._tensor = None
-        super().close()
 
 
 def load_tensor(path: str, device: Any) -> Any:

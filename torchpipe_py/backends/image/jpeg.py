@@ -1,54 +1,203 @@
-"""Which JPEGs go to a decoder on the GPU, which takes less than libjpeg and reports little of what it refuses."""
+"""What is read of JPEG files (ITU-T T.81, annex B): their headers, as libjpeg finds them, and whether all is plain."""
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
-from torchpipe_py.backends.image.opencv import encoded_bytes, max_pixels
-from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, Signature
+from torchpipe_py.backends.image.formats import Bytes, ImageHeader
 from torchpipe_py.errors import BackendUnavailable, DecodeError
-from torchpipe_py.images.header import HeaderCheck
-from torchpipe_py.images.jpeg import PROGRESSIVE, JpegHeader
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
-_END = b"\xff\xd9"
-_RESTART_INTERVAL = b"\xff\xdd"
+MAX_SCANS = 32
+"""Each is a pass over all coefficients. libjpeg writes 10 by default and 18 for CMYK, optimisers no more than that."""
 
-CHECK = HeaderCheck(("jpeg",))
+MAX_PASSES = 16
+"""Times ``max_pixels``: what all scans together pass over. So the largest images have fewer scans."""
+
+MAX_SEGMENTS = 2048
+"""Before the image data. A colour profile of 16 MB takes 255."""
+
+PROGRESSIVE = 0xC2
+ORIENTATION = 0x0112  # the EXIF tag
+
+_EOI, _SOS, _APP1, _APP14 = 0xD9, 0xDA, 0xE1, 0xEE
+_FRAMES = {
+    0xC0: "",
+    0xC1: "",
+    PROGRESSIVE: "",
+    0xC3: "lossless",
+    **dict.fromkeys((0xC5, 0xC6, 0xC7, 0xCD, 0xCE, 0xCF), "hierarchical"),
+    **dict.fromkeys((0xC9, 0xCA), "arithmetic coding"),
+    0xCB: "lossless, arithmetic coding",
+}
+"""Frame headers, and what of them no decoder here is given."""
+
+_TABLES = {0xC4, 0xCC, 0xDB, 0xDC, 0xDD}  # DHT, DAC, DQT, DNL, DRI
+_SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}
+_STANDALONE = {0x01, *range(0xD0, 0xD8)}
+
+# JFIF's and tables, of the lengths that they have in most files: passed over in one call of C.
+# NOTE: a few of them. The call holds the GIL, and takes memory for each; the others count towards MAX_SEGMENTS.
+_USUAL = (0xE0, 16), (0xDB, 67), (0xDB, 132), (0xC4, 31), (0xC4, 181), (0xC4, 418)
+_USUAL_SEGMENTS: Callable[[Bytes, int], re.Match[bytes]] = re.compile(
+    b"(?s:%s){0,16}" % b"|".join([re.escape(struct.pack(">BBH", 0xFF, m, n)) + b".{%d}" % (n - 2) for m, n in _USUAL])
+).match  # type: ignore[assignment]  # it matches nothing, at least
+
+_NEXT_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_NEXT_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+# FF, marker, length; after it what a frame header has: bits, height, width, components. A scan has its number of
+# components where the bits are.
+_segment_at = struct.Struct(">BBHBHHB").unpack_from
+_PIECE = 2**18  # bytes that are searched in one call, which holds the GIL
 
 
-class GpuJpeg(NamedTuple):
-    """Size in pixels as stored, number of color components, and the EXIF orientation 1..8 (1: as stored)."""
+class JpegHeader(ImageHeader):
+    """What comes before the image data.
 
-    width: int
-    height: int
-    components: int
-    orientation: int
+    ``channels`` are its color components, ``frame`` is the marker of the frame header. ``transform`` is Adobe's
+    (1: YCbCr). ``is_tight``: there is nothing between the segments. ``data_start`` is where the first scan's bytes
+    begin. ``scans`` are counted by ``check``; 1 for what is decoded in one pass.
+    """
+
+    def __init__(self, data: Bytes) -> None:
+        """``DecodeError`` for what is not a JPEG, is cut off, or is of a kind that is not read."""
+        super().__init__("jpeg", 0, 0)
+        self.frame, self.transform = 0, 1
+        self.is_tight, self.scans = True, 1
+        self._exif = 0, 0
+        try:
+            self._read(data)
+        except (IndexError, struct.error):
+            raise DecodeError(f"JPEG: cut off in its header, after {len(data)} bytes") from None
+
+    def _read(self, data: Bytes) -> None:
+        position = _USUAL_SEGMENTS(data, 2).end()
+        for _ in range(MAX_SEGMENTS):
+            start, marker, length, first, height, width, components = _segment_at(data, position)
+            if start != 0xFF or length < 2 or marker not in _SEGMENTS:
+                position = self._next(data, position)
+                continue
+            if marker == _SOS:
+                break
+            if marker in _FRAMES:
+                if self.frame:
+                    # NOTE: whose size would count, one decoder says so and another so.
+                    raise DecodeError("JPEG: it has two frame headers")
+                _check_frame(marker, first, components, length)
+                self.frame, self.height, self.width, self.channels = marker, height, width, components
+                position = _USUAL_SEGMENTS(data, position + 2 + length).end()
+                continue
+            if marker == _APP14:
+                if data[position + 4 : position + 9] == b"Adobe":
+                    self.transform = data[position + 15]
+            elif marker == _APP1 and data[position + 4 : position + 10] == b"Exif\0\0":
+                self._exif = position + 10, position + 2 + length
+            position += 2 + length
+        else:
+            raise DecodeError(f"JPEG: more than {MAX_SEGMENTS} segments before the image data")
+        if not self.frame:
+            raise DecodeError("JPEG: no frame header before the image data")
+        self.data_start = position + 2 + length
+        self._first = first  # components in the first scan
+
+    def _next(self, data: Bytes, position: int) -> int:
+        """Where to go on from what is not a segment."""
+        marker = data[position + 1]
+        if data[position] != 0xFF or marker in (0, 0xFF):
+            # Passed over, as libjpeg does it, but not without end; FF may be before a marker.
+            found = _NEXT_MARKER.search(data, position, position + _PIECE)
+            if found is None:
+                raise DecodeError(f"JPEG: no marker in the {_PIECE} bytes from byte {position} on")
+            if bytes(data[position : found.start()]).strip(b"\xff"):
+                self.is_tight = False
+            return found.start()
+        if marker in _STANDALONE:
+            return position + 2
+        if marker == _EOI:
+            raise DecodeError("JPEG: it ends before the image data")
+        if marker not in _SEGMENTS:
+            raise DecodeError(f"JPEG: marker FF{marker:02X} at byte {position} has no place in the header")
+        raise DecodeError(f"JPEG: the segment at byte {position} has no length")
+
+    @property
+    def memory(self) -> int:
+        """Bytes that decoding to three channels of 8 bits takes at the most; known after ``check``."""
+        # What is decoded in several passes is kept in coefficients of 16 bits.
+        # NOTE: else cv2.imdecode has the pixels twice at its end, since it copies them into an array.
+        has_passes = self.scans > 1 or self.frame == PROGRESSIVE
+        return self.width * self.height * (max(6, 3 + 2 * self.channels) if has_passes else 6)
+
+    def check(self, data: Bytes, max_pixels: int) -> None:
+        """``DecodeError`` for too many scans, each of which is a pass over all pixels."""
+        if self.frame != PROGRESSIVE and self._first == self.channels:
+            return
+        self.scans = scans = count_scans(data, self.data_start)
+        if scans > MAX_SCANS:
+            raise DecodeError(f"a JPEG of more than {MAX_SCANS} scans, each a pass over all pixels")
+        if scans > 1 and scans * self.width * self.height > MAX_PASSES * max_pixels:
+            work = f"{scans} scans of {self.width}x{self.height} pixels"
+            raise DecodeError(f"a JPEG of {work}, together more than {MAX_PASSES} times max_pixels = {max_pixels}")
+
+    def orientation(self, data: Bytes) -> int:
+        """The EXIF orientation 1..8; 1, as stored, where there is none or it makes no sense."""
+        start, end = self._exif
+        segment = bytes(data[start:end])
+        order = {b"II*\0": "<", b"MM\0*": ">"}.get(segment[:4])
+        if order is None:
+            return 1
+        try:
+            (directory,) = struct.unpack_from(order + "I", segment, 4)
+            (count,) = struct.unpack_from(order + "H", segment, directory)
+            for entry in range(directory + 2, directory + 2 + 12 * count, 12):
+                tag, kind, values = struct.unpack_from(order + "HHI", segment, entry)
+                if tag == ORIENTATION:
+                    (value,) = struct.unpack_from(order + {3: "H", 4: "I"}[kind], segment, entry + 8)
+                    return value if values == 1 and 1 <= value <= 8 else 1
+        except (struct.error, KeyError):
+            pass  # as OpenCV does: damaged metadata, but a good image
+        return 1
 
 
-def read_header(data: bytes, check: HeaderCheck = CHECK) -> GpuJpeg:
-    """The header; ``DecodeError`` for what ``check`` refuses, is cut off, or is of a kind the GPU does not take."""
-    try:
-        jpeg = JpegHeader(data)
-    except DecodeError:
-        check(data)  # says what the bytes are, if they are no JPEG
-        raise
-    check(data, jpeg)
-    if not jpeg.is_tight:
-        raise DecodeError("JPEG: there are bytes between its segments, which is not supported on the GPU")
-    if jpeg.components == 4:
-        raise DecodeError("JPEG: 4 color components (CMYK) are not supported on the GPU")
-    if data.rfind(_END, jpeg.data_start) < 0:
-        raise DecodeError(f"JPEG: cut off after {len(data)} bytes, there is no end marker")
-    if jpeg.frame == PROGRESSIVE and _RESTART_INTERVAL in data:
-        # NOTE: nvJPEG (CUDA 13.0, H200) decodes these wrongly without a word; `torchpipe parity` showed it.
-        raise DecodeError("JPEG: progressive with restart markers is not supported on the GPU")
-    if jpeg.components == 3 and jpeg.transform == 0:
-        raise DecodeError("JPEG: colors stored as RGB, not YCbCr, are not supported on the GPU")
-    return GpuJpeg(jpeg.width, jpeg.height, jpeg.components, jpeg.orientation(data))
+def _check_frame(marker: int, bits: int, components: int, length: int) -> None:
+    kind = _FRAMES[marker]
+    if kind or bits != 8:
+        what = kind or f"{bits} bits"
+        raise DecodeError(f"JPEG: a frame of type SOF{marker - 0xC0} ({what}) is not supported, only 8 bits, Huffman")
+    if components not in (1, 3, 4) or length != 8 + 3 * components:
+        raise DecodeError(f"JPEG: {components} color components in a frame header of {length} bytes")
+
+
+def count_scans(data: Bytes, position: int) -> int:
+    """Scans from the one whose bytes begin at ``position`` to the end of the image; at most one more than are allowed.
+
+    What follows the end of the image does not count; nor do bytes that look like a marker inside of a segment.
+    """
+    scans, size = 1, len(data)
+    for _ in range(MAX_SEGMENTS):
+        found = None
+        # NOTE: in pieces that overlap by a byte, so that another thread gets the GIL between them.
+        while found is None:
+            if position >= size:
+                return scans
+            found = _NEXT_IN_SCAN.search(data, position, position + _PIECE)
+            if found is None:
+                position += _PIECE - 1
+        position = found.end()
+        marker = data[position - 1]
+        if marker == _EOI or position + 2 > size:
+            return scans
+        if marker == _SOS:
+            scans += 1
+            if scans > MAX_SCANS:
+                return scans
+        if marker in _SEGMENTS:
+            position += max(2, data[position] << 8 | data[position + 1])
+    raise DecodeError(f"JPEG: more than {MAX_SEGMENTS} segments between its scans")
+
+
+# -- whole files ------------------------------------------------------------------------------------------------------
 
 
 class WholeCheck:
@@ -93,7 +242,7 @@ _INTERVAL = b"\xff\xdd\x00\x04" + MOST_MCUS.to_bytes(2, "big")
 
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]").search
 _SAMPLINGS = {(0x11,), *((luma, 0x11, 0x11) for luma in (0x11, 0x21, 0x12, 0x22))}
-_SOF0, _DHT, _EOI, _SOS, _DQT, _DRI, _COM = 0xC0, 0xC4, 0xD9, 0xDA, 0xDB, 0xDD, 0xFE
+_SOF0, _DHT, _DQT, _DRI, _COM = 0xC0, 0xC4, 0xDB, 0xDD, 0xFE
 _DC_SYMBOLS = bytes(range(12))
 _AC_SYMBOLS = bytes([0x00, 0xF0, *(run << 4 | size for run in range(16) for size in range(1, 11))])
 
@@ -128,7 +277,7 @@ def plain_scan(data: bytes) -> int:
                 huffman.add(segment[0])
                 segment = segment[end:]
         elif marker == _DRI:
-            if len(segment) != 2 or segment == b"\0\0":
+            if len(segment) != 2 or segment == b"\0\0" or has_restarts:
                 return 0
             has_restarts = True
         elif marker == _SOF0 and not components:
@@ -152,37 +301,3 @@ def plain_scan(data: bytes) -> int:
         elif marker != _COM and marker >> 4 != 0xE:
             return 0
     return 0
-
-
-class CheckJpeg(StatelessBackend):
-    """Passes on JPEG bytes that ``DecodeTensor`` may decode unchecked, on the CPU, beside whatever the GPU does.
-
-    ``result`` is ``data``. A broken file, one of another format, one of more than ``max_pixels``, and one that the JPEG
-    engines do not take (progressive, CMYK, several scans): no ``result``, ``error`` is a ``DecodeError``. A next node
-    ``DecodeMat`` with ``filter = "or"`` decodes it on the CPU, and ``DecodeTensor`` takes that as well. Needs
-    simplejpeg.
-    """
-
-    takes, gives = ENCODED, ENCODED
-    passes_on = True
-    isolation = Isolation.REFUSED
-
-    max_pixels = max_pixels()
-
-    def setup(self) -> None:
-        self._check = HeaderCheck(("jpeg",), self.max_pixels)
-        self._whole_check = WholeCheck()
-
-    def signature(self) -> Signature:
-        return ENCODED_IMAGE
-
-    def forward_item(self, item: Data) -> None:
-        data = item[TASK_DATA_KEY]
-        data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
-        try:
-            read_header(data, self._check)
-            self._whole_check(data)
-        except DecodeError as error:
-            item[TASK_ERROR_KEY] = error
-        else:
-            item[TASK_RESULT_KEY] = data

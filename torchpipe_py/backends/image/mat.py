@@ -1,32 +1,101 @@
-"""Sizes, parts and perspective of Mats, by OpenCV."""
+"""Mats and their colors, by OpenCV and Pillow.
+
+A Mat is a ``numpy.ndarray`` of shape H×W×C, ``uint8`` or ``float32``; its ``color`` travels in the dict.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Isolation, StatelessBackend
+from torchpipe_py.backends.base import Data, Isolation, ItemBackend
 from torchpipe_py.backends.image.geometry import (
     HEIGHT_KEY,
     MAX_SIDE,
     WIDTH_KEY,
-    aligned_width,
-    central,
-    check_channels,
+    Placement,
     check_size,
-    crop_box,
-    fit_inside,
+    max_pixels,
+    side,
     upright_box,
-    wanted_side,
 )
-from torchpipe_py.backends.image.opencv import as_mat, max_pixels, side
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT
-from torchpipe_py.errors import ConfigError
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import to_bool, to_int, to_ints, to_str
+from torchpipe_py.errors import ConfigError, InvalidRequest, shown
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_int, to_ints, to_str
+
+COLORS = ("bgr", "rgb")
+"""Channel orders."""
+
+MAT_COLORS = (*COLORS, "gray")
+
+OF_MATS, OF_TENSORS = "bgr", "rgb"
+"""The channel order of an image whose dict has no ``color``."""
+
+UINT8, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+EIGHT_BITS = (UINT8,)
+
+
+# -- what comes in ----------------------------------------------------------------------------------------------------
+
+
+def color_of(item: Data, channels: int, default: str) -> str:
+    """What an image of so many channels holds: gray where it is one, else the dict's ``color``, or else ``default``.
+
+    ``InvalidRequest`` for a ``color`` that is not a channel order.
+    """
+    if channels == 1:
+        return "gray"
+    color: str = item.get(TASK_COLOR_KEY, default)
+    if not (isinstance(color, str) and color in COLORS):
+        raise InvalidRequest(f"color {shown(color)} of an image of {channels} channels; expected bgr or rgb")
+    return color
+
+
+def name_color(item: Data, channels: int, default: str) -> None:
+    """Name the color in the dict before a Mat becomes a Tensor, or a Tensor a Mat, since its default changes then."""
+    if channels in (3, 4):
+        item.setdefault(TASK_COLOR_KEY, default)
+
+
+def to_color(value: Any) -> str:
+    """A color name in lower case."""
+    return to_str(value).lower()
+
+
+def as_mat(value: Any, dtypes: tuple[np.dtype, ...] = (UINT8, FLOAT32)) -> np.ndarray:
+    """``value`` as an H×W×C array of one of ``dtypes``; H×W becomes H×W×1; ``InvalidRequest`` for anything else."""
+    # NOTE: on the path of every request, under the GIL: a dtype is one object, and comparing it with a type is slow.
+    if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype in dtypes) and value.size:
+        if value.ndim == 3:
+            return value
+        if value.ndim == 2:
+            return value[:, :, None]
+    kind = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise InvalidRequest(f"expected a Mat ({' or '.join(map(str, dtypes))} array, HxWxC), got {kind}")
+
+
+def encoded_bytes(value: Any) -> np.ndarray:
+    """Encoded image bytes as a contiguous 1-D ``uint8`` array, mostly no copy; ``InvalidRequest`` for others."""
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.uint8 and value.ndim == 1:
+            return np.ascontiguousarray(value)
+        raise InvalidRequest(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        hint = "; of a file they are Path(...).read_bytes()" if isinstance(value, (str, os.PathLike)) else ""
+        hint += ', in JSON {"b64": "…"}' if isinstance(value, str) else ""
+        raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}{hint}")
+    return np.frombuffer(value, UINT8)
+
+
+# -- resizing and placing ---------------------------------------------------------------------------------------------
+
+Resize = Callable[[np.ndarray, int, int], np.ndarray]
+"""``resize(mat, height, width)``: a new Mat of that size."""
 
 INTERPOLATIONS = {
     "nearest": "INTER_NEAREST",
@@ -38,151 +107,108 @@ INTERPOLATIONS = {
 
 
 def interpolation() -> Param:
-    """The parameter ``interpolation``."""
+    """The parameter ``interpolation`` of a backend that resizes by OpenCV."""
     return Param(to_str, "bilinear", choices=tuple(INTERPOLATIONS), doc="as OpenCV's INTER_ flag of that name")
 
 
-def pad_value(default: int) -> Param:
-    """The parameter ``pad_value``."""
-    return Param(to_int, default, low=0, high=255, doc="value of the padding in every channel")
-
-
-def keep_aspect() -> Param:
-    """The parameter ``keep_aspect``."""
-    return Param(to_bool, False, doc="whether to pad instead of stretching")
-
-
-def cv2_resize(interpolation: str) -> tuple[Callable[..., Any], int]:
-    """``cv2.resize``, and the flag for its interpolation."""
+def opencv_resize(interpolation: str) -> Resize:
+    """By ``cv2.resize``."""
     import cv2
 
-    return cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
+    resize, flag = cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
+
+    def resized(mat: np.ndarray, height: int, width: int) -> np.ndarray:
+        # NOTE: OpenCV would take the GIL to make the array, and give it up once more.
+        result: np.ndarray = resize(
+            mat, (width, height), np.empty((height, width, mat.shape[2]), mat.dtype), 0, 0, flag
+        )
+        return result if result.ndim == 3 else result[:, :, None]
+
+    return resized
 
 
-class ResizeMat(StatelessBackend):
-    """Mat to Mat of ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is not kept."""
+def pillow_resize(interpolation: str) -> Resize:
+    """By Pillow's ``Image.resize``, of ``uint8`` and up to 4 channels."""
+    from PIL import Image
+
+    resampling = Image.Resampling[interpolation.upper()]
+
+    def resized(mat: np.ndarray, height: int, width: int) -> np.ndarray:
+        if mat.shape[2] > 4:
+            raise InvalidRequest(f"Pillow resizes up to 4 channels, the Mat has {mat.shape[2]}")
+        image = Image.fromarray(mat[:, :, 0] if mat.shape[2] == 1 else mat)
+        return as_mat(np.array(image.resize((width, height), resampling)))
+
+    return resized
+
+
+def place_mat(mat: np.ndarray, placement: Placement, resize: Resize | None, value: int) -> np.ndarray:
+    """``mat`` cut, resized and placed on ``value``; the Mat itself where nothing of that changes it."""
+    size, crop, canvas, top, left, _ = placement
+    if crop is not None:
+        mat = mat[crop[0] : crop[2], crop[1] : crop[3]]
+    if resize is not None and mat.shape[:2] != size:
+        mat = resize(mat, *size)
+    if canvas is None:
+        return mat if crop is None else mat.copy()
+    placed = np.full((*canvas, mat.shape[2]), value, mat.dtype)
+    placed[top : top + size[0], left : left + size[1]] = mat
+    return placed
+
+
+# -- backends without a twin on Tensors -------------------------------------------------------------------------------
+
+
+class cvtColorMat(ItemBackend):
+    """Mat to Mat in channel order ``color``, or gray, only if it differs; a dict without ``color`` holds a BGR Mat.
+
+    A Mat of one channel is gray. Three channels become one, and one three, as ``cv2.cvtColor`` does it; of four the
+    last is dropped. Sets ``color``. ``InvalidRequest`` for a Mat of another number of channels than 1, 3 or 4, and for
+    a ``color`` of the dict that is not a channel order.
+    """
 
     takes, gives = MAT, MAT
-    sides = ("resize_h", "resize_w")
-    keeps_color = True
+    keeps_sides = True
     isolation = Isolation.FOLLOWS
 
-    interpolation = interpolation()
-    resize_h = side("output height, pixels")
-    resize_w = side("output width, pixels")
+    color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
+
+    def prefer_color(self, color: str | None) -> str | None:
+        return None if self.color == "gray" else str(self.color)
+
+    def any_thread(self) -> bool:
+        return True
 
     def setup(self) -> None:
-        self._resize, self._flag = cv2_resize(self.interpolation)
-        self._shape, self._size = (self.resize_h, self.resize_w), (self.resize_w, self.resize_h)
+        import cv2
+
+        self._convert: Callable[..., Any] = cv2.cvtColor
+        wanted = self.color.upper()
+        self._codes = {
+            color: getattr(cv2, f"COLOR_{color.upper()}2{wanted}") for color in MAT_COLORS if color != self.color
+        }
+        self._codes[self.color] = cv2.COLOR_BGRA2BGR  # of either order
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
-        if mat.shape[:2] != self._shape:
-            channels = mat.shape[2]
-            check_channels(self.resize_h, self.resize_w, channels)
-            # NOTE: OpenCV would take the GIL to make the array, and give it up once more.
-            resized = np.empty((*self._shape, channels), mat.dtype)
-            mat = self._resize(mat, self._size, resized, 0, 0, self._flag)
-            if mat.ndim == 2:
-                mat = mat[:, :, None]
+        channels = mat.shape[2]
+        if channels not in (1, 3, 4):
+            raise InvalidRequest(f"color {self.color} needs a Mat of 1, 3 or 4 channels, got {channels}")
+        color = color_of(item, channels, OF_MATS)
+        if color != self.color or channels == 4:
+            mat = as_mat(self._convert(mat, self._codes[color]))
+        item[TASK_COLOR_KEY] = self.color
         item[TASK_RESULT_KEY] = mat
 
 
-class ResizePadMat(StatelessBackend):
-    """Mat to Mat of ``max_h`` × ``max_w``: the largest that fits with its aspect ratio, top left, the rest padded.
-
-    Writes ``inverse_trans(x, y)``, which maps a point of the output to the input, in pixels.
-    """
-
-    takes, gives = MAT, MAT
-    sides = ("max_h", "max_w")
-    keeps_color = True
-    centred = False
-
-    interpolation = interpolation()
-    max_h = side("output height, pixels")
-    max_w = side("output width, pixels")
-    pad_value = pad_value(0)
-
-    def setup(self) -> None:
-        self._resize, self._flag = cv2_resize(self.interpolation)
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        height, width, channels = mat.shape
-        check_channels(self.max_h, self.max_w, channels)
-        new_h, new_w, top, left, inverse_trans = fit_inside(height, width, self.max_h, self.max_w, self.centred)
-        padded = np.full((self.max_h, self.max_w, channels), self.pad_value, mat.dtype)
-        resized = as_mat(self._resize(mat, (new_w, new_h), interpolation=self._flag))
-        padded[top : top + new_h, left : left + new_w] = resized
-        item[TASK_RESULT_KEY] = padded
-        item["inverse_trans"] = inverse_trans
-
-
-class LetterBoxMat(ResizePadMat):
-    """As ``ResizePadMat``, but in the middle, as YOLO models take it, by default on gray.
-
-    Of an odd number of rows or columns to pad, the larger half is below or on the right, as in Ultralytics' LetterBox.
-    """
-
-    centred = True
-
-    pad_value = pad_value(114)
-
-
-class CropMat(StatelessBackend):
-    """The part of a Mat H×W×C that ``box`` in the dict names: [left, top, right, bottom] in pixels; a contiguous copy.
-
-    ``box`` is a list, tuple or array of four numbers; right and bottom are the first pixels outside. Fractions are
-    rounded, and what lies outside the image is cut off, as ``CropTensor`` does it. A box that is missing, is no four
-    finite numbers, or leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``. So it is for what is no Mat.
-    """
-
-    takes, gives = MAT, MAT
-    keeps_color = True
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        left, top, right, bottom = crop_box(item, mat.shape[0], mat.shape[1])
-        item[TASK_RESULT_KEY] = mat[top:bottom, left:right].copy()
-
-
-class CenterCropMat(StatelessBackend):
-    """The middle ``crop_h`` × ``crop_w`` of a Mat, as torchvision's ``CenterCrop``; a smaller Mat is padded with 0.
-
-    A contiguous copy.
-    """
-
-    takes, gives = MAT, MAT
-    sides = ("crop_h", "crop_w")
-    keeps_color = True
-    isolation = Isolation.FOLLOWS
-
-    crop_h = side("output height, pixels")
-    crop_w = side("output width, pixels")
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        height, width, channels = mat.shape
-        (top, above), (left, before) = central(height, self.crop_h), central(width, self.crop_w)
-        part = mat[top : top + self.crop_h, left : left + self.crop_w]
-        if part.shape[:2] == (self.crop_h, self.crop_w):
-            item[TASK_RESULT_KEY] = part.copy()
-            return
-        check_channels(self.crop_h, self.crop_w, channels)
-        padded = np.zeros((self.crop_h, self.crop_w, channels), mat.dtype)
-        padded[above : above + part.shape[0], before : before + part.shape[1]] = part
-        item[TASK_RESULT_KEY] = padded
-
-
-class AlignMat(StatelessBackend):
+class AlignMat(ItemBackend):
     """Says in the dict to what size a Mat is to be resized: int ``resize_h`` and ``resize_w``; the Mat is unchanged.
 
     The height is the parameter's. The width is what keeps the aspect ratio (a fraction of a pixel is cut off), rounded
     up to a multiple of ``align``, at most ``max_w``; or rounded up to the next of ``widths``, at most the last.
-    ``DynamicResizeMat`` does the resizing. ``ConfigError`` for a ``max_w`` that is no multiple of ``align``, for
-    ``widths`` that do not ascend, and for both or neither of them; an ``InvalidRequest`` is the ``error`` of what is no
-    Mat.
+    ``DynamicResizeMat`` does the resizing. ``ConfigError`` for a ``max_w`` that is not a multiple of ``align``, for
+    ``widths`` that do not ascend, and for both or neither of them. What is not a Mat has an ``InvalidRequest`` as its
+    ``error``.
     """
 
     takes, gives = MAT, MAT
@@ -194,6 +220,9 @@ class AlignMat(StatelessBackend):
     align = Param(to_int, 32, low=1, high=MAX_SIDE, doc="what widths are multiples of, pixels")
     widths = Param(to_ints, (), doc="the widths to write instead, ascending, pixels: few, so that images share batches")
 
+    def any_thread(self) -> bool:
+        return True
+
     def setup(self) -> None:
         if bool(self.max_w) == bool(self.widths):
             raise ConfigError("AlignMat needs max_w, the largest width, or widths, a list of them, and not both")
@@ -204,57 +233,16 @@ class AlignMat(StatelessBackend):
 
     def forward_item(self, item: Data) -> None:
         height, width, _ = as_mat(item[TASK_DATA_KEY]).shape
-        item[HEIGHT_KEY] = self.resize_h
-        item[WIDTH_KEY] = self._round_up(self.resize_h * width // height)
+        width = self.resize_h * width // height
+        if self.widths:
+            width = next((wide for wide in self.widths if wide >= width), self.widths[-1])
+        else:
+            width = min(max(-(-width // self.align), 1) * self.align, self.max_w)
+        item[HEIGHT_KEY], item[WIDTH_KEY] = self.resize_h, width
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
 
-    def _round_up(self, width: int) -> int:
-        if not self.widths:
-            return aligned_width(width, self.align, self.max_w)
-        chosen: int = next((wide for wide in self.widths if wide >= width), self.widths[-1])
-        return chosen
 
-
-class DynamicResizeMat(StatelessBackend):
-    """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is kept only if asked.
-
-    With ``keep_aspect`` it becomes as large as fits, top left, and the rest is padded with ``pad_value``. The sides are
-    integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One that is
-    missing, no integer, or out of these bounds: no ``result``, ``error`` is an ``InvalidRequest``. So it is for what is
-    no Mat.
-    """
-
-    takes, gives = MAT, MAT
-    keeps_color = True
-
-    interpolation = interpolation()
-    keep_aspect = keep_aspect()
-    pad_value = pad_value(0)
-    max_pixels = max_pixels()
-
-    def setup(self) -> None:
-        self._resize, self._flag = cv2_resize(self.interpolation)
-
-    def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        height, width = wanted_side(item, HEIGHT_KEY), wanted_side(item, WIDTH_KEY)
-        if mat.shape[:2] != (height, width):
-            check_size(height, width, mat.shape[2] * mat.itemsize, self.max_pixels)
-            if self.keep_aspect:
-                mat = self._fitted(mat, height, width)
-            else:
-                mat = as_mat(self._resize(mat, (width, height), interpolation=self._flag))
-        item[TASK_RESULT_KEY] = mat
-
-    def _fitted(self, mat: np.ndarray, height: int, width: int) -> np.ndarray:
-        fitted = fit_inside(mat.shape[0], mat.shape[1], height, width)
-        padded = np.full((height, width, mat.shape[2]), self.pad_value, mat.dtype)
-        resized = self._resize(mat, (fitted.width, fitted.height), interpolation=self._flag)
-        padded[: fitted.height, : fitted.width] = as_mat(resized)
-        return padded
-
-
-class PerspectiveTransformMat(StatelessBackend):
+class PerspectiveTransformMat(ItemBackend):
     """The quadrilateral ``box`` of a Mat made upright: [[x, y], …], top left, top right, bottom right, bottom left.
 
     ``box`` is a list, tuple or array of 4×2 numbers, in pixels, fractions kept. As in ``CropMat`` a coordinate lies
@@ -263,9 +251,9 @@ class PerspectiveTransformMat(StatelessBackend):
     least one pixel. What lies outside the image repeats its border. By ``cv2.warpPerspective``, for which the
     interpolation ``area`` is ``bilinear``.
 
-    A box that is missing, is no 4×2 finite numbers, has an edge longer than 2**20 or more than ``max_pixels``, has its
-    corners crosswise, three of them on a line or two equal, or lies outside the image: no ``result``, ``error`` is an
-    ``InvalidRequest``. So it is for what is no Mat.
+    No ``result``, but an ``InvalidRequest`` as ``error``: a box that is missing, is not 4×2 finite numbers, has an edge
+    longer than 2**20 or more than ``max_pixels``, has its corners crosswise, three of them on a line or two equal, or
+    lies outside the image; and what is not a Mat.
     """
 
     takes, gives = MAT, MAT
@@ -274,20 +262,21 @@ class PerspectiveTransformMat(StatelessBackend):
     interpolation = interpolation()
     max_pixels = max_pixels()
 
+    def any_thread(self) -> bool:
+        return True
+
     def setup(self) -> None:
         import cv2
 
         self._transform: Callable[..., Any] = cv2.getPerspectiveTransform
         self._warp: Callable[..., Any] = cv2.warpPerspective
-        self._flag = getattr(cv2, INTERPOLATIONS[self.interpolation])
-        self._border = cv2.BORDER_REPLICATE
+        self._options = {"flags": getattr(cv2, INTERPOLATIONS[self.interpolation]), "borderMode": cv2.BORDER_REPLICATE}
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
-        corners, width, height = upright_box(item, mat.shape[0], mat.shape[1])
-        check_size(height, width, mat.shape[2] * mat.itemsize, self.max_pixels)
+        corners, height, width = upright_box(item, mat.shape[0], mat.shape[1])
+        check_size((height, width), mat.shape[2], mat.itemsize, self.max_pixels)
         upright = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
         # NOTE: OpenCV counts from the middle of the first pixel, a box from its corner.
         matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))
-        warped = self._warp(mat, matrix, (width, height), flags=self._flag, borderMode=self._border)
-        item[TASK_RESULT_KEY] = as_mat(warped)
+        item[TASK_RESULT_KEY] = as_mat(self._warp(mat, matrix, (width, height), **self._options))

@@ -1,4 +1,4 @@
-"""Resizing as weighted sums: which pixels of a row make a pixel of the resized one, and how much of each."""
+"""Resizing Tensors: which pixels of a row make a pixel of the resized one, and how much of each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.image.geometry import Placed
+from torchpipe_py.backends.params import Param
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.values import to_str
 
 PRECISION_BITS = 22  # of Pillow's coefficients: src/libImaging/Resample.c
 KEPT = 64
+
+Resize = Callable[[Any, int, int], Any]
+"""``resize(tensor, height, width)``: a new Tensor of that size, of N×C×H×W."""
 
 Coefficients = tuple[np.ndarray, np.ndarray]
 """What each pixel of a resized row is made of: columns of the input, int64, and their weights, float64; both out×k.
@@ -21,7 +26,111 @@ The columns of one row differ from each other; where a weight is 0 the column do
 """
 
 
-def keep_coefficients(make: Callable[..., Coefficients]) -> Callable[..., tuple[Any, Any]]:
+def interpolation() -> Param:
+    """The parameter ``interpolation`` of a backend that resizes as OpenCV does."""
+    choices = ("nearest", "bilinear", "bicubic", "area")
+    return Param(to_str, "bilinear", choices=choices, doc="as OpenCV's INTER_ flag of that name")
+
+
+def float_resize(interpolation: str) -> Resize:
+    """To float32, as OpenCV's INTER_ flag of that name does it."""
+    import torch
+
+    area = _keep_coefficients(area_coefficients)
+
+    def resized(tensor: Any, height: int, width: int) -> Any:
+        old_h, old_w = tensor.shape[2:]
+        if (old_h, old_w) == (height, width):
+            return tensor.to(torch.float32, copy=True)
+        if interpolation == "nearest":
+            return _nearest(_nearest(tensor, 2, height), 3, width).to(torch.float32)
+        if interpolation == "area":
+            # NOTE: PyTorch's "area" is an adaptive pooling over whole pixels, OpenCV's counts parts of them.
+            shrinks = height <= old_h and width <= old_w
+            tensor = _weighted_sums(tensor.to(torch.float64), 3, width, *area(old_w, width, tensor.device, shrinks))
+            tensor = _weighted_sums(tensor, 2, height, *area(old_h, height, tensor.device, shrinks))
+            return tensor.to(torch.float32)
+        options: dict[str, Any] = {"mode": interpolation, "align_corners": False}
+        return torch.nn.functional.interpolate(tensor.to(torch.float32), (height, width), **options)
+
+    return resized
+
+
+def smooth_resize(interpolation: str) -> Resize:
+    """To the same dtype, as torchvision resizes a tensor with ``antialias``."""
+    import torch
+
+    options: dict[str, Any] = {"mode": interpolation, "align_corners": False, "antialias": True}
+    interpolate = torch.nn.functional.interpolate
+
+    def resized(tensor: Any, height: int, width: int) -> Any:
+        dtype = tensor.dtype
+        if tensor.shape[2:] == (height, width):
+            return tensor.clone()
+        # NOTE: PyTorch resizes 8 bits as they are only on the CPU; there torchvision does so too.
+        if dtype in (torch.float32, torch.float64) or (dtype == torch.uint8 and not tensor.is_cuda):
+            return interpolate(tensor, (height, width), **options)
+        given = tensor.to(torch.float32)
+        if dtype != torch.uint8:
+            given = interpolate(given, (height, width), **options)
+            return (given if dtype.is_floating_point else given.round()).to(dtype)
+        # NOTE: as the CPU and Pillow do it: rows first, and 8 bits again before the columns, since bicubic leaves them.
+        passes = [(tensor.shape[2], width), (height, width)] if interpolation == "bicubic" else [(height, width)]
+        for size in passes:
+            given = interpolate(given, size, **options).clamp(0, 255).round()
+        return given.to(dtype)
+
+    return resized
+
+
+def pillow_resize(interpolation: str) -> Resize:
+    """Of ``uint8``, bit-exact with the bilinear of the Pillow that is installed (``Resample.c``).
+
+    One pass over each row, one over each column, with coefficients of 22 bits and each rounded to 8; a pass that
+    changes nothing is left out. Which goes first differs between versions of Pillow.
+    """
+    import torch
+    from PIL import __version__
+
+    major, minor = __version__.split(".")[:2]
+    version = int(major), int(minor)
+    coefficients = _keep_coefficients(pillow_coefficients)
+
+    def resized(tensor: Any, height: int, width: int) -> Any:
+        if tensor.dtype != torch.uint8:
+            raise InvalidRequest(f"expected a Tensor of uint8, got {tensor.dtype}; Pillow resizes 8 bits")
+        if tensor.shape[2:] == (height, width):
+            return tensor.clone()
+        passes = [(3, width), (2, height)]
+        if shrinks_height_first(tensor.shape[2:], (height, width), version):
+            passes.reverse()
+        for dim, wanted in passes:
+            size = tensor.shape[dim]
+            if size == wanted:
+                continue
+            columns, weights = coefficients(size, wanted, tensor.device)
+            # float64 holds these sums of integers exactly, in whatever order they are added.
+            sums = _weighted_sums(tensor.to(torch.float64), dim, wanted, columns, weights)
+            sums += 1 << (PRECISION_BITS - 1)
+            tensor = sums.mul_(0.5**PRECISION_BITS).floor_().clamp_(0, 255).to(torch.uint8)
+        return tensor
+
+    return resized
+
+
+def shrinks_height_first(old: Sequence[int], new: Sequence[int], pillow: tuple[int, int]) -> bool:
+    """Whether Pillow of version ``pillow`` resizes the height before the width; ``old``, ``new``: height and width.
+
+    Never before 12.2; then images over 100 times as high as wide (python-pillow/Pillow#9524); since 13.0 wherever the
+    height loses more than twice as many pixels as the width (#9549).
+    """
+    (old_h, old_w), (new_h, new_w) = old, new
+    if pillow < (12, 2) or new_h >= old_h:
+        return False
+    return old_h > 100 * old_w if pillow < (13, 0) else old_h - new_h > 2 * (old_w - new_w)
+
+
+def _keep_coefficients(make: Callable[..., Coefficients]) -> Callable[..., tuple[Any, Any]]:
     """``coefficients(size, wanted, device, *options)``: what ``make`` gives, on ``device``; the last 64 are kept."""
     import torch
 
@@ -33,11 +142,20 @@ def keep_coefficients(make: Callable[..., Coefficients]) -> Callable[..., tuple[
     return coefficients
 
 
-def resample(tensor: Any, dim: int, wanted: int, columns: Any, weights: Any) -> Any:
+def _weighted_sums(tensor: Any, dim: int, wanted: int, columns: Any, weights: Any) -> Any:
     """A float64 Tensor with dimension ``dim`` (2: rows, 3: columns) resized to ``wanted``, by one matrix product."""
     # The matrix, wanted×size, is made anew: of large images it is large, and kept it would fill the GPU.
     matrix = tensor.new_zeros((wanted, tensor.shape[dim])).scatter_(1, columns, weights)
     return tensor @ matrix.T if dim == 3 else matrix @ tensor
+
+
+def _nearest(tensor: Any, dim: int, wanted: int) -> Any:
+    # NOTE: PyTorch's "nearest" means the same, but computes in float32 and misses by one pixel for some sizes.
+    import torch
+
+    size = tensor.shape[dim]
+    positions = torch.arange(wanted, device=tensor.device, dtype=torch.float64) * (1 / (wanted / size))
+    return tensor.index_select(dim, positions.long().clamp_(max=size - 1))
 
 
 def pillow_coefficients(size: int, wanted: int) -> Coefficients:
@@ -55,34 +173,15 @@ def pillow_coefficients(size: int, wanted: int) -> Coefficients:
     return columns, np.floor(weights * (1 << PRECISION_BITS) + 0.5)
 
 
-def shrinks_height_first(old: Sequence[int], new: Sequence[int], pillow: tuple[int, int]) -> bool:
-    """Whether Pillow of version ``pillow`` resizes the height before the width; ``old``, ``new``: height and width.
-
-    Never before 12.2; then images over 100 times as high as wide (python-pillow/Pillow#9524); since 13.0 wherever the
-    height loses more than twice as many pixels as the width (#9549).
-    """
-    (old_h, old_w), (new_h, new_w) = old, new
-    if pillow < (12, 2) or new_h >= old_h:
-        return False
-    return old_h > 100 * old_w if pillow < (13, 0) else old_h - new_h > 2 * (old_w - new_w)
-
-
 def area_coefficients(size: int, wanted: int, shrinks: bool) -> Coefficients:
     """Weights of OpenCV's INTER_AREA; ``shrinks``: neither side of the image grows."""
-    return _covered_coefficients(size, wanted) if shrinks else _widened_coefficients(size, wanted)
-
-
-def _covered_coefficients(size: int, wanted: int) -> Coefficients:
-    """The mean over the pixels that an output pixel covers, each counted by the part covered."""
-    scale = size / wanted
-    start = np.arange(wanted)[:, None] * scale
-    columns = _columns(start[:, 0].astype(np.int64), math.ceil(scale) + 1, size)
-    weights = np.maximum(np.minimum(start + scale, columns + 1) - np.maximum(start, columns), 0.0)
-    return columns, weights / weights.sum(axis=1, keepdims=True)
-
-
-def _widened_coefficients(size: int, wanted: int) -> Coefficients:
-    """Where a side grows OpenCV interpolates, in both directions, only where an output pixel lies across two pixels."""
+    if shrinks:  # the mean over the pixels that an output pixel covers, each counted by the part covered
+        scale = size / wanted
+        start = np.arange(wanted)[:, None] * scale
+        columns = _columns(start[:, 0].astype(np.int64), math.ceil(scale) + 1, size)
+        weights = np.maximum(np.minimum(start + scale, columns + 1) - np.maximum(start, columns), 0.0)
+        return columns, weights / weights.sum(axis=1, keepdims=True)
+    # Where a side grows OpenCV interpolates, in both directions, only where an output pixel lies across two pixels.
     growth = wanted / size
     left = (np.arange(wanted) * (1 / growth)).astype(np.int64)
     # NOTE: float32 as in OpenCV: rounding to a whole number here decides between no part and all of the next pixel.
@@ -100,68 +199,3 @@ def _columns(first: np.ndarray, count: int, size: int) -> np.ndarray:
     count = min(count, size)
     columns: np.ndarray = np.minimum(first, size - count)[:, None] + np.arange(count)
     return columns
-
-
-class FloatResize:
-    """``resize(tensor, height, width)`` to a new float32 Tensor, as OpenCV's INTER_ flag of the name ``mode`` does."""
-
-    def __init__(self, mode: str) -> None:
-        import torch
-
-        self._torch: Any = torch
-        self._mode = mode
-        self._area = keep_coefficients(area_coefficients)
-
-    def __call__(self, tensor: Any, height: int, width: int) -> Any:
-        float32 = self._torch.float32
-        if tensor.shape[2:] == (height, width):
-            return tensor.to(float32, copy=True)
-        if self._mode == "nearest":
-            return self._nearest(tensor, height, width).to(float32)
-        if self._mode == "area":
-            return self._by_area(tensor, height, width).to(float32)
-        interpolate = self._torch.nn.functional.interpolate
-        return interpolate(tensor.to(float32), (height, width), mode=self._mode, align_corners=False)
-
-    def padded(self, tensor: Any, placed: Placed, size: tuple[int, int], value: int) -> Any:
-        """``tensor`` resized and ``placed`` in an image of ``size``, height and width, of ``value``."""
-        shape = (1, tensor.shape[1], *size)
-        padded = self._torch.full(shape, value, dtype=self._torch.float32, device=tensor.device)
-        rows, columns = slice(placed.top, placed.top + placed.height), slice(placed.left, placed.left + placed.width)
-        padded[:, :, rows, columns] = self(tensor, placed.height, placed.width)
-        return padded
-
-    def _nearest(self, tensor: Any, height: int, width: int) -> Any:
-        # NOTE: PyTorch's "nearest" means the same, but computes in float32 and misses by one pixel for some sizes.
-        for dim, wanted in ((2, height), (3, width)):
-            size = tensor.shape[dim]
-            positions = self._torch.arange(wanted, device=tensor.device, dtype=self._torch.float64)
-            positions = (positions * (1 / (wanted / size))).long().clamp_(max=size - 1)
-            tensor = tensor.index_select(dim, positions)
-        return tensor
-
-    def _by_area(self, tensor: Any, height: int, width: int) -> Any:
-        # NOTE: PyTorch's "area" is an adaptive pooling over whole pixels, OpenCV's counts parts of them.
-        old_h, old_w = tensor.shape[2:]
-        shrinks = height <= old_h and width <= old_w
-        tensor = tensor.to(self._torch.float64)
-        tensor = resample(tensor, 3, width, *self._area(old_w, width, tensor.device, shrinks))
-        return resample(tensor, 2, height, *self._area(old_h, height, tensor.device, shrinks))
-
-
-def resize_smoothly(tensor: Any, size: tuple[int, int], mode: str) -> Any:
-    """A Tensor of ``size``, height and width, and of the same dtype, as torchvision resizes it with ``antialias``."""
-    import torch
-
-    dtype = tensor.dtype
-    # NOTE: PyTorch resizes 8 bits as they are only on the CPU; there torchvision does so too.
-    is_taken = dtype in (torch.float32, torch.float64) or (dtype == torch.uint8 and not tensor.is_cuda)
-    given = tensor if is_taken else tensor.to(torch.float32)
-    if is_taken or dtype != torch.uint8:
-        resized = torch.nn.functional.interpolate(given, size, mode=mode, align_corners=False, antialias=True)
-        return (resized if dtype.is_floating_point or is_taken else resized.round()).to(dtype)
-    # NOTE: as the CPU and Pillow do it: rows first, and 8 bits again before the columns, since bicubic can leave them.
-    for part in ((tensor.shape[2], size[1]), size) if mode == "bicubic" else (size,):
-        given = torch.nn.functional.interpolate(given, part, mode=mode, align_corners=False, antialias=True)
-        given = given.clamp(0, 255).round()
-    return given.to(dtype)

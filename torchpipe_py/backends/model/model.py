@@ -10,7 +10,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
-from torchpipe_py.backends.image.opencv import OF_MATS, name_color
+from torchpipe_py.backends.image.mat import OF_MATS, name_color
 from torchpipe_py.backends.model.batch_check import EXACT, BatchCheck, check_inputs, with_batch
 from torchpipe_py.backends.model.bounds import Bounds, allows, to_bounds
 from torchpipe_py.backends.model.inputs import looks_like_mat

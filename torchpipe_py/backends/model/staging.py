@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.image.opencv import UINT8
+from torchpipe_py.backends.image.mat import UINT8
 
 MAT = "mat"
 

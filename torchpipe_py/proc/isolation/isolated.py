@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend
-from torchpipe_py.backends.image.opencv import encoded_bytes
+from torchpipe_py.backends.image.mat import encoded_bytes
+from torchpipe_py.backends.image.memory import waiting
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, WorkerDied, first_line
-from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.proc.isolation import wire
 from torchpipe_py.proc.process.setup import Setup, pickle_plan

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py import errors
-from torchpipe_py.backends.image.opencv import EIGHT_BITS, as_mat
+from torchpipe_py.backends.image.mat import EIGHT_BITS, as_mat
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY

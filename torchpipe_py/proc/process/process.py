@@ -13,10 +13,10 @@ from typing import Any
 
 from torchpipe_py.backends.base import BackendConfig, Data, tensor_key
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
+from torchpipe_py.backends.image.memory import waiting
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendUnavailable, ConfigError, WorkerDied, first_line
-from torchpipe_py.images.memory import waiting
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.proc.process.child import Answer, Call, WorkerProcess
 from torchpipe_py.proc.process.dispatcher import Dispatcher

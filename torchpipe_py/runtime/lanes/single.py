@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
-from torchpipe_py.images.memory import CURRENT
+from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.runtime.idle import IdleStack
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
 
+from torchpipe_py.backends.image.files import find_images, label_of
 from torchpipe_py.files import read_bytes
-from torchpipe_py.images.files import find_images, label_of
 from torchpipe_py.tools.report import ToolError
 
 HEAD_START_NS = 100_000_000  # from the opening of the gate to the start, for all clients to be awake by then

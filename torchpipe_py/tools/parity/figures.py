@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.images.files import label_of
+from torchpipe_py.backends.image.files import label_of
 
 AMPLIFICATION = 16
 """How much stronger than it is a difference is shown."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.image.opencv import COLORS, OF_MATS, OF_TENSORS
+from torchpipe_py.backends.image.mat import COLORS, OF_MATS, OF_TENSORS
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import TorchpipeError, counted, describe
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.image.files import find_images, label_of
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import TorchpipeError, UnknownNode, counted
-from torchpipe_py.images.files import find_images, label_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.parity.figures import (

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.backends.image.opencv import MatDecoder
-from torchpipe_py.images.files import find_images
+from torchpipe_py.backends.image.decode import MatDecoder
+from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.training.errors import TrainingError, UnreadableFile
 
 

@@ -1,4 +1,4 @@
-"""JPEG decoding on the GPU."""
+"""JPEG decoding on the GPU, and which files its JPEG engines may have."""
 
 from __future__ import annotations
 
@@ -12,29 +12,79 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchpipe_py.backends.base import Data, Isolation
-from torchpipe_py.backends.cuda import GuardedBackend
-from torchpipe_py.backends.image.jpeg import GpuJpeg, WholeCheck, read_header
+from torchpipe_py.backends.base import Data, Isolation, ItemBackend
+from torchpipe_py.backends.cuda import Guard, on_stream
+from torchpipe_py.backends.image.decode import HeaderCheck
+from torchpipe_py.backends.image.geometry import max_pixels
+from torchpipe_py.backends.image.jpeg import PROGRESSIVE, JpegHeader, WholeCheck
+from torchpipe_py.backends.image.mat import COLORS, EIGHT_BITS, OF_MATS, as_mat, color_of, encoded_bytes, to_color
 from torchpipe_py.backends.image.nvimgcodec import NvImageCodec
-from torchpipe_py.backends.image.opencv import (
-    COLORS,
-    EIGHT_BITS,
-    OF_MATS,
-    as_mat,
-    color_of,
-    encoded_bytes,
-    max_pixels,
-    to_color,
-)
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, TENSOR, Signature
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line
-from torchpipe_py.images.header import HeaderCheck
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_int, to_str
 
 logger = logging.getLogger("torchpipe_py")
+
+CHECKERS = 8
+"""Threads that check the files of one batch."""
+
+
+def read_header(data: bytes, check: HeaderCheck) -> JpegHeader:
+    """The header; ``DecodeError`` for what ``check`` refuses, is cut off, or is of a kind the GPU does not take."""
+    jpeg = check(data)
+    assert isinstance(jpeg, JpegHeader)
+    if not jpeg.is_tight:
+        raise DecodeError("JPEG: there are bytes between its segments, which is not supported on the GPU")
+    if jpeg.channels == 4:
+        raise DecodeError("JPEG: 4 color components (CMYK) are not supported on the GPU")
+    if data.rfind(b"\xff\xd9", jpeg.data_start) < 0:
+        raise DecodeError(f"JPEG: cut off after {len(data)} bytes, there is no end marker")
+    if jpeg.frame == PROGRESSIVE and b"\xff\xdd" in data:
+        # NOTE: nvJPEG (CUDA 13.0, H200) decodes these wrongly without a word; `torchpipe parity` showed it.
+        raise DecodeError("JPEG: progressive with restart markers is not supported on the GPU")
+    if jpeg.channels == 3 and jpeg.transform == 0:
+        raise DecodeError("JPEG: colors stored as RGB, not YCbCr, are not supported on the GPU")
+    return jpeg
+
+
+class CheckJpeg(ItemBackend):
+    """Passes on JPEG bytes that ``DecodeTensor`` may decode unchecked, on the CPU, beside whatever the GPU does.
+
+    ``result`` is ``data``. A broken file, one of another format, one of more than ``max_pixels``, and one that the JPEG
+    engines do not take (progressive, CMYK, several scans): no ``result``, ``error`` is a ``DecodeError``. A next node
+    ``DecodeMat`` with ``filter = "or"`` decodes it on the CPU, and ``DecodeTensor`` takes that as well. Needs
+    simplejpeg.
+    """
+
+    takes, gives = ENCODED, ENCODED
+    passes_on = True
+    isolation = Isolation.REFUSED
+
+    max_pixels = max_pixels()
+
+    def any_thread(self) -> bool:
+        return True
+
+    def setup(self) -> None:
+        self._check = HeaderCheck(("jpeg",), self.max_pixels)
+        self._whole_check = WholeCheck()
+
+    def signature(self) -> Signature:
+        return ENCODED_IMAGE
+
+    def forward_item(self, item: Data) -> None:
+        data = item[TASK_DATA_KEY]
+        data = data if isinstance(data, bytes) else encoded_bytes(data).tobytes()
+        try:
+            read_header(data, self._check)
+            self._whole_check(data)
+        except DecodeError as error:
+            item[TASK_ERROR_KEY] = error
+        else:
+            item[TASK_RESULT_KEY] = data
 
 
 class JpegDecoder(Protocol):
@@ -115,19 +165,16 @@ DECODERS: dict[str, Callable[[Any, Any, Sequence[bytes]], JpegDecoder]] = {
 }
 
 
-CHECKERS = 8
-"""Threads that check the files of one batch."""
-
-
 class _Jpeg(NamedTuple):
     """A file that its header lets through."""
 
     item: Data
     data: bytes
-    header: GpuJpeg
+    header: JpegHeader
 
 
-class DecodeTensor(GuardedBackend):
+@on_stream
+class DecodeTensor(ItemBackend):
     """JPEG bytes to a Tensor 1×3×H×W, ``uint8``, on the GPU by nvJPEG; a batch is decoded in one call.
 
     Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
@@ -158,20 +205,17 @@ class DecodeTensor(GuardedBackend):
     max_pixels = max_pixels()
     unchecked = Param(to_bool, False, doc="decode broken files too, which may show pixels of other images")
 
+    guard: Guard
     _jpegs: JpegDecoder | None = None
     _whole_check: WholeCheck | None = None
     _checkers: ThreadPoolExecutor | None = None
 
-    def setup_guarded(self) -> None:
-        assert self._guard is not None
+    def setup(self) -> None:
         # nvJPEG starts at its first call: no request waits for that.
-        self.start(DECODERS[self.decoder](self.device, self._guard.stream, [_small_jpeg()] * self.max()))
-
-    def start(self, decoder: JpegDecoder) -> None:
-        """Decode by ``decoder``, and check what it gets where that is needed."""
-        self._jpegs = decoder
+        stream: Any = self.guard.stream  # type: ignore[union-attr]  # it needs CUDA
+        self._jpegs = DECODERS[self.decoder](self.guard.device, stream, [_small_jpeg()] * self.max())
         self._check = HeaderCheck(("jpeg",), self.max_pixels)
-        if decoder.uses_engines and not self.unchecked:
+        if self._jpegs.uses_engines and not self.unchecked:
             self._whole_check = WholeCheck()
             self._checkers = ThreadPoolExecutor(min(CHECKERS, self.max(), usable_cores()), "torchpipe-check")
 
@@ -181,7 +225,7 @@ class DecodeTensor(GuardedBackend):
     def signature(self) -> Signature:
         return ENCODED_IMAGE
 
-    def forward_guarded(self, items: list[Data]) -> None:
+    def forward(self, items: list[Data]) -> None:
         good: list[_Jpeg] = []
         for item in items:
             data = item[TASK_DATA_KEY]
@@ -206,7 +250,7 @@ class DecodeTensor(GuardedBackend):
         if mat.shape[2] != 3:
             raise InvalidRequest(f"DecodeTensor takes a decoded image of 3 channels, got {mat.shape[2]}")
         # NOTE: the memory of a Mat that cannot be written to may belong to the next request once this one is answered.
-        tensor = torch.tensor(mat, device=self.device).permute(2, 0, 1)[None]
+        tensor = torch.tensor(mat, device=self.guard.device).permute(2, 0, 1)[None]
         is_same = color_of(item, 3, OF_MATS) == self.color
         item[TASK_RESULT_KEY] = tensor.contiguous() if is_same else tensor.flip(1)
         item[TASK_COLOR_KEY] = self.color
@@ -243,7 +287,7 @@ class DecodeTensor(GuardedBackend):
     def _decode(self, images: Sequence[_Jpeg]) -> None:
         assert self._jpegs is not None
         decoded = self._jpegs.decode([image.data for image in images])
-        for (item, _, header), image in zip(images, decoded, strict=True):
+        for (item, data, header), image in zip(images, decoded, strict=True):
             if isinstance(image, DecodeError):
                 item[TASK_ERROR_KEY] = image
                 continue
@@ -251,8 +295,7 @@ class DecodeTensor(GuardedBackend):
                 # What the header says is what was bounded: another size is another image.
                 item[TASK_ERROR_KEY] = DecodeError(f"JPEG: decoded to another size than {header.width}x{header.height}")
                 continue
-            if header.orientation != 1:
-                image = oriented(image, header.orientation)
+            image = oriented(image, header.orientation(data))
             item[TASK_RESULT_KEY] = image if self.color == "rgb" else image.flip(1)
             item[TASK_COLOR_KEY] = self.color
 
@@ -260,11 +303,12 @@ class DecodeTensor(GuardedBackend):
         if self._checkers is not None:
             self._checkers.shutdown()
         self._jpegs = self._checkers = None
-        super().close()
 
 
 def oriented(image: Any, orientation: int) -> Any:
     """An image …×H×W turned upright by its EXIF orientation 1..8 (Exif 2.3, table 6)."""
+    if orientation == 1:
+        return image
     if orientation >= 5:
         image = image.transpose(-2, -1)
     dims = {2: (-1,), 3: (-2, -1), 4: (-2,), 6: (-1,), 7: (-2, -1), 8: (-2,)}.get(orientation, ())

@@ -18,7 +18,7 @@ import pytest
 from fakes import PROGRAM_WAIT
 
 from torchpipe_py import DeadlineExceeded, pipe
-from torchpipe_py.images.memory import CURRENT, DECODING, SMALL, DecodingMemory
+from torchpipe_py.backends.image.memory import CURRENT, DECODING, SMALL, DecodingMemory
 
 SIZE = 2 * SMALL
 
@@ -188,8 +188,8 @@ def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_
 
 _PEAKS = """
 import cv2, numpy as np
-from torchpipe_py.backends.image.opencv import MatDecoder
-from torchpipe_py.images.header import HeaderCheck
+from torchpipe_py.backends.image.decode import MatDecoder
+from torchpipe_py.backends.image.decode import HeaderCheck
 
 def peak():
     with open("/proc/self/status") as file:

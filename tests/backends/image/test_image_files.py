@@ -1,4 +1,4 @@
-"""torchpipe_py.images.files: which files of a folder are images, and of what."""
+"""torchpipe_py.backends.image.files: which files of a folder are images, and of what."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchpipe_py.images.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images, label_of
+from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images, label_of
 
 
 def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> None:

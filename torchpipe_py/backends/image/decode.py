@@ -1,0 +1,219 @@
+"""Encoded images to Mats, by OpenCV, which sees what a check of their headers lets through.
+
+A decoder allocates what a header declares.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data, Isolation, ItemBackend
+from torchpipe_py.backends.image.formats import (
+    Bytes,
+    ImageHeader,
+    PngHeader,
+    read_bmp,
+    read_gif,
+    read_pnm,
+    read_tiff,
+    read_webp,
+)
+from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
+from torchpipe_py.backends.image.jpeg import JpegHeader
+from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, encoded_bytes, to_color
+from torchpipe_py.backends.image.memory import DECODING, SMALL
+from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signature
+from torchpipe_py.errors import DecodeError, first_line, nearest
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import Value, to_strings
+
+FORMATS = ("jpeg", "png", "webp", "bmp")
+"""Those that are read unless a configuration names others."""
+
+
+def is_large(pixels: int, max_pixels: int) -> bool:
+    """Whether an image may take seconds where others take milliseconds."""
+    return 4 * pixels > max_pixels
+
+
+class _Format(NamedTuple):
+    name: str
+    shown: str
+    starts: tuple[bytes, ...]
+    read: Callable[[Bytes], ImageHeader]
+
+
+# Only what has a reader here can be named in a configuration.
+_FORMATS = {
+    entry.name: entry
+    for entry in (
+        _Format("jpeg", "JPEG", (b"\xff\xd8",), JpegHeader),
+        _Format("png", "PNG", (b"\x89P",), PngHeader),
+        _Format("webp", "WebP", (b"RI",), read_webp),
+        _Format("bmp", "BMP", (b"BM",), read_bmp),
+        _Format("gif", "GIF", (b"GI",), read_gif),
+        _Format("tiff", "TIFF", (b"II", b"MM"), read_tiff),
+        _Format("pnm", "PNM", tuple(b"P%d" % kind for kind in range(1, 7)), read_pnm),
+    )
+}
+_BY_START = {start: entry for entry in _FORMATS.values() for start in entry.starts}
+
+
+def to_formats(value: Value) -> tuple[str, ...]:
+    """Names of formats, from a list or from ``"jpeg, png"``; ``ValueError`` for one that is not known, or for none."""
+    names = tuple(name.lower() for name in to_strings(value))
+    for name in names:
+        if name not in _FORMATS:
+            raise ValueError(f"no image format {name!r} can be read here; {nearest(name, _FORMATS)}")
+    if not names:
+        raise ValueError(f"expected at least one of {', '.join(_FORMATS)}")
+    return names
+
+
+class HeaderCheck:
+    """Reads headers, and refuses images by them: what is not of ``formats``, or has more than ``max_pixels``."""
+
+    def __init__(self, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
+        self._formats, self.max_pixels = tuple(formats), max_pixels
+        self._by_start = {start: entry for start, entry in _BY_START.items() if entry.name in self._formats}
+
+    def __call__(self, data: Bytes) -> ImageHeader:
+        """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound."""
+        entry = self._by_start.get(bytes(data[:2]))
+        if entry is None:
+            raise DecodeError(f"{len(data)} bytes are no image of formats {', '.join(self._formats)}{_hint(data)}")
+        try:
+            header = entry.read(data)
+            if header.width <= 0 or header.height <= 0 or header.width * header.height > self.max_pixels:
+                bound = f", more than max_pixels = {self.max_pixels}" if min(header.width, header.height) > 0 else ""
+                raise DecodeError(f"a {entry.shown} of {header.width}x{header.height} pixels{bound}")
+            header.check(data, self.max_pixels)
+        except (struct.error, IndexError):
+            raise DecodeError(f"{len(data)} bytes: {entry.shown}: cut off in its header") from None
+        except DecodeError as error:
+            raise DecodeError(f"{len(data)} bytes: {error}") from None
+        return header
+
+
+def declared_size(data: object) -> ImageHeader | None:
+    """What the header of encoded bytes says at its beginning; read in microseconds.
+
+    ``None`` where it cannot be told: such an image is refused anyway.
+    """
+    if isinstance(data, np.ndarray):
+        data = data.data if data.ndim == 1 and data.dtype == np.uint8 else b""
+    if not isinstance(data, (bytes, bytearray, memoryview)) or (entry := _BY_START.get(bytes(data[:2]))) is None:
+        return None
+    try:
+        return entry.read(data)
+    except (struct.error, IndexError, DecodeError):
+        return None
+
+
+def _hint(data: Bytes) -> str:
+    """What bytes may be that are not read here, and what to do with them."""
+    known = _BY_START.get(bytes(data[:2]))
+    if known:
+        return f"; they look like {known.shown}, which DecodeMat reads where its 'formats' name it"
+    if bytes(data[4:8]) == b"ftyp":
+        return "; they look like HEIC, AVIF or a video, which are not read; save the image as JPEG"
+    if bytes(data[:5]).startswith((b"/9j/", b"iVBOR", b"UklGR", b"data:")):  # JPEG, PNG, WebP, and URLs with them
+        return '; they look like base64: decode it first, or send it as JSON, {"inputs": {"data": {"b64": "…"}}}'
+    if bytes(data[:1]) == b"{":
+        return "; they look like JSON, which over HTTP has the header Content-Type: application/json"
+    return ""
+
+
+class MatDecoder:
+    """Encoded image bytes to a Mat, H×W×3 or gray H×W×1, by ``cv2.imdecode``, which sees what a ``HeaderCheck`` passes.
+
+    Large images, of more than a quarter of ``max_pixels``, have up to eight bytes for each of ``max_pixels`` under way
+    in a process, and the others half as much beside them; the next image waits.
+    """
+
+    def __init__(self, color: str, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
+        import cv2
+
+        self._check = HeaderCheck(formats, max_pixels)
+        self._max_pixels = max_pixels
+        self._imdecode: Callable[..., Any] = cv2.imdecode
+        flags = {"bgr": cv2.IMREAD_COLOR_BGR, "rgb": cv2.IMREAD_COLOR_RGB, "gray": cv2.IMREAD_GRAYSCALE}
+        self._flags = flags[color]
+        self._cv2_error = cv2.error
+
+    def __call__(self, data: Any) -> Any:
+        """A Mat, of the size in the header or turned by a quarter; ``DecodeError`` where there is none.
+
+        ``InvalidRequest`` for what is not bytes.
+        """
+        encoded = encoded_bytes(data)
+        header = self._check(data if isinstance(data, bytes) else encoded.data)
+        encoded = np.frombuffer(header.without_profiles(encoded.data), UINT8)
+        try:
+            if header.memory <= SMALL:
+                mat = self._imdecode(encoded, self._flags)
+            else:
+                large = is_large(header.width * header.height, self._max_pixels)
+                with DECODING.reserved(header.memory, 8 * self._max_pixels, large):
+                    mat = self._imdecode(encoded, self._flags)
+        except self._cv2_error as error:
+            reason = getattr(error, "err", "") or first_line(error)  # the rest names OpenCV's own files
+            raise DecodeError(f"{len(encoded)} bytes: OpenCV: {reason.strip()}") from None
+        if mat is None:
+            raise DecodeError(
+                f"{len(encoded)} bytes: OpenCV cannot decode this {header.format} of {header.width}x{header.height}"
+                " pixels; it is damaged, cut off or of a rare kind"
+            )
+        return mat if mat.ndim == 3 else mat[:, :, None]
+
+
+class DecodeMat(ItemBackend):
+    """Encoded image bytes (JPEG, PNG, WebP, BMP) to an H×W×3 Mat by ``cv2.imdecode``; H×W×1 with ``color = "gray"``.
+
+    Whatever an image holds becomes these channels of 8 bits, EXIF orientation is applied, alpha is dropped.
+    No ``result``, but a ``DecodeError`` as ``error``: bytes that are not an image, of a format that is not in
+    ``formats``, of more pixels than ``max_pixels``, JPEGs of more than 32 scans or 16 × ``max_pixels`` in all of them,
+    animated PNG and WebP. All that is read from the header, before OpenCV sees the image. At a time a process decodes
+    what takes up to twelve bytes for each of ``max_pixels``; the next image waits. One of more than a quarter of
+    ``max_pixels`` keeps no smaller one waiting, where its node takes one request at a time and has two instances or
+    more.
+    """
+
+    takes, gives = ENCODED, MAT
+    isolation = Isolation.MOVES
+
+    color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
+    formats = Param(to_formats, FORMATS, doc="what is read, of jpeg, png, webp, bmp, gif, tiff, pnm")
+    max_pixels = max_pixels()
+
+    def any_thread(self) -> bool:
+        return True
+
+    def prefer_color(self, color: str | None) -> str | None:
+        # NOTE: gray is not the same pixels, whether it is decoded or converted.
+        if color is not None and self.color != "gray":
+            self.color = color
+        return None
+
+    def setup(self) -> None:
+        self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
+
+    def signature(self) -> Signature:
+        return ENCODED_IMAGE
+
+    def is_large(self, item: Data) -> bool:
+        header = declared_size(item[TASK_DATA_KEY])
+        return header is not None and is_large(header.width * header.height, self.max_pixels)
+
+    def forward_item(self, item: Data) -> None:
+        try:
+            item[TASK_RESULT_KEY] = self._decode(item[TASK_DATA_KEY])
+        except DecodeError as error:
+            item[TASK_ERROR_KEY] = error
+        else:
+            item[TASK_COLOR_KEY] = self.color

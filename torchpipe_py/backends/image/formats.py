@@ -1,0 +1,328 @@
+"""Headers of image files: their size, and what decoding them may take. JPEG's are in ``jpeg``."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+
+from torchpipe_py.errors import DecodeError, counted
+
+Bytes = bytes | bytearray | memoryview
+
+Span = tuple[int, int]
+"""Where bytes start and end."""
+
+
+class ImageHeader:
+    """Size in pixels as stored, and the ``bits`` of each of the ``channels``, as an image file's beginning says."""
+
+    def __init__(self, format: str, width: int, height: int, channels: int = 3, bits: int = 8) -> None:
+        self.format, self.width, self.height, self.channels, self.bits = format, width, height, channels, bits
+
+    @property
+    def memory(self) -> int:
+        """Bytes that decoding to three channels of 8 bits takes at the most; known after ``check``."""
+        return self.width * self.height * (3 + max(4, self.channels * self.bits // 8))
+
+    def check(self, data: Bytes, max_pixels: int) -> None:
+        """``DecodeError`` where what follows the beginning would take more to decode than the size says."""
+
+    def without_profiles(self, data: Bytes) -> Bytes:
+        """The file without what a decoder would write about on stderr."""
+        return data
+
+
+# -- WebP: https://developers.google.com/speed/webp/docs/riff_container ----------------------------------------------
+
+_WEBP_CHUNKS = 64
+"""Before the image, in an extended file: a profile, alpha, and unknown ones."""
+
+
+def read_webp(data: Bytes) -> ImageHeader:
+    """The size of a still image; ``DecodeError`` for an animation, or a canvas of another size than its image."""
+    if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WEBP":
+        raise DecodeError("WebP: its first 12 bytes are not those of a WebP")
+    canvas, position = None, 12
+    for _ in range(_WEBP_CHUNKS):
+        kind, length = struct.unpack_from("<4sI", data, position)
+        start, position = position + 8, position + 8 + length + length % 2
+        flags = data[start] if kind == b"VP8X" else 0
+        if flags & 0x02 or kind in (b"ANIM", b"ANMF"):
+            raise DecodeError("WebP: animated files are not read; save one of the frames")
+        if kind in (b"VP8 ", b"VP8L"):
+            size = _lossy_size(data, start) if kind == b"VP8 " else _lossless_size(data, start)
+            if canvas not in (None, size):
+                raise DecodeError(
+                    f"WebP: an image of {size[0]}x{size[1]} pixels on a canvas of {canvas[0]}x{canvas[1]}"
+                )
+            return ImageHeader("webp", *size, channels=4)
+        if kind == b"VP8X" and start == 20 and length == 10:
+            low_w, high_w, low_h, high_h = struct.unpack_from("<HBHB", data, start + 4)
+            canvas = 1 + low_w + (high_w << 16), 1 + low_h + (high_h << 16)
+        elif canvas is None:
+            raise DecodeError(f"WebP: it begins with a chunk {kind!r} of {length} bytes")
+    raise DecodeError(f"WebP: no image in its first {_WEBP_CHUNKS} chunks")
+
+
+def _lossy_size(data: Bytes, start: int) -> tuple[int, int]:
+    tag, code, width, height = struct.unpack_from("<B2x3sHH", data, start)
+    if tag & 1 or code != b"\x9d\x01\x2a":
+        raise DecodeError("WebP: its image is not a key frame")
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _lossless_size(data: Bytes, start: int) -> tuple[int, int]:
+    signature, bits = struct.unpack_from("<BI", data, start)
+    if signature != 0x2F:
+        raise DecodeError("WebP: its lossless image has no signature")
+    return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+
+
+# -- BMP -------------------------------------------------------------------------------------------------------------
+
+_BMP_HEADERS = (40, 52, 56, 64, 108, 124)
+_BMP_BITS = (1, 2, 4, 8, 16, 24, 32)
+
+
+def read_bmp(data: Bytes) -> ImageHeader:
+    """The size; a negative height, of rows from the top down, becomes positive. 12 bytes of header are OS/2's."""
+    (length,) = struct.unpack_from("<I", data, 14)
+    if length != 12 and length not in _BMP_HEADERS:
+        raise DecodeError(f"BMP: a header of {length} bytes; known are 12, {', '.join(map(str, _BMP_HEADERS))}")
+    width, height, _, bits = struct.unpack_from("<HHHH" if length == 12 else "<iiHH", data, 18)
+    if bits not in _BMP_BITS:
+        raise DecodeError(f"BMP: {bits} bits for a pixel; known are {', '.join(map(str, _BMP_BITS))}")
+    return ImageHeader("bmp", width, abs(height))
+
+
+# -- GIF: https://www.w3.org/Graphics/GIF/spec-gif89a.txt ------------------------------------------------------------
+
+_GIF_BLOCKS = 4096
+
+
+def read_gif(data: Bytes) -> ImageHeader:
+    """The size of the screen, on which the first frame must fit; of several frames only the first is decoded."""
+    if bytes(data[:6]) not in (b"GIF87a", b"GIF89a"):
+        raise DecodeError("GIF: its first 6 bytes are not those of a GIF")
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    is_inside, position = False, 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    for _ in range(_GIF_BLOCKS):
+        kind = data[position]
+        if kind == 0x2C and not is_inside:  # a frame
+            left, top, frame_w, frame_h = struct.unpack_from("<HHHH", data, position + 1)
+            if left + frame_w > width or top + frame_h > height:
+                raise DecodeError(f"GIF: a frame of {frame_w}x{frame_h} pixels leaves the screen of {width}x{height}")
+            return ImageHeader("gif", width, height, channels=4)
+        if is_inside:
+            is_inside, position = kind != 0, position + 1 + kind  # a block of that many bytes; the last has none
+        elif kind == 0x21:  # an extension
+            is_inside, position = True, position + 2
+        else:
+            raise DecodeError(f"GIF: a block of type {kind} at byte {position}")
+    raise DecodeError(f"GIF: no frame in its first {_GIF_BLOCKS} blocks")
+
+
+# -- TIFF 6.0 --------------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _BITS, _CHANNELS, _TILE_WIDTH, _TILE_HEIGHT = _TIFF_TAGS = 256, 257, 258, 277, 322, 323
+_TIFF_ENTRIES = 1024
+_TIFF_TILE = 4096
+"""A side in pixels, above which a tile may not be larger than its image."""
+
+
+def read_tiff(data: Bytes) -> ImageHeader:
+    """The size of the first image."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(data[:4]))
+    if order is None:
+        raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
+    (directory,) = struct.unpack_from(order + "I", data, 4)
+    (count,) = struct.unpack_from(order + "H", data, directory)
+    if count > _TIFF_ENTRIES:
+        raise DecodeError(f"TIFF: {count} tags, more than {_TIFF_ENTRIES}")
+    tags: dict[int, int] = {}
+    for entry in range(directory + 2, directory + 2 + 12 * count, 12):
+        tag, kind, values = struct.unpack_from(order + "HHI", data, entry)
+        if tag not in _TIFF_TAGS:
+            continue
+        if tag in tags:
+            raise DecodeError(f"TIFF: it has the tag {tag} twice")
+        if kind not in (3, 4) or (values != 1 and tag != _BITS):
+            raise DecodeError(f"TIFF: the tag {tag} holds {values} values of type {kind}")
+        place = entry + 8
+        if values * (2 if kind == 3 else 4) > 4:  # the bits of each channel, elsewhere
+            (place,) = struct.unpack_from(order + "I", data, place)
+        numbers = struct.unpack_from(f"{order}{min(values, 8)}{'H' if kind == 3 else 'I'}", data, place)
+        tags[tag] = max(numbers, default=0)
+    if _WIDTH not in tags or _HEIGHT not in tags:
+        raise DecodeError("TIFF: it does not say its size")
+    channels, bits = tags.get(_CHANNELS, 1), tags.get(_BITS, 1)
+    if channels > 4 or not 1 <= bits <= 64:
+        raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
+    width, height, tile_w, tile_h = (tags.get(tag, 0) for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
+    if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
+        raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")
+    return ImageHeader("tiff", width, height, channels, bits)
+
+
+# -- PBM, PGM, PPM ---------------------------------------------------------------------------------------------------
+
+# NOTE: a comment begins after white space: directly behind a number, OpenCV takes its sign for white space.
+_PNM = re.compile(rb"P([1-6])\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s")
+_PNM_START = 2**12
+
+
+def read_pnm(data: Bytes) -> ImageHeader:
+    """The size that is in the first 4 KiB, after comments."""
+    found = _PNM.match(bytes(data[:_PNM_START]))
+    if found is None:
+        raise DecodeError("PNM: no size in its first 4 KiB")
+    kind, width, height = map(int, found.groups())
+    return ImageHeader("pnm", width, height, 3 if kind in (3, 6) else 1, 16)
+
+
+# -- PNG (specification, third edition) ------------------------------------------------------------------------------
+
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""By color type."""
+
+MAX_TEXT = 2**23
+"""Bytes that texts and the colour profile may grow to together. Nobody reads them, but libpng inflates each."""
+
+FREE_CHUNKS = 4096
+"""However small: milliseconds' work. Beyond them a chunk has 512 bytes in the mean; encoders write 8 KiB and more."""
+
+UNCHECKED = 2**20
+"""Compressed bytes of image data, of which nobody looks at what they grow to: two seconds' work for libpng at the most.
+
+NOTE: it inflates all of them, also those after the last row.
+"""
+
+_GROWTH = 1032  # of deflate, at the most
+_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
+_ANIMATED = {b"acTL", b"fcTL", b"fdAT"}
+_COMPRESSED = {b"iCCP", b"zTXt", b"iTXt"}
+_CRITICAL = {b"PLTE", b"IEND"}
+_CHUNK = struct.Struct(">I4s")
+_IHDR = struct.Struct(">I4sIIBBBBB")
+
+
+class PngHeader(ImageHeader):
+    """The header of a PNG; after ``check`` also where its colour profiles are."""
+
+    def __init__(self, data: Bytes) -> None:
+        """``DecodeError`` for what is not a PNG; what follows the header is not looked at."""
+        if bytes(data[:8]) != b"\x89PNG\r\n\x1a\n":
+            raise DecodeError("PNG: its first 8 bytes are not those of a PNG")
+        try:
+            length, kind, width, height, bits, color, method, filters, interlace = _IHDR.unpack_from(data, 8)
+        except struct.error:
+            raise DecodeError(f"PNG: cut off in its header, after {len(data)} bytes") from None
+        if kind != b"IHDR" or length != 13:
+            raise DecodeError("PNG: it does not begin with its header, IHDR")
+        if bits not in _DEPTHS.get(color, ()) or method or filters or interlace > 1:
+            raise DecodeError(
+                f"PNG: color type {color} with {bits} bits, compressed by {method}, {filters}, {interlace}"
+            )
+        super().__init__("png", width, height, CHANNELS[color], bits)
+        self._profiles: list[Span] = []
+
+    def check(self, data: Bytes, max_pixels: int) -> None:
+        """``DecodeError`` for a file that is animated, or holds more than its image."""
+        image: list[Span] = []
+        texts: list[tuple[bytes, Span]] = []
+        position, size = 33, len(data)
+        most = FREE_CHUNKS + size // 512
+        for _ in range(most):
+            if position + 8 > size:
+                break  # the last chunks may be missing
+            start = position + 8
+            length, kind = _CHUNK.unpack_from(data, position)
+            if start + length + 4 > size and kind != b"IEND":
+                # NOTE: OpenCV from 4.12 on allocates what the length says, up to 4 GiB, before it looks for the bytes.
+                raise DecodeError(f"PNG: cut off in a chunk {kind!r} of {length} bytes")
+            if kind == b"IDAT":
+                image.append((start, start + length))
+            elif kind in _COMPRESSED:
+                texts.append((kind, (start, start + length)))
+                if kind == b"iCCP":
+                    self._profiles.append((position, start + length + 4))
+            elif kind in _ANIMATED:
+                raise DecodeError("PNG: animated (APNG) files are not read; save one of the frames")
+            elif not kind[0] & 0x20 and kind not in _CRITICAL:  # a capital first letter: it must be understood
+                raise DecodeError(f"PNG: a chunk {kind!r} at byte {position + 4}")
+            if kind == b"IEND":
+                break
+            position = start + length + 4
+        else:
+            raise DecodeError(f"PNG: more than {most} chunks in {size} bytes")
+        if not image:
+            raise DecodeError("PNG: it has no image data")
+        _check_texts(data, texts)
+        row = 1 + (self.width * self.channels * self.bits + 7) // 8
+        limit = 2 * row * self.height + 2**12  # interlaced, it is somewhat more than the rows
+        if sum(end - start for start, end in image) > limit or _grows_beyond(data, image, limit):
+            shown = f"{self.width}x{self.height} pixels of {self.channels}x{self.bits} bits"
+            raise DecodeError(f"PNG: its image data grow to more than {shown}")
+
+    def without_profiles(self, data: Bytes) -> Bytes:
+        """The same file without colour profiles, which OpenCV does not use.
+
+        NOTE: the name of one is a client's text, line ends included, and libpng's warnings about it repeat the name on
+        stderr.
+        """
+        if not self._profiles:
+            return data
+        edges = [0, *(edge for span in self._profiles for edge in span), len(data)]
+        return b"".join([data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)])
+
+
+def _check_texts(data: Bytes, texts: Sequence[tuple[bytes, Span]]) -> None:
+    if sum(end - start for _, (start, end) in texts) * _GROWTH <= MAX_TEXT:
+        return
+    left = MAX_TEXT
+    for kind, (start, end) in texts:
+        content = bytes(data[start:end])
+        _, _, rest = content.partition(b"\0")  # the keyword
+        if kind == b"iTXt":
+            if rest[:1] != b"\1":
+                continue
+            rest = rest[2:].partition(b"\0")[2].partition(b"\0")[2]  # the language, the keyword in that
+        else:
+            rest = rest[1:]  # how it is compressed
+        left -= _inflated(zlib.decompressobj(), rest, left + 1)
+        if left < 0:
+            raise DecodeError(f"PNG: its texts and profiles grow to more than {MAX_TEXT} bytes")
+
+
+def _grows_beyond(data: Bytes, spans: Sequence[Span], limit: int) -> bool:
+    """Whether the zlib stream in these parts inflates to more than ``limit`` bytes.
+
+    The last ``UNCHECKED`` bytes are not inflated.
+    """
+    left = sum(end - start for start, end in spans) - UNCHECKED
+    inflater, grown = zlib.decompressobj(), 0
+    for start, end in spans:
+        while start < end:
+            if left <= 0 or inflater.eof:
+                return False
+            piece = min(2**16, end - start)
+            grown += _inflated(inflater, data[start : start + piece], limit + 1 - grown)
+            if grown > limit:
+                return True
+            start += piece
+            left -= piece
+    return False
+
+
+def _inflated(inflater: zlib._Decompress, content: Bytes, limit: int) -> int:
+    """How many bytes ``content`` grows to, ``limit`` at most; damaged ones to none."""
+    grown = 0
+    try:
+        while content and grown < limit:
+            grown += len(inflater.decompress(content, min(2**20, limit - grown)))
+            content = inflater.unconsumed_tail
+    except zlib.error:
+        pass
+    return grown
