@@ -39,7 +39,9 @@ def main(target: Path) -> None:
     pages = target / "pages"
     pages.mkdir(parents=True)
     for source in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]:
-        text = LINK.sub(lambda match: match[1] + page_link(source, match[2], pages), source.read_text(encoding="utf-8"))
+        parts = LINK.split(source.read_text(encoding="utf-8"))  # text, "](", link, text, …
+        parts[2::3] = [page_link(source, link, pages) for link in parts[2::3]]
+        text = "".join(parts)
         name = "index.md" if source.name == "README.md" else source.name
         (pages / name).write_text(text, encoding="utf-8")
     (pages / "api.md").write_text(API, encoding="utf-8")

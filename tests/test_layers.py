@@ -37,7 +37,15 @@ PACKAGE = [
 CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
 """Imports neither ``torchpipe_py`` nor the server."""
 SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "engine", "supervisor", "cli", "__main__"]
-TRAINING = ["errors options", "data", "prefetch", "batches", "workers", "devices ranks sources", "loader", "wrap"]
+TRAINING = [
+    "errors",
+    "options data plan prefetch ranks",
+    "samples",
+    "decode reader",
+    "batcher",
+    "workers loader",
+    "preload wrap",
+]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]
 

@@ -19,8 +19,8 @@ from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.tools.export.config import ENGINE, Files, Transform, followed_by, model_node, to_toml
 from torchpipe_py.tools.export.onnx_file import TOLERANCE, compare_outputs, save_onnx
 from torchpipe_py.training import TrainingError
-from torchpipe_py.training.batches.decoder import Config, Decoder
-from torchpipe_py.training.devices import choose_devices
+from torchpipe_py.training.decode import Config, Decoder
+from torchpipe_py.training.options import choose_devices
 
 PRECISIONS = ("fp32", "fp16")
 

@@ -26,8 +26,8 @@ from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, w
 
 from torchpipe_py import pipe
 from torchpipe_py.training import ImageFiles, TensorToTensor, TrainingError, wrap_dataloader_torchpipe
-from torchpipe_py.training.batches.statistics import LoaderStatistics
-from torchpipe_py.training.prefetch.cuda import SideStreams
+from torchpipe_py.training.batcher import LoaderStatistics
+from torchpipe_py.training.prefetch import SideStreams
 
 pytestmark = FORKS
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from torchpipe_py.training.data.randomness import forked, key_of
+from torchpipe_py.training.plan import forked, key_of
 
 
 def drawn() -> tuple[float, float, float]:

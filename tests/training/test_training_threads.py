@@ -13,7 +13,6 @@ from fakes import WAIT, eventually
 from torch.utils.data import DataLoader
 
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher
-from torchpipe_py.training.prefetch.background import Buffer
 
 
 class Source:
@@ -118,7 +117,7 @@ def test_several_consumers_share_the_items() -> None:
 
 def test_a_depth_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Buffer(0)
+        BackgroundIterator([], depth=0)
 
 
 def test_a_feeder_gives_each_result_to_one_consumer() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from torchpipe_py import DecodeError, pipe
 from torchpipe_py.training import TensorToTensor, UnreadableFile, cv2_loader, cv2Resize
-from torchpipe_py.training.data.datasets import decode_rgb
+from torchpipe_py.training.samples import decode_rgb
 
 
 def test_the_loader_passes_bytes_on(tmp_path: Path, jpeg: bytes) -> None:

@@ -30,7 +30,7 @@ from torchpipe_py.training import (
     TrainingError,
     wrap_dataloader_torchpipe,
 )
-from torchpipe_py.training.workers.slots import SLOTS, SlotReader, SlotWriter
+from torchpipe_py.training.workers import SLOTS, SlotReader, SlotWriter
 
 pytestmark = FORKS
 
@@ -557,14 +557,13 @@ def test_more_than_there_are_slots() -> None:
 
 def test_a_new_generation_has_new_slots() -> None:
     writer, reader = writer_and_reader()
-    old = writer.write(reader.begin(), torch.zeros(2))
-    reader.read(old)
-    new = writer.write(reader.begin(), torch.ones(2))
-    assert new.tensor is not None
-    reader.release(old)  # too late, and somebody else's by now
-    other = writer.write(new.generation, torch.full((2,), 2.0))
-    assert other.slot != new.slot
-    assert reader.read(new).tolist() == [1.0, 1.0]
+    reader.read(writer.write(reader.begin(), torch.zeros(2)))
+    generation = reader.begin()
+    first = writer.write(generation, torch.ones(2))
+    assert first.tensor is not None
+    second = writer.write(generation, torch.full((2,), 2.0))
+    assert second.slot != first.slot
+    assert reader.read(first).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from torchpipe_py.ray.columns import Column, columns_of
 from torchpipe_py.ray.resources import resources_of
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import Data, pipe
-from torchpipe_py.training.batches.decoder import outcome, small_jpeg, small_mat
-from torchpipe_py.training.batches.sample import EMPTY, NO_BYTES, WRONG, Sample
+from torchpipe_py.training.decode import outcome, small_jpeg, small_mat
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import check_bad_samples
+from torchpipe_py.training.samples import EMPTY, NO_BYTES, WRONG, Sample
 
 ERROR = "error"
 PATH = "path"  # of read_binary_files and read_images with include_paths

@@ -1,15 +1,20 @@
 """Training on exactly what is served: DataLoaders whose images are decoded by a pipe."""
 
-from torchpipe_py.training.batches.batch import Batch
-from torchpipe_py.training.data.datasets import ImageFiles, ImageFolder, cv2_loader
-from torchpipe_py.training.data.lmdb import LmdbImages, pack_folder
-from torchpipe_py.training.data.sampler import DistributedEvalSampler
-from torchpipe_py.training.data.transforms import TensorToTensor, cv2Resize
+from torchpipe_py.training.batcher import Batch
+from torchpipe_py.training.data import (
+    ImageFiles,
+    ImageFolder,
+    LmdbImages,
+    TensorToTensor,
+    cv2_loader,
+    cv2Resize,
+    pack_folder,
+)
 from torchpipe_py.training.errors import BadSample, PeerFailed, TrainingError, UnreadableFile
 from torchpipe_py.training.loader import TorchpipeLoader
 from torchpipe_py.training.options import LoaderOptions
-from torchpipe_py.training.prefetch.background import BackgroundIterator, BatchFeeder
-from torchpipe_py.training.prefetch.cuda import CudaPrefetcher
+from torchpipe_py.training.plan import DistributedEvalSampler
+from torchpipe_py.training.prefetch import BackgroundIterator, BatchFeeder, CudaPrefetcher
 from torchpipe_py.training.wrap import wrap_dataloader_torchpipe
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What the training side raises on purpose, and how it asks for optional libraries."""
+"""Errors of the training side, and the import of optional libraries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PeerFailed(TrainingError):
 
 
 def library(name: str, package: str, purpose: str) -> Any:
-    """The module ``name``; ``TrainingError`` that says what to install where there is none."""
+    """The module ``name``; where it is missing, a ``TrainingError`` that says what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -2,26 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from torchpipe_py.training.batches.batch import Batch
-from torchpipe_py.training.batches.batcher import Batcher
-from torchpipe_py.training.batches.statistics import LoaderStatistics
-from torchpipe_py.training.data.planner import Planner, digest_of
+from torchpipe_py.training.batcher import Batch, Batcher, DecodedBatch, LoaderStatistics
+from torchpipe_py.training.decode import Decoder, Decoding
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
-from torchpipe_py.training.prefetch.background import BackgroundIterator
-from torchpipe_py.training.prefetch.cuda import tensors_in
+from torchpipe_py.training.plan import PlannedBatch, Planner, digest_of
+from torchpipe_py.training.prefetch import BackgroundIterator, tensors_in
 from torchpipe_py.training.ranks import RankGroup, Step
-from torchpipe_py.training.sources import Source
+from torchpipe_py.training.reader import BatchReader
+from torchpipe_py.training.samples import Sample, SentSamples
 
 STATE_VERSION = 1
 WHY_ORDERS_DIFFER = (
     "a sampler draws from the global generators, or from a torch.Generator that is its attribute generator; "
     "reset(epoch) begins the epoch anew"
 )
+
+
+class Source(Protocol):
+    """Where a loader's batches come from; each is read, started and finished in turn.
+
+    The first three methods run on background threads and touch no global generator.
+    """
+
+    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[Any]:
+        """What the DataLoader's workers give for each batch."""
+
+    def start(self, planned: PlannedBatch, given: Any) -> Any:
+        """Begin to decode it."""
+
+    def finish(self, planned: PlannedBatch, started: Any) -> Any:
+        """Wait until it is decoded."""
+
+    def batch(self, epoch: int, planned: PlannedBatch, finished: Any) -> Batch | None:
+        """The batch, on the thread that trains; ``None`` where every sample was bad and is skipped."""
+
+
+class DecodedHere:
+    """Encoded images come from the workers, the pipes are of this process, transforms run on the training thread."""
+
+    def __init__(self, reader: BatchReader, decoder: Decoder, batcher: Batcher, statistics: LoaderStatistics) -> None:
+        self._reader, self._decoder, self._batcher, self._statistics = reader, decoder, batcher, statistics
+
+    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[SentSamples]:
+        return self._reader.read(epoch, plan)
+
+    def start(self, planned: PlannedBatch, given: SentSamples) -> list[Sample] | Decoding:
+        samples = given.received()
+        return samples if planned.on_cpu else self._decoder.start(samples)
+
+    def finish(self, planned: PlannedBatch, started: list[Sample] | Decoding) -> DecodedBatch:
+        if not isinstance(started, Decoding):
+            return DecodedBatch(planned, started)
+        with self._statistics.stage("decode"):
+            return self._batcher.stacked(planned, started.finish())
+
+    def batch(self, epoch: int, planned: PlannedBatch, finished: DecodedBatch) -> Batch | None:
+        with self._statistics.stage("transform"):
+            return self._batcher.batch(epoch, finished)
+
+
+def decoded_ahead(
+    source: Source, statistics: LoaderStatistics, epoch: int, plan: Sequence[PlannedBatch], depth: int
+) -> Generator[tuple[PlannedBatch, Any], None, None]:
+    """The finished batches of ``plan``, in order; an error comes after the batches before it.
+
+    While one is decoded, up to ``depth`` more are read and started, on a thread of their own.
+    """
+    under_way = threading.Semaphore(depth + 1)
+
+    def started() -> Generator[tuple[PlannedBatch, Any], None, None]:
+        batches = source.read(epoch, plan)
+        for planned in plan:
+            with statistics.stage("read"):
+                given = next(batches)
+            under_way.acquire()
+            yield planned, source.start(planned, given)
+
+    items = BackgroundIterator(started(), depth, "torchpipe-read") if depth else started()
+    try:
+        for planned, item in items:
+            finished = source.finish(planned, item)
+            under_way.release()
+            yield planned, finished
+    finally:
+        under_way.release(depth + 1)
+        items.close()
 
 
 @dataclass(frozen=True)
@@ -195,7 +266,8 @@ class TorchpipeLoader:
             raise TrainingError(f"{problem}; {WHY_ORDERS_DIFFER}")
         self._planned, self._order = len(plan), order
         depth = self._parts.options.prefetch
-        source = self._parts.source.ahead(self._epoch, plan[self._position :], min(1, depth))
+        rest = plan[self._position :]
+        source = decoded_ahead(self._parts.source, self._statistics, self._epoch, rest, min(1, depth))
         self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
 
     def _stop(self) -> None:
@@ -228,18 +300,18 @@ class TorchpipeLoader:
         assert self._ahead is not None
         while True:
             try:
-                item = next(self._ahead)
+                planned, item = next(self._ahead)
             except StopIteration:
                 return _Outcome(Step.END, max(position, self._planned))
             except Exception as error:
                 return _Outcome(Step.FAILED, position, error=error)
             try:
-                batch = self._parts.source.batch(self._epoch, item)
+                batch = self._parts.source.batch(self._epoch, planned, item)
                 if batch is None and self._ranks is not None:
-                    batch = self._filler(item.planned.number)
+                    batch = self._filler(planned.number)
             except Exception as error:
                 return _Outcome(Step.FAILED, position, error=error)
-            position = item.planned.number + 1
+            position = planned.number + 1
             if batch is not None:
                 return _Outcome(Step.BATCH, position, batch, events=self._batcher.streams.mark())
 

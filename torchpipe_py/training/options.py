@@ -1,16 +1,19 @@
-"""What a loader can be told beside its DataLoader, its TOML and its devices: names, defaults, meaning and checks."""
+"""The arguments of ``wrap_dataloader_torchpipe``: the options of a loader and its devices, with their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import default_collate
 
 from torchpipe_py.errors import nearest
+from torchpipe_py.training.errors import TrainingError
 
 BAD_SAMPLES = ("raise", "skip", "mask")
+PARALLEL_TYPES = ("single", "dp", "ddp")
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,11 @@ class LoaderOptions:
 
     ``seed``: random transforms draw from the global generators of Python, NumPy and PyTorch (and of the CUDA device).
     Those are seeded before each sample from ``seed``, the epoch, the sample's index and how often it came before in the
-    epoch, and put back after the batch.
-    So batches are the same for any number of workers, ``prefetch`` and instances, and the program's own random numbers
-    are left alone. A dataset that draws random numbers itself is not covered.
+    epoch, and put back after the batch. So batches are the same for any number of workers, ``prefetch`` and instances,
+    and the program's own random numbers are left alone. A dataset that draws random numbers itself is not covered.
 
-    ``prefetch``: decoded batches that a background thread keeps ready, beside two on their way; 0: none, and no
-    thread.
+    ``prefetch``: decoded batches that a background thread keeps ready, beside two that are being decoded; 0: none, and
+    no thread.
 
     ``bad_samples``: "raise" a ``BadSample``; "skip" drops the sample, and a batch of nothing else (in "ddp" that batch
     is masked, since all ranks make equally many steps); "mask" keeps its place, with an image of zeros, the label
@@ -72,6 +74,52 @@ class LoaderOptions:
 
 
 def check_bad_samples(policy: str) -> None:
-    """``ValueError`` for a policy that there is not."""
+    """``ValueError`` for an unknown policy."""
     if policy not in BAD_SAMPLES:
         raise ValueError(f"bad_samples {policy!r} is not known; {nearest(str(policy), BAD_SAMPLES)}")
+
+
+def choose_devices(parallel_type: str, local_rank: int | None, devices: Any) -> list[Any]:
+    """The ``torch.device`` of each share of a batch; only in "dp" there may be several.
+
+    ``devices`` is ``None``, a device or a list of devices: numbers, ``"cuda:1"``, ``"cpu"``. ``None`` means in "single"
+    ``local_rank`` or the current CUDA device, in "dp" all CUDA devices, in "ddp" ``local_rank``; on a machine without
+    CUDA it is the CPU, but not in "dp". ``ValueError`` for an unknown type, ``TrainingError`` for a missing GPU.
+    """
+    if parallel_type not in PARALLEL_TYPES:
+        raise ValueError(f"parallel_type {parallel_type!r} is not known; {nearest(parallel_type, PARALLEL_TYPES)}")
+    several = [] if devices is None else devices
+    if isinstance(several, str) or not isinstance(several, Sequence):
+        several = [several]
+    elif devices is not None and not several:
+        raise TrainingError("devices is empty; leave it out, or name at least one")
+    given = [_checked(device) for device in several]
+    if parallel_type == "ddp" and local_rank is None:
+        raise TrainingError("parallel_type 'ddp' needs local_rank: int(os.environ['LOCAL_RANK']) under torchrun")
+    if parallel_type != "dp" and len(given) > 1:
+        hint = "leave devices out" if parallel_type == "ddp" else "'dp' takes several"
+        raise TrainingError(f"parallel_type {parallel_type!r} has one device, got {len(given)}; {hint}")
+    if given:
+        return given
+    if torch.cuda.is_available():
+        if parallel_type == "dp":
+            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return [_checked(torch.cuda.current_device() if local_rank is None else local_rank)]
+    if parallel_type == "dp":
+        problem = "parallel_type 'dp' without devices takes all GPUs"
+        raise TrainingError(f"{problem}, and PyTorch finds no CUDA device here")
+    return [torch.device("cpu")]
+
+
+def _checked(device: Any) -> Any:
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if named.type == "cpu":
+        return torch.device("cpu")
+    if named.type != "cuda":
+        raise TrainingError(f"device {device!r}: a pipe works on CUDA devices and on the CPU")
+    if not torch.cuda.is_available():
+        raise TrainingError(f"device {device!r}: PyTorch finds no CUDA device here; 'cpu' is the CPU")
+    index = torch.cuda.current_device() if named.index is None else named.index
+    if index >= torch.cuda.device_count():
+        raise TrainingError(f"device {device!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return torch.device("cuda", index)

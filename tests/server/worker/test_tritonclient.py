@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -156,7 +157,7 @@ def test_the_example_of_the_page(
     demo: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     page = blocks(ROOT / "docs/protocols.md")
-    code, printed = next(pair for pair in zip(page, page[1:], strict=False) if "import tritonclient" in pair[0].text)
+    code, printed = next(pair for pair in itertools.pairwise(page) if "import tritonclient" in pair[0].text)
     monkeypatch.chdir(ROOT)
     exec(code.text.replace("8888", str(demo.port)), {})
     assert capsys.readouterr().out == printed.text

@@ -1,4 +1,4 @@
-"""Batches from the worker processes of a DataLoader of ours."""
+"""The worker processes of a DataLoader: how they are started, asked for planned batches, and ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -15,10 +17,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchpipe_py.errors import first_line
-from torchpipe_py.training.data.planner import PlannedBatch
-from torchpipe_py.training.data.randomness import WORKERS, key_of
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.prefetch.background import run_aside
+from torchpipe_py.training.plan import WORKERS, PlannedBatch, key_of
+from torchpipe_py.training.samples import BatchKey
 
 WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
 GUARD = '; a script does what it does under: if __name__ == "__main__":'  # where workers import it
@@ -29,23 +30,23 @@ PIPE_BYTES = 2**20  # what Linux allows everybody
 class BatchReader:
     """Planned batches through ``dataset``, by workers as the user's DataLoader has them.
 
-    The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
-    ``collated`` makes of a batch's samples what comes back. ``start_method`` and ``worker_init_fn`` take the place of
-    those of the DataLoader.
+    ``dataset`` takes a list with one ``BatchKey``, and what it gives comes back as it is. The workers are started once,
+    and kept until ``close``; they hold no thread or lock of a pipe, if it is built later. ``start_method`` and
+    ``worker_init_fn`` take the place of those of the DataLoader.
     """
 
     def __init__(
         self,
         dataloader: Any,
         dataset: Any,
-        collated: Callable[[Any], Any],
         seed: int,
         start_method: str | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        self._plan = _Plan()
+        self._keys = _Keys()
         context = start_method or dataloader.multiprocessing_context
-        self._hint = GUARD if _imports_the_script(context) else ""
+        method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
+        self._hint = "" if method == "fork" else GUARD
         workers = dataloader.num_workers
         several: dict[str, Any] = {
             "persistent_workers": True,
@@ -57,9 +58,9 @@ class BatchReader:
         generator.manual_seed(key_of(WORKERS, seed))
         self._loader: Any = DataLoader(
             dataset,
-            batch_sampler=self._plan,
+            batch_sampler=self._keys,
             num_workers=workers,
-            collate_fn=collated,
+            collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_worker, worker_init_fn or dataloader.worker_init_fn),
             generator=generator,
             **(several if workers else {}),
@@ -68,15 +69,15 @@ class BatchReader:
             # NOTE: on the main thread PyTorch installs a handler that raises wherever that thread happens to be when a
             # worker dies; without it the thread that reads finds out, within five seconds.
             with _safe_path() if start_method else nullcontext():
-                run_aside(lambda: iter(self._loader))
-            _widen(getattr(self._loader, "_iterator", None))
+                _run_aside(lambda: iter(self._loader))
+            # More goes through the workers' pipe at once: each 64 KiB, Linux' default, cost a system call and the GIL.
+            with suppress(AttributeError, OSError):
+                pipe = self._loader._iterator._worker_result_queue._reader
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
-    def read(self, plan: Sequence[PlannedBatch], keys: Callable[[PlannedBatch], list[Any]]) -> Iterator[Any]:
-        """What ``collated`` made of each batch; ``keys`` gives what the dataset is asked for.
-
-        A worker that died is a ``TrainingError``.
-        """
-        self._plan.batches, self._plan.keys = plan, keys
+    def read(self, epoch: int, plan: Sequence[PlannedBatch], generation: int = 0) -> Iterator[Any]:
+        """What the dataset gave for each batch. ``TrainingError`` for a worker that died."""
+        self._keys.keys = [BatchKey(epoch, planned, generation) for planned in plan]
         given = 0
         try:
             for batch in self._loader:
@@ -92,9 +93,9 @@ class BatchReader:
 
     def drain(self, seconds: float) -> None:
         """Receive what the workers still send for batches that nobody wants; not for longer than ``seconds``."""
-        self._plan.batches = ()
+        self._keys.keys = []
         with suppress(Exception):  # a worker that died
-            run_aside(lambda: iter(self._loader), seconds)
+            _run_aside(lambda: iter(self._loader), seconds)
 
     def close(self) -> None:
         """End the workers."""
@@ -104,19 +105,31 @@ class BatchReader:
             iterator._shutdown_workers()
 
 
-def _imports_the_script(context: Any) -> bool:
-    """Whether processes of ``context``, a start method or what the DataLoader has, import it anew."""
-    method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
-    return bool(method != "fork")
+class _Keys:
+    """A batch sampler of the batches that are planned now."""
+
+    keys: Sequence[BatchKey] = ()
+
+    def __iter__(self) -> Iterator[list[BatchKey]]:
+        return ([key] for key in self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
 
 
 def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    """For ``worker_init_fn``.
+    """The ``worker_init_fn`` of all workers.
 
     NOTE: Ctrl-C comes to the workers too. They stay, for the loop may go on after it, in a notebook say; and with a
     handler that does nothing, since a program that is started would inherit that the signal is ignored.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
+    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]  # it is not meant for programs that a transform starts
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
 
@@ -125,7 +138,7 @@ def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) 
 def _safe_path() -> Iterator[None]:
     """What is started meanwhile imports nothing from the working directory, where `python -c` looks first.
 
-    The workers' environment keeps the variable until ``start_worker``. Python 3.10 does not know it.
+    The workers' environment keeps the variable until ``_begin_worker``. Python 3.10 does not know it.
     """
     is_set = "PYTHONSAFEPATH" in os.environ
     os.environ.setdefault("PYTHONSAFEPATH", SAFE_PATH)
@@ -136,17 +149,8 @@ def _safe_path() -> Iterator[None]:
             del os.environ["PYTHONSAFEPATH"]
 
 
-def _widen(iterator: Any) -> None:
-    """Let more through the workers' pipe at once: each 64 KiB, Linux' default, cost a system call and the GIL."""
-    try:
-        reader = iterator._worker_result_queue._reader
-        fcntl.fcntl(reader.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    except (AttributeError, OSError):
-        pass  # slower, and no worse than that
-
-
 def _end_of_a_worker(error: Exception) -> str:
-    """What ``error`` says of a worker that has ended; nothing where it is what a worker met, or another mistake."""
+    """What ``error`` says of a worker that has ended; nothing where it is an error in a worker, or another mistake."""
     if "in DataLoader worker process" in str(error):
         return ""
     if not isinstance(error, RuntimeError):  # Tensors that a worker has sent are fetched from it
@@ -154,15 +158,15 @@ def _end_of_a_worker(error: Exception) -> str:
     return first_line(error) if "exited unexpectedly" in str(error) else ""
 
 
-class _Plan:
-    """A batch sampler of what is planned now."""
+def _run_aside(function: Callable[[], object], timeout: float | None = None) -> None:
+    """``function()`` on another thread; its error, or ``TimeoutError`` after so many seconds, is raised here."""
+    done: Future[object] = Future()
 
-    def __init__(self) -> None:
-        self.batches: Sequence[PlannedBatch] = ()
-        self.keys: Callable[[PlannedBatch], list[Any]] = lambda planned: list(planned.indices)
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        return map(self.keys, self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+    threading.Thread(target=run, name="torchpipe-aside", daemon=True).start()
+    done.result(timeout)

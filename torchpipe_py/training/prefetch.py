@@ -1,12 +1,158 @@
-"""CUDA streams beside the one that the model runs on, and batches copied to the GPU on one; on a CPU nothing."""
+"""Work ahead of the training loop: threads behind a bounded buffer, and CUDA streams beside the model's."""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+GRACE = 30.0
+"""Seconds that ``close`` waits for a thread to end the item it works on."""
+
+
+class BatchFeeder(Generic[T]):
+    """``threads`` threads take items of ``source`` in turn and put ``work(item)`` where any thread may take it.
+
+    Each result goes to exactly one consumer, in the order in which they are done; at most ``depth`` wait. Only one
+    thread at a time is inside ``source``, so it may be a generator. The first exception of ``source`` or ``work``
+    ends the feeding, and every consumer gets it after the results before it, and at every ``next``. ``close`` ends the
+    threads as soon as the items they work on are done; also when the feeder is dropped, and at exit. A generator is
+    closed after its last item.
+    """
+
+    def __init__(
+        self, source: Iterable[Any], work: Callable[[Any], T], threads: int = 4, depth: int = 8, name: str = ""
+    ) -> None:
+        if threads < 1 or depth < 1:
+            raise ValueError(f"expected at least 1 thread and a depth of at least 1, got {threads} and {depth}")
+        # NOTE: the threads do not know the feeder; they would keep it alive otherwise.
+        self._feed: _Feed[T] = _Feed(iter(source), work, threads, depth)
+        self._threads = [
+            threading.Thread(target=self._feed.run, name=name or f"torchpipe-feeder-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        self._finalizer = weakref.finalize(self, _stop, self._feed, self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self._feed.take()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``next`` would not wait."""
+        return self._feed.is_ready
+
+    def close(self) -> None:
+        """End the threads; ``next`` raises ``StopIteration`` from now on. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> BatchFeeder[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BackgroundIterator(BatchFeeder[T]):
+    """The items of ``source`` in their order, made by one thread, at most ``depth`` of them ahead."""
+
+    def __init__(self, source: Iterable[T], depth: int = 2, name: str = "torchpipe-background") -> None:
+        super().__init__(source, lambda item: item, 1, depth, name)
+
+
+class _Feed(Generic[T]):
+    """What the threads of a feeder and its consumers share: the source, and the results that wait."""
+
+    def __init__(self, source: Iterator[Any], work: Callable[[Any], T], threads: int, depth: int) -> None:
+        self._source, self._work, self._running, self._depth = source, work, threads, depth
+        self._turn = threading.Lock()  # to take an item of the source
+        self._changed = threading.Condition()
+        self._items: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._is_over = self._is_finished = self._is_closed = False
+
+    def run(self) -> None:
+        """The work of each thread."""
+        error: BaseException | None = None
+        try:
+            while self._put_one():
+                pass
+        except BaseException as raised:
+            error = raised
+        with self._turn:
+            self._is_over = True
+            self._running -= 1
+            is_last = not self._running
+        if is_last and hasattr(self._source, "close"):
+            try:
+                self._source.close()
+            except BaseException as raised:
+                error = error or raised
+        with self._changed:
+            self._error = self._error or error
+            self._is_finished = self._is_finished or is_last or error is not None
+            self._changed.notify_all()
+
+    def _put_one(self) -> bool:
+        """Put one result, once there is room; ``False`` when there is no item, or nobody wants it."""
+        with self._turn:
+            if self._is_over:
+                return False
+            try:
+                item = next(self._source)
+            except StopIteration:
+                return False
+        result = self._work(item)
+        with self._changed:
+            while len(self._items) >= self._depth and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed:
+                return False
+            self._items.append(result)
+            self._changed.notify_all()
+        return True
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._items or self._is_finished or self._is_closed)
+
+    def take(self) -> T:
+        """The next result; after the last one the error, or ``StopIteration``, for every consumer and every time."""
+        with self._changed:
+            while not self.is_ready:
+                self._changed.wait()
+            if self._items:
+                item = self._items.popleft()
+                self._changed.notify_all()
+                return item
+            if self._error is not None and not self._is_closed:
+                raise self._error
+            raise StopIteration
+
+    def close(self) -> None:
+        """Drop the results; nobody waits any more."""
+        with self._changed:
+            self._is_closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _stop(feed: _Feed[Any], threads: list[threading.Thread]) -> None:
+    feed.close()
+    for thread in threads:
+        if thread is not threading.current_thread() and thread.is_alive():  # Ctrl-C may come before it is started
+            thread.join(GRACE)
 
 
 class SideStreams:

@@ -1,20 +1,78 @@
-"""A dataset of files as one LMDB database, which reads faster where files are many and small."""
+"""What a user gives a loader: datasets of encoded images, in files or packed into LMDB, and transforms."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.training.data.datasets import ImageFolder
+import numpy as np
+import torch
+
+from torchpipe_py.backends.image.files import find_images
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.errors import TrainingError, UnreadableFile, library
 
 FORMAT = 1
 HEADER = b"header"
 COMMIT_BYTES = 64 << 20
+INTERPOLATION = "INTER_LINEAR"  # ResizeMat's default
+
+
+def cv2_loader(path: str | os.PathLike[str]) -> bytes:
+    """The file's bytes, not decoded; for a dataset's ``loader``: ``ImageFolder(root, loader=cv2_loader)``.
+
+    ``UnreadableFile`` (an ``OSError``), naming the file, where it cannot be read or is empty.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            encoded = file.read()
+    except OSError as error:
+        raise UnreadableFile(f"{name}: cannot be read: {error.strerror or error}") from None
+    if not encoded:
+        raise UnreadableFile(f"{name}: the file is empty")
+    return encoded
+
+
+class ImageFiles:
+    """A dataset of ``(encoded bytes, label)`` from a list of ``(path, label)``: ``samples``."""
+
+    def __init__(self, samples: Sequence[tuple[Any, Any]], loader: Callable[[Any], bytes] = cv2_loader) -> None:
+        self.samples, self._loader = list(samples), loader
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        path, label = self.samples[index]
+        return self._loader(path), label
+
+
+class ImageFolder(ImageFiles):
+    """Images in a folder for each class, whatever lies deeper included: ``classes`` in the order of their names.
+
+    As torchvision's ``ImageFolder(root, loader=cv2_loader)``, without torchvision. ``TrainingError`` for a folder
+    without classes, or a class without images.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], loader: Callable[[Any], bytes] = cv2_loader) -> None:
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise TrainingError(f"{root}: no such folder (working directory: {os.getcwd()})")
+        self.classes = sorted(folder.name for folder in self.root.iterdir() if folder.is_dir())
+        if not self.classes:
+            raise TrainingError(f"{root}: no folder in it; expected one for each class")
+        samples = []
+        for number, name in enumerate(self.classes):
+            try:
+                samples += [(path, number) for path in sorted(map(str, find_images(self.root / name)))]
+            except OSError as error:
+                raise TrainingError(str(error)) from error
+        super().__init__(samples, loader)
 
 
 def pack_folder(
@@ -139,3 +197,63 @@ class LmdbImages:
 
 def _key(index: int) -> bytes:
     return b"%012d" % index
+
+
+class TensorToTensor:
+    """In the place of ``ToTensor``: what the pipe gives becomes float32 C×H×W in 0..1, on the same device.
+
+    Takes a Tensor 1×C×H×W or C×H×W, uint8 or floating point, with values in 0..255. So that ``transforms_cpu`` can end
+    with it as well, also a ``PIL.Image`` or a uint8 array H×W×C or H×W. ``TypeError`` for anything else.
+    """
+
+    def __call__(self, image: Any) -> Any:
+        tensor = image if isinstance(image, torch.Tensor) else _planes(image)
+        if tensor.ndim == 4 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.ndim != 3:
+            raise TypeError(f"expected a Tensor 1xCxHxW or CxHxW, got {shown_dims(tensor.shape)}")
+        if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
+            raise TypeError(f"expected a Tensor of uint8 or floats in 0..255, got {tensor.dtype}")
+        # NOTE: a division, as ToTensor's: times 1/255 differs in the last bit.
+        floats = tensor.to(torch.float32)
+        return floats.div(255.0) if floats is tensor else floats.div_(255.0)
+
+    def __repr__(self) -> str:
+        return "TensorToTensor()"
+
+
+class cv2Resize:
+    """Resize to ``h`` × ``w`` pixels by ``cv2.resize``, bilinear: the pixels of ``ResizeMat``; for ``transforms_cpu``.
+
+    Takes a ``PIL.Image`` or a uint8 array H×W×C or H×W, and gives the same kind. ``ValueError`` for a side below 1.
+    """
+
+    def __init__(self, h: int, w: int) -> None:
+        if h < 1 or w < 1:
+            raise ValueError(f"cv2Resize: the sides are at least 1 pixel, got h={h}, w={w}")
+        self.h, self.w = h, w
+
+    def __call__(self, image: Any) -> Any:
+        import cv2
+        from PIL import Image
+
+        mat = np.asarray(image)
+        if mat.dtype != np.uint8 or mat.ndim not in (2, 3):
+            raise TypeError(f"expected a PIL.Image or a uint8 array HxWxC, got {type(image).__name__} of {mat.dtype}")
+        if mat.shape[:2] != (self.h, self.w):
+            channels = mat.shape[2:]
+            mat = cv2.resize(mat, (self.w, self.h), None, 0, 0, getattr(cv2, INTERPOLATION))
+            mat = mat.reshape(self.h, self.w, *channels)
+        return Image.fromarray(mat) if isinstance(image, Image.Image) else mat
+
+    def __repr__(self) -> str:
+        return f"cv2Resize(h={self.h}, w={self.w})"
+
+
+def _planes(image: Any) -> Any:
+    """A picture H×W×C or H×W as a uint8 Tensor C×H×W."""
+    mat = np.asarray(image)
+    if mat.dtype != np.uint8 or mat.ndim not in (2, 3):
+        raise TypeError(f"expected a Tensor, a PIL.Image or a uint8 array HxWxC, got {type(image).__name__}")
+    mat = mat[:, :, None] if mat.ndim == 2 else mat
+    return torch.from_numpy(np.ascontiguousarray(mat.transpose(2, 0, 1)))

@@ -1,1 +1,0 @@
-"""What is read: datasets, readers, the order of an epoch, its randomness."""

@@ -1,0 +1,194 @@
+"""Images by the pipe of the TOML, one pipe for each device: what the service does with the same bytes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py.backends.signature import shown_dims
+from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.config import GLOBAL, parse_toml
+from torchpipe_py.runtime.pipe import Data, pipe
+from torchpipe_py.training.errors import TrainingError
+from torchpipe_py.training.samples import CORRUPT, WRONG, Sample
+
+CHUNK = 16
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class PipeFeeder:
+    """Submits lists of requests to a pipe and waits while the pipe has as many as it accepts. For several threads."""
+
+    def __init__(self, run: pipe) -> None:
+        self._pipe = run
+        self._limit: int = run.stats()["max_inflight"]
+        self._under_way, self._changed = 0, threading.Condition()
+
+    def submit(self, requests: Sequence[Data]) -> list[Future[Any]]:
+        """A future for each part of the requests; parts are no larger than what the pipe accepts at once."""
+        futures = []
+        for start in range(0, len(requests), self._limit):
+            part = requests[start : start + self._limit]
+            self._enter(len(part))
+            try:
+                future = self._pipe.submit(part)
+            except BaseException:
+                self._leave(len(part))
+                raise
+            future.add_done_callback(partial(self._leave, len(part)))
+            futures.append(future)
+        return futures
+
+    def _enter(self, count: int) -> None:
+        with self._changed:
+            while self._under_way + count > self._limit:
+                self._changed.wait()
+            self._under_way += count
+
+    def _leave(self, count: int, done: Future[Any] | None = None) -> None:
+        with self._changed:
+            self._under_way -= count
+            self._changed.notify_all()
+
+
+def first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
+    """Wait for all of them; the first error of the pipe."""
+    errors = [future.exception() for future in futures]
+    return next((error for error in errors if error is not None), None)
+
+
+class Decoder:
+    """A pipe for each of ``devices``; the pipes decode their shares of a batch at the same time.
+
+    ``toml_path`` is what ``pipe`` takes; on a GPU ``device_id`` of every node is set to it. Raises what ``pipe``
+    raises, and ``TrainingError`` where the result for a small JPEG is not a Tensor.
+    """
+
+    def __init__(self, toml_path: Config, devices: Sequence[Any]) -> None:
+        self._pipes: list[pipe] = []
+        try:
+            for device in devices:
+                self._pipes.append(pipe(on_device(toml_path, device)))
+            self._feeders = [PipeFeeder(run) for run in self._pipes]
+            self._pipes[0](request := {TASK_DATA_KEY: small_jpeg()})
+            trial = _with_image(Sample(0), request, None)
+            if trial.kind:
+                raise TrainingError(f"the pipe gave no image for a small JPEG: {trial.reason}")
+        except BaseException:
+            self.close()
+            raise
+        self.trial: Any = trial.image
+        # Samples that are worth a start of their own; 0: only the whole batch, which is dealt out to the devices.
+        self.chunk: int = max(CHUNK, self._pipes[0].max()) if len(self._pipes) == 1 else 0
+
+    def start(self, samples: Sequence[Sample]) -> Decoding:
+        """Begin to decode, once the pipes have room."""
+        requests = [None if sample.image is None else {TASK_DATA_KEY: sample.image} for sample in samples]
+        futures = []
+        for feeder, share in zip(self._feeders, shares_of(requests, len(self._feeders)), strict=True):
+            futures += feeder.submit([request for request in share if request is not None])
+        return Decoding(samples, requests, futures)
+
+    def close(self) -> None:
+        """Close the pipes. Idempotent."""
+        for opened in self._pipes:
+            opened.close()
+
+
+class Decoding:
+    """A batch on its way through a decoder's pipes."""
+
+    def __init__(
+        self, samples: Sequence[Sample], requests: Sequence[Data | None], futures: Sequence[Future[Any]]
+    ) -> None:
+        self._samples, self._requests, self._futures = samples, requests, futures
+
+    def finish(self) -> list[Sample]:
+        """The samples with Tensors for bytes, each on the device of its share; those without bytes as they were."""
+        problem = first_error(self._futures)
+        for sample, request in zip(self._samples, self._requests, strict=True):
+            if request is not None:
+                _with_image(sample, request, problem)
+        if problem is not None and not any(sample.kind == WRONG for sample in self._samples):
+            raise problem
+        return list(self._samples)
+
+
+def on_device(config: Config, device: Any) -> Mapping[str, Any]:
+    """The configuration with every node on ``device``; on the CPU as it is."""
+    given = config if isinstance(config, Mapping) else parse_toml(config)
+    # NOTE: a copy of what a file gave keeps its name, beside which paths are looked for.
+    tables: dict[str, Any] = copy.deepcopy(given if isinstance(given, dict) else dict(given))
+    if device.type != "cuda":
+        return tables
+    if not any(isinstance(table, Mapping) for table in tables.values()):
+        return {**tables, "device_id": device.index}
+    for name, table in tables.items():
+        if name != GLOBAL and "." not in name and isinstance(table, dict):
+            table["device_id"] = device.index
+    return tables
+
+
+def shares_of(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """``items`` in ``count`` runs, of the sizes in which ``DataParallel`` deals out a batch."""
+    size = max(1, -(-len(items) // count))
+    return [items[start * size : (start + 1) * size] for start in range(count)]
+
+
+def small_mat(height: int = 64, width: int = 64) -> np.ndarray:
+    """A Mat, gray to colourful."""
+    down = np.linspace(0, 252, height, dtype=np.uint8)[:, None].repeat(width, 1)
+    across = np.linspace(0, 252, width, dtype=np.uint8)[None].repeat(height, 0)
+    return np.stack([across, down, np.full_like(down, 128)], axis=2)
+
+
+def small_jpeg(height: int = 64, width: int = 64) -> bytes:
+    """``small_mat``, encoded."""
+    import cv2
+
+    done, encoded = cv2.imencode(".jpg", small_mat(height, width))
+    assert done
+    return bytes(encoded)
+
+
+def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
+    """Give the sample the ``result`` of its request, or the reason for none; ``problem`` is what the pipe raised."""
+    if TASK_RESULT_KEY in request:
+        sample.image = request[TASK_RESULT_KEY]
+        return sample
+    error = request.get(TASK_ERROR_KEY)
+    if isinstance(error, InvalidRequest):
+        return sample.fail(WRONG, f"the pipe cannot take the sample: {error}")
+    if problem is not None and not isinstance(error, NoResult):
+        # It raised: a defect in a backend, or in how the pipe is used.
+        raised = error or problem
+        code = raised.code if isinstance(raised, TorchpipeError) else type(raised).__name__
+        return sample.fail(WRONG, f"the pipe raised ({code}) {raised}")
+    return sample.fail(CORRUPT, str(error) if error is not None else "the pipe gave no result")
+
+
+def _with_image(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
+    """``outcome``, which must be a Tensor to train on."""
+    outcome(sample, request, problem)
+    result = sample.image
+    if sample.kind:
+        return sample
+    if not isinstance(result, torch.Tensor):
+        kind = type(result).__name__
+        return sample.fail(
+            WRONG, f"the result of the TOML is a {kind}, not a Tensor; end it with Mat2Tensor, and leave the model out"
+        )
+    if result.ndim not in (3, 4) or (result.ndim == 4 and result.shape[0] != 1):
+        shape = shown_dims(result.shape)
+        return sample.fail(WRONG, f"the result of the TOML has shape {shape}, not 1xCxHxW; leave the model out")
+    return sample

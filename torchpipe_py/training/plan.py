@@ -1,0 +1,192 @@
+"""What an epoch reads, batch by batch, and the random keys of its samples: functions of (seed, epoch, sample)."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py.training.errors import TrainingError
+
+MOST = 1_000_000  # samples of an epoch, beside ten times those of the dataset
+
+# What a key is for; the same numbers for different purposes give unrelated keys.
+ORDER, CPU_BATCH, SAMPLE, BATCH, WORKERS = range(5)
+
+
+def key_of(*parts: int) -> int:
+    """63 bits that depend on every part and their order, the same on every machine and version."""
+    packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+class Fork:
+    """The global generators of Python, NumPy and PyTorch while a block reseeds them."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._generators = generators
+
+    def seed(self, key: int) -> None:
+        """Start all of them from ``key``."""
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        for generator in self._generators:
+            generator.manual_seed(key)
+
+
+@contextmanager
+def forked(devices: Sequence[Any] = ()) -> Iterator[Fork]:
+    """Let a block reseed the global generators and those of CUDA ``devices``; afterwards they are as they were.
+
+    Inside, PyTorch uses one CPU thread, as it does in a DataLoader's workers: sums are the same in both places, and
+    small images are not split among threads that the pipe keeps busy.
+
+    NOTE: generators belong to the process, not to a thread. Only the thread that trains may do this, or a worker
+    process: elsewhere a dropout in between would draw from the wrong numbers.
+    """
+    # NOTE: not torch.manual_seed, which reseeds every CUDA device.
+    generators = [torch.default_generator]
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.init()
+            generators.append(torch.cuda.default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
+    python, numpy = random.getstate(), np.random.get_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield Fork(generators)
+    finally:
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """Batch ``number`` of its epoch; ``on_cpu``: through ``transforms_cpu``.
+
+    ``repeats``: how often the epoch had each sample before.
+    """
+
+    number: int
+    indices: tuple[int, ...]
+    on_cpu: bool
+    repeats: tuple[int, ...] = ()
+
+
+class Planner:
+    """Draws the order of each epoch from the DataLoader's own sampler, under a key of (seed, epoch).
+
+    A generator that a sampler holds is started from the key as well, so that the order never depends on what was
+    drawn before. ``set_epoch`` of samplers is called.
+    """
+
+    def __init__(self, dataloader: Any, seed: int, cpu_percentage: float) -> None:
+        self._batches, self._samplers = dataloader.batch_sampler, samplers_of(dataloader)
+        self._most = 10 * (length_of(dataloader.dataset) or 0) + MOST
+        self._seed, self._cpu_percentage = seed, cpu_percentage
+
+    def plan(self, epoch: int) -> list[PlannedBatch]:
+        """All batches of this rank. ``TrainingError`` for a sampler without an end."""
+        for sampler in {id(sampler): sampler for sampler in self._samplers}.values():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        held = [getattr(sampler, "generator", None) for sampler in self._samplers]
+        generators = [generator for generator in held if isinstance(generator, torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        key = key_of(ORDER, self._seed, epoch)
+        try:
+            for generator in generators:
+                generator.manual_seed(key)
+            with forked() as fork:
+                fork.seed(key)
+                return self._drawn(epoch)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _drawn(self, epoch: int) -> list[PlannedBatch]:
+        plan: list[PlannedBatch] = []
+        counts: dict[int, int] = {}
+        total = 0
+        for number, drawn in enumerate(self._batches):
+            indices = tuple(map(_index, drawn))
+            repeats: list[int] = []
+            for index in indices:
+                repeats.append(counts.get(index, 0))
+                counts[index] = repeats[-1] + 1
+            total += len(indices)
+            if total > self._most:
+                problem = f"the sampler gave more than {self._most} samples for one epoch, and does not end"
+                raise TrainingError(f"{problem}; epochs are planned before they begin: let it end, and call reset()")
+            # The same on every rank: ranks that wait for each other are slow at the same step.
+            share = random.Random(key_of(CPU_BATCH, self._seed, epoch, number)).random()
+            plan.append(PlannedBatch(number, indices, share < self._cpu_percentage, tuple(repeats)))
+        return plan
+
+
+def samplers_of(dataloader: Any) -> list[Any]:
+    """The DataLoader's sampler, its batch sampler, and the sampler of that."""
+    batches = dataloader.batch_sampler
+    return [dataloader.sampler, batches, getattr(batches, "sampler", None)]
+
+
+def digest_of(plan: Sequence[PlannedBatch]) -> str:
+    """Equal for equal batches."""
+    digest = blake2b(digest_size=8)
+    for planned in plan:
+        digest.update(repr(planned.indices).encode())
+    return digest.hexdigest()
+
+
+def length_of(sized: Any) -> int | None:
+    """``len(sized)``, or ``None`` where it has no length."""
+    try:
+        return len(sized)
+    except TypeError:
+        return None
+
+
+def _index(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TrainingError(f"the sampler gave {value!r}; samples are found by their index, an integer") from None
+
+
+class DistributedEvalSampler:
+    """Deals the samples out to the ranks, each to exactly one: rank r has r, r + ranks, r + 2·ranks, …
+
+    ``DistributedSampler`` repeats some samples so that all ranks have equally many, and a validation would count those
+    twice. Here some ranks have one sample less; ``wrap_dataloader_torchpipe`` evens out the steps with batches
+    that are masked as a whole. Without ``num_replicas`` and ``rank``, those of the process group.
+    """
+
+    def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
+        if num_replicas is None or rank is None:
+            import torch.distributed as dist
+
+            if not (dist.is_available() and dist.is_initialized()):
+                raise TrainingError("DistributedEvalSampler needs num_replicas and rank, or a process group")
+            num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+            rank = dist.get_rank() if rank is None else rank
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank {rank} is not in 0..{num_replicas - 1}")
+        self.num_replicas, self.rank = num_replicas, rank
+        self._indices = range(rank, len(dataset), num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)

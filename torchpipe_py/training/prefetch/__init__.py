@@ -1,1 +1,0 @@
-"""Work ahead of the training loop: threads, buffers, CUDA streams."""

@@ -1,1 +1,0 @@
-"""Whole batches made in the DataLoader's worker processes."""
