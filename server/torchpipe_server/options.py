@@ -67,6 +67,12 @@ class Options:
         "where decoders run: process is safest, for untrusted clients; config is what the configuration says:",
         choices=("config", "none", "process"),
     )
+    queue_target_ms: float = _option(
+        -1.0,
+        "milliseconds: where the oldest request of a node has waited longer for 100 ms, those without a deadline that "
+        "waited twice as long are 'overloaded'; -1: 50, or 4 batches' time; 0: never",
+        -1,
+    )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")
     hang_seconds: float = _option(
         30.0, "seconds for a batch, and for a worker's sign of life; then it is replaced; 0: no limit", 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-from torchpipe_py.errors import Overloaded
 from torchpipe_py.runtime.pipe import pipe
 
 
@@ -15,18 +12,13 @@ class Deadlines:
         self._pipe, self._longest_ms = run, longest_ms
 
     def seconds(self, milliseconds: float | None = None) -> float | None:
-        """The time limit of a request that asks for so much; ``Overloaded`` where it cannot be kept.
+        """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be finished in time.
 
         0 is what Thrift clients send that name none: Thrift has no other word for it in most languages.
         """
         limit = milliseconds or self._longest_ms
         if self._longest_ms and not 0 < limit <= self._longest_ms:
             limit = self._longest_ms
-        if limit <= 0:
-            return None
-        wait = 1000 * self._pipe.expected_wait()
-        if wait > limit:
-            raise Overloaded(
-                f"a request has to wait {wait:.0f} ms now, its deadline is {limit:.15g} ms", math.ceil(wait)
-            )
-        return limit / 1000
+        seconds = limit / 1000 if limit > 0 else None
+        self._pipe.check_delay(seconds)
+        return seconds

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from itertools import islice
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -139,8 +140,9 @@ class pipe:
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         request = self._request(data, on_done, deadline_after(timeout))
+        ticket = Ticket(self._runtime, request)
         self._runtime.inflight.submit((request,))
-        return Ticket(self._runtime, request)
+        return ticket
 
     @property
     def has_own_code(self) -> bool:
@@ -171,11 +173,25 @@ class pipe:
         return self._runtime.signature(self._root(self._only_root if node_name is None else node_name))
 
     def expected_wait(self) -> float:
-        """Seconds until the slowest node is through with what it holds now, by the compute times measured so far.
-
-        For a server that refuses what cannot meet its deadline.
-        """
+        """Seconds that a request which comes now waits at its nodes, by recent compute times."""
         return self._runtime.expected_wait()
+
+    def limit_delays(self, target: float | None = None) -> None:
+        """Before the first request: bound the time that requests wait, for servers.
+
+        A request that cannot meet its deadline is dropped before it is computed. One without a deadline is refused with
+        ``Overloaded`` where a queue stands: where its oldest request has waited longer than ``target`` seconds for 0.1
+        s, those that have waited more than twice that. ``None`` is four times what a batch takes, at least 0.05 s; 0.0
+        sheds nothing.
+        """
+        self._runtime.limit_delays(target)
+
+    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+        """``Overloaded``, with ``retry_after_ms``, where a request that comes now would not be finished in ``seconds``.
+
+        Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
+        """
+        self._runtime.check_delay(seconds, node_name if node_name in self._roots else self._only_root)
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
@@ -329,10 +345,11 @@ class pipe:
 class Ticket:
     """A request started with ``pipe.dispatch``."""
 
-    __slots__ = ("_request", "_runtime")
+    __slots__ = ("_request", "_runtime", "_since")
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self._runtime, self._request = runtime, request
+        self._since = 0.0 if runtime.patience is None else perf_counter()
 
     @property
     def deadline(self) -> float | None:
@@ -350,8 +367,14 @@ class Ticket:
         return self._runtime.is_taken(self._request)
 
     def cancel(self, error: BaseException | None = None) -> bool:
-        """End the request with ``error``; what is queued is dropped. ``False`` if it was finished already."""
-        return self._runtime.inflight.complete(self._request, error or CancelledError())
+        """End the request with ``error``, or because its client left; what is queued is dropped.
+
+        ``False`` if it was finished already.
+        """
+        is_cancelled = self._runtime.inflight.complete(self._request, error or CancelledError())
+        if is_cancelled and error is None and self._runtime.patience is not None:
+            self._runtime.patience.left(perf_counter() - self._since)
+        return is_cancelled
 
 
 def _beside_traces(record: Record) -> tuple[Recorder, ...]:

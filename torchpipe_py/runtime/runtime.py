@@ -17,10 +17,19 @@ from time import perf_counter
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import BackendUnavailable, ConfigError, SetupError, TorchpipeError, describe, message_of
+from torchpipe_py.errors import (
+    BackendUnavailable,
+    ConfigError,
+    Overloaded,
+    SetupError,
+    TorchpipeError,
+    describe,
+    message_of,
+)
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
+from torchpipe_py.runtime.admission import ControlledDelay, Path, Patience, longest
 from torchpipe_py.runtime.inflight import InFlight
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.lanes.deferred import DeferredLane
@@ -55,6 +64,8 @@ class Runtime:
         self._logical = pipeline.spec.logical()
         self._is_forked = False
         self.is_left = False  # nobody waits any more for a backend that does not return
+        self.patience: Patience | None = None
+        self._paths: dict[str, Path] = {}
         waiting: set[Led] = set()
         self.nodes: dict[str, Node] = {
             name: Node(
@@ -109,6 +120,10 @@ class Runtime:
         # Only logical nodes, and graphs that several nodes jump to, lead back to where a request has been.
         leads_back = bool(self.graph.jumps) or len(lanes) < len(self.plans)
         around = both_ways(above) if leads_back else dict.fromkeys(lanes, ())
+        for root in self.graph.roots:
+            reached = [name for name in self.graph.order if root in self.graph.reached_from[name]]
+            owners = {name: lanes[self.plans[name].spec.owner] for name in reached}
+            self._paths[root] = Path(owners, self.graph.predecessors)
         for owner, lane in lanes.items():
             lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above[owner])
             lane.both_ways = {lanes[name] for name in around[owner]}
@@ -315,9 +330,42 @@ class Runtime:
         """``expected_wait`` in whole milliseconds, at least 1."""
         return max(1, math.ceil(self.expected_wait() * 1000))
 
-    def expected_wait(self) -> float:
-        """How long the slowest node needs for what it holds, by the times measured so far, seconds."""
-        return max(node.lane.expected_wait() for node in self.nodes.values())
+    def expected_wait(self, root: str | None = None) -> float:
+        """How long a request that enters at ``root`` now waits on its way, by recent times, seconds; the longest way."""
+        now = perf_counter()
+        paths = self._paths.values() if root is None else [self._paths[root]]
+        return max(path.expected(now)[0] for path in paths)
+
+    def limit_delays(self, target: float | None) -> None:
+        """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
+        self.patience = Patience()
+        for node in self.nodes.values():
+            node.lane.delay = ControlledDelay(target)
+
+    def check_delay(self, seconds: float | None, root: str | None = None) -> None:
+        """``Overloaded`` where a request that comes now cannot be finished in time; see ``pipe.check_delay``."""
+        now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
+        if bound is None:
+            if self.patience is None:
+                return
+            bound, why = self.patience.bound(self.inflight.admitted, now), "clients leave after"
+            delays = [node.lane.delay for node in self.nodes.values()]
+            shedding = [delay for delay in delays if delay is not None and delay.is_shedding(now)]
+            if bound == math.inf and not shedding:
+                return
+        for path in self._paths.values() if root is None else [self._paths[root]]:
+            waits, computes = path.expected(now)
+            # NOTE: a request that need not wait is begun even if the means say that it takes too long.
+            if not waits:
+                continue
+            takes = waits + computes
+            if shedding and takes > longest(computes):
+                for delay in shedding:
+                    delay.refused(now)
+            elif takes <= (bound if seconds is not None else max(bound, 2 * computes)):
+                continue
+            limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
+            raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
 
     def signature(self, root: str) -> Signature:
         """The inputs of the graph's root, and the outputs of its end, where it has one only."""

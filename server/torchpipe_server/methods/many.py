@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -133,7 +134,8 @@ class Turns:
             finally:
                 self._advance(1)
 
-        timeout = None if call.deadline is None else call.deadline - perf_counter()
+        # NOTE: images of a call without a deadline are many by intent: they wait for each other, and are not shed.
+        timeout = math.inf if call.deadline is None else call.deadline - perf_counter()
         try:
             ticket = call.enter(self._pipe.dispatch, data, finish, timeout)
         except Exception as error:

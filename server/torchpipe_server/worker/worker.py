@@ -284,6 +284,7 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
         cls = load_handler(options.handler)
 
         def make_own(run: pipe) -> Served:
+            limit_delays(run, options)
             handler = CustomHandler(cls, run, options.deadline_ms)
             return Served(handler.methods, Routes(handler.routes, options.monitoring))
 
@@ -303,6 +304,7 @@ def usual_service(options: Options, run: pipe) -> Served:
     from torchpipe_server.methods.oip.requests import InferLimits
     from torchpipe_server.methods.thrift import InferenceHandler
 
+    limit_delays(run, options)
     deadlines, turns = Deadlines(run, options.deadline_ms), Turns(run)
     thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
     http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
@@ -310,6 +312,11 @@ def usual_service(options: Options, run: pipe) -> Served:
     model = Path(options.config).stem
     oip = OipHandler(run, model, deadlines, turns, limits, reply_bound(options.max_reply_bytes))
     return Served(thrift.methods, Routes([*http.routes, *oip.routes], options.monitoring))
+
+
+def limit_delays(run: pipe, options: Options) -> None:
+    """Have the pipe refuse what waits too long."""
+    run.limit_delays(None if options.queue_target_ms < 0 else options.queue_target_ms / 1000)
 
 
 def die_with_parent(is_wanted: bool) -> None:

@@ -43,8 +43,18 @@ class BatchQueue:
             bucket = self._buckets[key] = deque()
         bucket.append(request)
 
-    def take(self, limit: int, now: float, quiet: bool, lead_time: float = 0.0) -> list[Request] | None:
+    def take(
+        self,
+        limit: int,
+        now: float,
+        quiet: bool,
+        lead_time: float = 0.0,
+        fitting: Callable[[int, float, float], int] | None = None,
+    ) -> list[Request] | None:
         """The batch that closes now, at most ``limit`` long, or ``None``.
+
+        ``fitting(size, seconds, now)`` is the largest batch of at most ``size`` that takes no longer than ``seconds``:
+        a batch is no larger than its tightest deadline allows.
 
         A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
         no further than ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that
@@ -55,7 +65,15 @@ class BatchQueue:
             for index, (key, bucket) in enumerate(self._buckets.items())
             if quiet or len(bucket) >= limit or self._closes_at(bucket, limit, lead_time) <= now
         ]
-        return self._cut(min(closing)[2], limit) if closing else None
+        if not closing:
+            return None
+        key = min(closing)[2]
+        if fitting is not None:
+            batch = islice(self._buckets[key], limit)
+            deadline = min((request.deadline for request in batch if request.deadline is not None), default=None)
+            if deadline is not None:
+                limit = fitting(min(limit, len(self._buckets[key])), deadline - now, now)
+        return self._cut(key, limit)
 
     def next_close(self, limit: int, lead_time: float = 0.0) -> float | None:
         """When the next bucket closes if nothing else arrives; ``None`` if there is none."""

@@ -102,7 +102,8 @@ class BatchingLane(Lane):
             if not batches:
                 return []
             quiet = self._timeout <= 0 or not self.is_awaiting()
-            instance.taken = batch = batches.take(instance.max, perf_counter(), quiet, self._lead_time(instance)) or []
+            now = perf_counter()
+            instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), self._fits) or []
             if batch:
                 return batch
             self._wait(instance)
@@ -121,6 +122,10 @@ class BatchingLane(Lane):
         finally:
             self._waiting.discard(self)
 
+    def _fits(self, size: int, seconds: float, now: float) -> int:
+        """The largest batch of at most ``size`` that takes no longer than ``seconds``; all of them without ``delay``."""
+        return size if self.delay is None else self.times.fitting(size, seconds, now)
+
     def _lead_time(self, instance: Instance) -> float:
         """How long before a deadline a batch must close to meet it, seconds."""
         return 1.5 * instance.last_compute + _DEADLINE_MARGIN
@@ -131,7 +136,7 @@ class BatchingLane(Lane):
     def run(self, instance: Instance, batch: list[Request], collected: float) -> None:
         """Run a batch of which some may be over already; deliver or fail each."""
         instance.started = start = perf_counter()
-        requests = [request for request in batch if self._starts(instance, request, start)]
+        requests = [request for request in batch if self._starts(instance, request, start, len(batch))]
         if not requests:
             return
         if self.around is None:
@@ -141,6 +146,7 @@ class BatchingLane(Lane):
         now = perf_counter()
         instance.last_compute = now - start
         instance.record.batch(requests, collected, start, now)
+        self.times.add(len(requests), now - start, now)
         with self.together():
             for request in requests:
                 if errors and request in errors:

@@ -67,6 +67,7 @@ class HandOverLane(Lane):
     def _end(self, instance: Instance, request: Request, error: BaseException | None, ran: Ran | None) -> None:
         if ran is not None:
             instance.record.single(request, ran[1], ran[2])
+            self.times.add(1, ran[2] - ran[1], ran[2])
         elif instance.record.traces:
             instance.record.traced((request,), request.arrived, request.arrived, perf_counter())
         if error is None:
@@ -94,8 +95,8 @@ class HandOverLane(Lane):
     def busy(self) -> int:
         return min(len(self._under_way), len(self.instances))
 
-    def expected_wait(self) -> float:
-        return self._backends[0].expected_wait() or super().expected_wait()
+    def expected_wait(self, now: float) -> float:
+        return self._backends[0].expected_wait() or super().expected_wait(now)
 
     def _serve(self, instance: Instance) -> None:
         assert isinstance(instance.backend, HandOverBackend)

@@ -14,11 +14,13 @@ from torchpipe_py.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     NoResult,
+    Overloaded,
     PipeClosed,
     WorkerDied,
     describe,
 )
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.runtime.admission import ComputeTimes, ControlledDelay
 from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.request import CallerThread, Request
@@ -70,7 +72,8 @@ class Lane:
     however many steps; they and ``deliver`` are set before the first request. ``waiting``, shared by
     the lanes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
     leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
-    A batch is delivered inside ``together()``.
+    A batch is delivered inside ``together()``. With ``delay``, requests that are not worth computing any more are
+    refused when they leave the queue, and the leader makes batches that meet their deadlines.
     """
 
     idle: IdleStack[Instance] | IdleStack[Sleeper] | Leadership
@@ -85,6 +88,8 @@ class Lane:
         self.fail = fail
         self.is_closing = False
         self.around: Around | None = None
+        self.times = ComputeTimes()
+        self.delay: ControlledDelay | None = None
         self.together: Callable[[], AbstractContextManager[None]] = nullcontext
         self._waiting = waiting
         self._queue: deque[Request] = deque()
@@ -166,23 +171,29 @@ class Lane:
         """Instances that have requests."""
         return sum(1 for instance in self.instances if instance.busy)
 
-    def expected_wait(self) -> float:
-        """How long the node needs for what it holds, by its measured compute time, seconds."""
-        records = [instance.record for instance in self.instances]
-        done = sum(record.requests + record.singles for record in records)
-        spent = sum(record.compute_time for record in records)
-        return self.load() * spent / done / len(records) if done else 0.0
+    def expected_wait(self, now: float) -> float:
+        """How long a request that comes now waits for an instance, by recent compute times, seconds."""
+        most = max(instance.max for instance in self.instances)
+        return self.times.wait(self.queued(), self.busy(), len(self.instances), most, now)
+
+    def expected_compute(self, now: float) -> float:
+        """How long it is computed then, seconds."""
+        most = max(instance.max for instance in self.instances)
+        return self.times.expected(min(most, self.queued() + 1), now)
 
     # -- outcomes -------------------------------------------------------------------------------------------------
 
-    def _starts(self, instance: Instance, request: Request, now: float) -> bool:
-        """Whether the request is to be run, with its dict ready for that; where it is not, it is completed."""
+    def _starts(self, instance: Instance, request: Request, now: float, size: int = 1) -> bool:
+        """Whether the request is to be run in a batch of ``size``, with its dict ready for that; else it is completed."""
         if request.done:
             return False
         if self.is_closing:
             self._fail_closed(request)
             return False
-        if request.deadline is not None and now >= request.deadline:
+        if self.delay is not None:
+            if not self._is_worth_it(self.delay, instance, request, now, size):
+                return False
+        elif request.deadline is not None and now >= request.deadline:
             self._expire(instance, request)
             return False
         try:
@@ -194,8 +205,25 @@ class Lane:
             return False
         return True
 
+    def _is_worth_it(self, delay: ControlledDelay, instance: Instance, request: Request, now: float, size: int) -> bool:
+        """Whether the request can meet its deadline, or, without one, has not waited too long; else it is completed."""
+        waited, compute = now - request.arrived, self.times.expected(size, now)
+        is_shed = delay.took(waited, compute, now)
+        if request.deadline is not None:
+            if now + compute < request.deadline:
+                return True
+            self._expire(instance, request)
+        elif is_shed:
+            instance.record.expired += 1
+            retry = max(1, round(1000 * self.expected_wait(now)))
+            text = f"waited {1000 * waited:.0f} ms at node {self.name!r}, which has more requests than it can take"
+            self.fail(request, Overloaded(text, retry_after_ms=retry))
+        else:
+            return True
+        return False
+
     def _expire(self, instance: Instance, request: Request) -> None:
-        """The request's deadline has passed before it was run."""
+        """The request's deadline has passed before it was run, or would pass meanwhile."""
         if not request.done:
             instance.record.expired += 1
         self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))

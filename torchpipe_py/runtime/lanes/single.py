@@ -147,7 +147,9 @@ class SingleLane(Lane):
                 else:
                     self.around((request,), start, partial(instance.backend.forward, [request.data]))
             finally:
-                instance.record.single(request, start, perf_counter())
+                end = perf_counter()
+                instance.record.single(request, start, end)
+                self.times.add(1, end - start, end)
         except BaseException as error:
             self._fail_defect(instance, request, error)
         else:

@@ -1,0 +1,185 @@
+"""What is worth queueing: recent compute times, queues that stand, clients that leave. Pure: the clock is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+INTERVAL = 0.1
+"""Seconds for which the oldest request must have waited longer than the target before any is shed, as CoDel has it."""
+
+LEAST_TARGET = 0.05
+"""Seconds: the least target of a queue, where none is configured."""
+
+COMPUTES = 4
+"""So many recent compute times are the target, where that is more."""
+
+COMPUTES_LEFT = 2.5
+"""So many compute times a request may take where more comes than can be taken."""
+
+LEAST_LONGEST = 0.01
+"""Seconds: the least such time; threads are woken in milliseconds."""
+
+CALM = 1.0
+"""Seconds without a refusal after which a node does not shed any more."""
+
+RECENT = 1.0
+"""Seconds after which compute times are forgotten: a mean that refuses everything would never be corrected."""
+
+_WEIGHT = 0.1  # of the newest batch in the mean of those of its size
+_SIZES = 64  # by bit length of the size
+
+
+class ComputeTimes:
+    """Recent compute times of a node's batches, by size; seconds. Instances write, any thread reads.
+
+    Sizes of one bit length share a mean: 1, 2 and 3, 4 to 7, and so on.
+    """
+
+    __slots__ = ("_at", "_means")
+
+    def __init__(self) -> None:
+        self._means = [0.0] * _SIZES
+        self._at = -math.inf
+
+    def add(self, size: int, seconds: float, now: float) -> None:
+        """A batch of ``size`` took so long."""
+        place = size.bit_length()
+        mean = self._means[place]
+        self._means[place] = mean + _WEIGHT * (seconds - mean) if mean else seconds
+        self._at = now
+
+    def expected(self, size: int, now: float) -> float:
+        """How long a batch of ``size`` takes: the mean of the nearest size that ran, a larger one first.
+
+        0.0 if nothing ran within the last ``RECENT`` seconds.
+        """
+        if now - self._at > RECENT:
+            return 0.0
+        place, means = size.bit_length(), self._means
+        if means[place]:
+            return means[place]
+        for distance in range(1, _SIZES):
+            for near in (place + distance, place - distance):
+                if 0 <= near < _SIZES and means[near]:
+                    return means[near]
+        return 0.0
+
+    def fitting(self, size: int, seconds: float, now: float) -> int:
+        """The largest batch of at most ``size``, and at least 1, that takes no longer than ``seconds``."""
+        while size > 1 and self.expected(size, now) > seconds:
+            size = (size + 1) // 2
+        return size
+
+    def wait(self, waiting: int, busy: int, instances: int, most: int, now: float) -> float:
+        """Seconds until a newcomer is begun, behind ``waiting`` others; busy instances are half through on average."""
+        free = instances - busy
+        if not waiting and free > 0:
+            return 0.0
+        rounds = waiting // (most * instances)
+        return (rounds + 0.5) * self.expected(min(most, max(1, waiting)), now)
+
+
+class ControlledDelay:
+    """Which requests of a node are not worth computing any more (after CoDel).
+
+    A queue stands once its oldest request has waited longer than ``target`` seconds for ``INTERVAL`` without a break.
+    When one has then waited more than twice the target, more comes than the node can take, and it sheds: as long as
+    requests are refused, those are that could not be finished within ``COMPUTES_LEFT`` times what they take alone. A
+    longer queue would only make each answer later. A burst that the instances work off in time loses nothing.
+    """
+
+    __slots__ = ("_above_since", "_shed_at", "_target")
+
+    def __init__(self, target: float | None) -> None:
+        """``target`` in seconds; ``None``: ``COMPUTES`` times what a batch takes, at least ``LEAST_TARGET``."""
+        self._target = target
+        self._above_since = 0.0
+        self._shed_at = -math.inf
+
+    def is_shedding(self, now: float) -> bool:
+        """Whether a request was refused within the last ``CALM`` seconds."""
+        return now - self._shed_at < CALM
+
+    def refused(self, now: float) -> None:
+        """A request was refused, here or at the door."""
+        self._shed_at = now
+
+    def took(self, wait: float, compute: float, now: float) -> bool:
+        """A request that takes ``compute`` seconds leaves the queue after ``wait`` seconds; whether it is refused."""
+        if self.is_shedding(now):
+            is_late = wait + compute > longest(compute)
+        else:
+            target = max(LEAST_TARGET, COMPUTES * compute) if self._target is None else self._target
+            if not target or wait <= target:
+                self._above_since = 0.0
+                return False
+            self._above_since = self._above_since or now
+            is_late = wait > 2 * target and now - self._above_since >= INTERVAL
+        if is_late:
+            self.refused(now)
+        return is_late
+
+
+def longest(compute: float) -> float:
+    """Seconds that a request which takes ``compute`` alone may take where more comes than can be taken."""
+    return max(LEAST_LONGEST, COMPUTES_LEFT * compute)
+
+
+class Patience:
+    """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
+
+    Judged once in ``WINDOW`` seconds: where more than ``SHARE`` of the requests ended because their client left, the
+    median of how long those had waited. Where fewer left, it grows by a tenth, and beyond ``FORGOTTEN`` it is over.
+    """
+
+    WINDOW, SHARE, FORGOTTEN = 1.0, 0.1, 60.0
+
+    def __init__(self) -> None:
+        self._seconds = math.inf
+        self._left: list[float] = []
+        self._admitted = 0
+        self._until = -math.inf
+
+    def left(self, seconds: float) -> None:
+        """A client did not wait any longer for its answer; from any thread."""
+        self._left.append(seconds)
+
+    def bound(self, admitted: int, now: float) -> float:
+        """How long most wait; ``admitted`` counts the requests since the start."""
+        if now >= self._until:
+            left, self._left = self._left, []
+            if len(left) > self.SHARE * (admitted - self._admitted):
+                self._seconds = sorted(left)[len(left) // 2]
+            elif self._seconds < math.inf:
+                self._seconds = 1.1 * self._seconds if self._seconds < self.FORGOTTEN else math.inf
+            self._admitted, self._until = admitted, now + self.WINDOW
+        return self._seconds
+
+
+class Queued(Protocol):
+    """A node's lane, as far as it says how long a newcomer waits and takes there; seconds."""
+
+    def expected_wait(self, now: float) -> float: ...
+
+    def expected_compute(self, now: float) -> float: ...
+
+
+class Path:
+    """The way of a request from a root: its lanes in topological order, with those each comes after."""
+
+    def __init__(self, lanes: Mapping[str, Queued], predecessors: Mapping[str, Sequence[str]]) -> None:
+        order = list(lanes)
+        places = {name: place for place, name in enumerate(order)}
+        self._steps = [
+            (lanes[name], [places[before] for before in predecessors[name] if before in places]) for name in order
+        ]
+
+    def expected(self, now: float) -> tuple[float, float]:
+        """Seconds that a request which enters now waits, and is computed, along the branch that takes longest."""
+        ends: list[tuple[float, float]] = []
+        for lane, before in self._steps:
+            waited, computed = max((ends[place] for place in before), key=sum, default=(0.0, 0.0))
+            ends.append((waited + lane.expected_wait(now), computed + lane.expected_compute(now)))
+        return max(ends, key=sum)
