@@ -1,14 +1,22 @@
-"""torchpipe_py.backends.image.files: which files of a folder are images, and of what."""
+"""Which files of a folder are images, and of what; Tensors and Mats in files."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
+import cv2
+import numpy as np
 import pytest
+import torch
+from image_kit import Data, noise, refusal, run
 
+from torchpipe_py import BackendError, ConfigError, pipe
+from torchpipe_py.backends.image import files
 from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images, label_of
 
 
@@ -57,3 +65,127 @@ def test_folders_without_images(tmp_path: Path) -> None:
         find_images(tmp_path)
     with pytest.raises(NotADirectoryError, match=f"{tmp_path}/none: no such directory"):
         find_images(tmp_path / "none")
+
+
+# -- Tensors and Mats in files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 3, 4, 6), ()])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
+def test_a_tensor_is_saved_and_loaded(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.rand(shape).mul(200).to(dtype)
+    item = run("SaveTensor", tensor, save_dir=str(tmp_path / "new" / "folder"))
+    assert item["result"] is tensor
+    assert Path(item["saved"]).parent == tmp_path / "new" / "folder"
+    loaded = run("LoadTensor", None, tensor_name=item["saved"])["result"].cpu()
+    assert torch.equal(loaded, tensor)
+    assert loaded.dtype == dtype
+
+
+def test_each_loaded_tensor_is_a_copy(tmp_path: Path) -> None:
+    torch.save(torch.nn.Parameter(torch.ones(3)), path := tmp_path / "one.pt")
+    with pipe({"backend": "LoadTensor", "tensor_name": str(path), "instance_num": 2}) as p:
+        items: list[Data] = [{"data": number} for number in range(4)]
+        for item in items:
+            p(item)
+            item["result"] += 1
+    assert all(item["result"].tolist() == [2.0] * 3 for item in items)
+    assert not items[0]["result"].requires_grad
+
+
+class Runs:
+    """Would run when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("/nowhere/at/all",)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"x": torch.zeros(1)}, "it holds no tensor but a dict"),
+        (None, "it holds no tensor but a NoneType"),
+        (b"", "PyTorch cannot load it: "),
+        (b"no tensor", "PyTorch cannot load it: "),
+        (Runs(), "PyTorch cannot load it: "),
+    ],
+    ids=["dict", "none", "empty", "text", "code"],
+)
+def test_refuses_a_file_without_a_tensor(tmp_path: Path, value: Any, message: str) -> None:
+    path = tmp_path / "other.pt"
+    if isinstance(value, bytes):
+        path.write_bytes(value)
+    else:
+        torch.save(value, path)
+    with pytest.raises(ConfigError, match=rf"LoadTensor.*other\.pt: {message}"):
+        pipe({"backend": "LoadTensor", "tensor_name": str(path)})
+
+
+def test_a_saved_view_takes_no_more_than_its_part(tmp_path: Path) -> None:
+    item = run("SaveTensor", torch.zeros(1000, 1000)[3:4], save_dir=str(tmp_path))
+    assert os.path.getsize(item["saved"]) < 10_000
+
+
+@pytest.mark.parametrize(("backend", "extension"), [("SaveTensor", ".pt"), ("SaveMat", ".png")])
+def test_every_file_has_a_name_of_its_own(tmp_path: Path, backend: str, extension: str) -> None:
+    data = torch.zeros(3) if backend == "SaveTensor" else noise(2, 2)
+    items: list[Data] = []
+    for _ in range(2):
+        with pipe({"backend": backend, "save_dir": str(tmp_path), "instance_num": 3}) as p:
+            p(batch := [{"data": data} for _ in range(20)])
+            items += batch
+    names = {os.path.basename(item["saved"]) for item in items}
+    assert set(os.listdir(tmp_path)) == names
+    assert len(names) == 40
+    assert all(name.endswith(extension) for name in names)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("color", [None, "bgr", "rgb"])
+def test_a_mat_is_saved_in_its_color(tmp_path: Path, channels: int, color: str | None) -> None:
+    mat = noise(6, 5, channels)
+    item = run("SaveMat", {"data": mat} | ({"color": color} if color else {}), save_dir=str(tmp_path))
+    assert item["result"] is mat
+    shown = mat[:, :, [2, 1, 0, 3][:channels]] if color == "rgb" and channels > 1 else mat
+    assert np.array_equal(cv2.imread(item["saved"], cv2.IMREAD_UNCHANGED).reshape(shown.shape), shown)
+    assert os.listdir(tmp_path) == [os.path.basename(item["saved"])]
+
+
+def test_refuses_mats_that_a_png_cannot_hold(tmp_path: Path) -> None:
+    message = refusal("SaveMat", noise(4, 4, 5), save_dir=str(tmp_path))
+    assert message == "a PNG has 1, 3 or 4 channels, the Mat has 5"
+    message = refusal("SaveMat", np.zeros((4, 4, 3), np.float32), save_dir=str(tmp_path))
+    assert message.startswith("expected a Mat (uint8 array, HxWxC), got float32")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("backend", ["SaveTensor", "SaveMat"])
+def test_refuses_a_folder_that_cannot_be_used(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("here")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=rf"{backend}.*save_dir '.*file.*' cannot be made"):
+            pipe({"backend": backend, "save_dir": str(path)})
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)  # whoever runs this may be root
+    with pytest.raises(ConfigError, match=r"save_dir .* cannot be written"):
+        pipe({"backend": backend, "save_dir": str(tmp_path)})
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a file has its name only once it is complete."""
+    seen: list[tuple[list[Path], bool]] = []
+
+    def replace(unfinished: str, path: str) -> None:
+        seen.append((list(tmp_path.glob("*.pt")), os.path.getsize(unfinished) > 300))
+        raise OSError("no space left")
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    with (
+        pipe({"backend": "SaveTensor", "save_dir": str(tmp_path)}) as p,
+        pytest.raises(BackendError) as caught,
+    ):
+        p({"data": torch.zeros(300)})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert seen == [([], True)] * len(seen)
+    assert list(tmp_path.rglob("*")) == []
+    del caught
+    gc.collect()  # From Python 3.13 on this fails where the unfinished file is collected before a view of it.

@@ -22,8 +22,6 @@ TRIAL = [b"2x2", b"2x2"]
 VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 
 ENGINES, CORES = ("HW_GPU_ONLY",), ("GPU_ONLY", "HYBRID_CPU_GPU")
-
-
 GARBAGE = 99  # in memory that was given back, and in what was decoded by half
 
 
@@ -56,7 +54,7 @@ class Picture:
 
 
 class Library(ModuleType):
-    """Images are named ``HxW`` or ``HxWxV``, with what alone can decode them behind.
+    """Images are named ``HxW`` or ``HxWxV``, followed by what alone can decode them.
 
     Their pixels are V, or 0 by the engines and 1 by the cores. ``poison`` fails every image of the engines' call that
     it is in.
@@ -98,10 +96,8 @@ class Library(ModuleType):
             assert params == {"apply_exif_orientation": False, "color_spec": "SRGB", "sample_format": "P_RGB"}
             assert cuda_stream == STREAM.cuda_stream
             self.calls.append((name, encoded))
-            images = [
-                self._image(content.decode(), name, image)
-                for content, image in zip(encoded, images or [None] * len(encoded), strict=True)
-            ]
+            pairs = zip(encoded, images or [None] * len(encoded), strict=True)
+            images = [self._image(content.decode(), name, image) for content, image in pairs]
             if not self.works[kinds] or (name == "engines" and b"poison" in encoded and len(encoded) > 1):
                 return [None] * len(encoded)
             return images
@@ -123,11 +119,6 @@ class Library(ModuleType):
         return None if fails else image
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    return installed(monkeypatch, Library())
-
-
 def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     package = ModuleType("nvidia")
     package.__path__ = []
@@ -137,13 +128,30 @@ def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     return library
 
 
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    return installed(monkeypatch, Library())
+
+
+@pytest.fixture
+def codec(library: Library) -> NvImageCodec:
+    """One that has started; ``library.calls`` begins after that."""
+    made = NvImageCodec(CPU, STREAM, TRIAL)
+    library.calls.clear()
+    return made
+
+
 def described(images: list[Any]) -> list[Any]:
+    """Height, width and the one value of each, or its error."""
+    for image in images:
+        assert isinstance(image, DecodeError) or (image.shape[:2] == (1, 3) and image.min() == image.max())
     return [str(image) if isinstance(image, DecodeError) else (*image.shape[2:], int(image.max())) for image in images]
 
 
-def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    library.calls.clear()
+# -- which decoder ----------------------------------------------------------------------------------------------------
+
+
+def test_the_cores_get_only_what_the_engines_do_not_take(library: Library, codec: NvImageCodec) -> None:
     images = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
     problem = "11 bytes: nvImageCodec cannot decode them (PYNVIMGCODEC_VERBOSITY=2 makes it say why)"
     assert described(images) == [(2, 3, 0), (4, 5, 1), (2, 3, 0), problem, (4, 5, 1)]
@@ -153,180 +161,142 @@ def test_the_cores_get_only_what_the_engines_do_not_take(library: Library) -> No
         ("cores", [b"4x5 cores", b"6x7 nothing", b"4x5 cores"]),
         ("cores", [b"6x7 nothing"]),
     ]
-
-
-def test_what_the_engines_take_whole_is_one_call(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
     library.calls.clear()
     assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 0), (4, 5, 0)]
     assert library.calls == [("engines", [b"2x3", b"4x5"])]
-
-
-def test_the_cores_alone_decode_all_where_engines_are_not_wanted(
-    library: Library, caplog: pytest.LogCaptureFixture
-) -> None:
-    codec = gpujpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
-    library.calls.clear()
-    assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 1), (4, 5, 1)]
-    assert library.calls == [("cores", [b"2x3", b"4x5"])]
-    assert not caplog.records
-
-
-def test_an_image_that_fails_the_whole_call_harms_nobody(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
     first, second, third = described(codec.decode([b"2x3", b"poison", b"4x5"]))
-    assert (first, third) == ((2, 3, 0), (4, 5, 0))
+    assert (first, third) == ((2, 3, 0), (4, 5, 0)), "one that fails the whole call harms the others"
     assert second.startswith("6 bytes: nvImageCodec cannot decode them")
 
 
-# -- images that the next call decodes into ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was made a tensor of."""
-    seen: list[Any] = []
-    as_tensor = torch.as_tensor
-    monkeypatch.setattr(torch, "as_tensor", lambda image, device: seen.append(image) or as_tensor(image, device=device))
-    return seen
-
-
-def pixels(images: list[Any]) -> list[Any]:
-    """Height, width and the one value of each."""
-    for image in images:
-        assert image.shape[:2] == (1, 3)
-        assert image.min() == image.max()
-    return [(*image.shape[2:], int(image.max())) for image in images]
-
-
-def test_images_are_decoded_into_again_and_results_are_copies(library: Library, wrapped: list[Any]) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    batches = [[b"2x3x4", b"2x3x5"], [b"2x3x6", b"2x3x7"], [b"2x3x8"]]
-    results = [codec.decode(batch) for batch in batches]
-    assert list(map(pixels, results)) == [[(2, 3, 4), (2, 3, 5)], [(2, 3, 6), (2, 3, 7)], [(2, 3, 8)]]
-    assert len(wrapped) == len(library.pictures) == 2
-
-
-def test_sizes_change_from_call_to_call(library: Library, wrapped: list[Any]) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    batches = [[b"2x3x4", b"3x2x5"], [b"3x2x6", b"3x2x7"], [b"9x8x8", b"1x1x9"], [b"3x2x1", b"1x6x2"]]
-    results = [codec.decode(batch) for batch in batches]
-    expected = [[(2, 3, 4), (3, 2, 5)], [(3, 2, 6), (3, 2, 7)], [(9, 8, 8), (1, 1, 9)], [(3, 2, 1), (1, 6, 2)]]
-    assert list(map(pixels, results)) == expected
-    assert len(library.pictures) == 2
-    assert len(wrapped) == 7  # one had its size before
-
-
-def test_batches_may_grow_beyond_the_trial(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    for count in (1, 5, 3, 5):
-        assert pixels(codec.decode([b"2x3x4"] * count)) == [(2, 3, 4)] * count
-    assert len(library.pictures) == 5
-
-
-def test_an_image_of_the_cores_is_decoded_into_by_the_engines(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    first = codec.decode([b"2x3x4", b"4x5x5 cores"])
-    second = codec.decode([b"4x5x6 cores", b"4x5x7"])
-    assert pixels(first) == [(2, 3, 4), (4, 5, 5)]
-    assert pixels(second) == [(4, 5, 6), (4, 5, 7)]
-    assert len(library.pictures) == 2
-
-
-@pytest.mark.parametrize("bad", [b"9x9 nothing", b"2x3 nothing", b"poison"])
-def test_after_a_failure_in_the_middle_its_place_is_as_good_as_the_others(library: Library, bad: bytes) -> None:
-    codec = NvImageCodec(CPU, STREAM, [b"2x2"] * 3)
-    codec.decode([b"2x3x4"] * 3)
-    before = list(library.pictures)
-    first, failed, third = codec.decode([b"2x3x5", bad, b"2x3x6"])
-    second = codec.decode([b"2x3x7", b"2x3x8", b"2x3x9"])
-    assert isinstance(failed, DecodeError)
-    assert pixels([first, third]) == [(2, 3, 5), (2, 3, 6)]
-    assert pixels(second) == [(2, 3, 7), (2, 3, 8), (2, 3, 9)]
-    assert len(set(library.pictures) - set(before)) == 1  # what a failure left behind is not decoded into again
-
-
-def test_after_a_call_that_raises_an_image_may_lie_elsewhere(library: Library) -> None:
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    codec.decode([b"2x3x4", b"2x3x5"])
-    with pytest.raises(RuntimeError, match="no memory"):
-        codec.decode([b"9x9x6", b"raises"])
-    assert pixels(codec.decode([b"2x3x7", b"2x3x8"])) == [(2, 3, 7), (2, 3, 8)]
-
-
-def capacities(library: Library) -> list[int]:
-    return sorted(picture.capacity for picture in library.pictures)
-
-
-def test_between_calls_only_so_much_is_kept_and_the_largest_goes_first(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvimgcodec, "KEPT_BYTES", 3 * 100)
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    codec.decode([b"5x10", b"10x10", b"5x10"])
-    assert capacities(library) == [150, 150, 300]
-    assert pixels(codec.decode([b"5x10x1"])) == [(5, 10, 1)]
-    assert capacities(library) == [150, 150]
-    assert pixels(codec.decode([b"20x10x1", b"5x10x2"])) == [(20, 10, 1), (5, 10, 2)]
-    assert capacities(library) == [150, 150, 600]
-    codec.decode([])
-    assert capacities(library) == [150, 150]
-
-
-def test_without_images_to_decode_into_each_call_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = installed(monkeypatch, Library(has_images=False))
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
-    first = codec.decode([b"2x3x4", b"2x3x5", b"4x5x6 cores"])
-    assert len(library.pictures) == 3  # until the next call
-    assert pixels(codec.decode([b"2x3x7"])) == [(2, 3, 7)]
-    assert pixels(first) == [(2, 3, 4), (2, 3, 5), (4, 5, 6)]
-    assert len(library.pictures) == 1
-
-
-def test_a_gpu_without_engines_decodes_on_its_cores_and_says_so(
+def test_without_engines_it_decodes_on_the_cores_and_logs_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = installed(monkeypatch, Library(has_engines=False))
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    library.calls.clear()
-    assert described(codec.decode([b"2x3"])) == [(2, 3, 1)]
-    assert [name for name, _ in library.calls] == ["cores"]
+    """They may be missing, or not wanted, which is no line in the log."""
+    library = installed(monkeypatch, Library())
+    unwanted = gpujpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
+    assert caplog.messages == []
+    library.works[ENGINES] = False
+    missing = NvImageCodec(CPU, STREAM, TRIAL)
     assert caplog.messages == ["nvImageCodec 1.2 finds no JPEG engines on cpu, and decodes on its cores"]
+    for codec in (unwanted, missing):
+        library.calls.clear()
+        assert not codec.uses_engines
+        assert described(codec.decode([b"2x3", b"4x5"])) == [(2, 3, 1), (4, 5, 1)]
+        assert library.calls == [("cores", [b"2x3", b"4x5"])]
 
 
-def test_all_decoders_start_at_setup_with_as_many_images_as_a_batch_has(library: Library) -> None:
+def test_both_decoders_start_with_as_many_images_as_a_batch_has(library: Library) -> None:
     NvImageCodec(CPU, STREAM, TRIAL)
     assert library.calls == [("engines", TRIAL), ("cores", TRIAL)]
     assert library.made == [{"device_id": None, "max_num_cpu_threads": 1}] * 2
     assert library.kept == [(CPU, 2**28)]
 
 
-def test_the_library_is_silent_and_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
-    seen: list[str | None] = []
+# -- images that the next call decodes into ---------------------------------------------------------------------------
+
+
+def test_images_are_decoded_into_again_and_results_are_copies(
+    library: Library, codec: NvImageCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[Any] = []
+    as_tensor = codec._as_tensor
     monkeypatch.setattr(
-        nvimgcodec.importlib, "import_module", lambda name: seen.append(os.environ.get(VERBOSITY)) or library
+        codec, "_as_tensor", lambda image, device: wrapped.append(image) or as_tensor(image, device=device)
     )
-    monkeypatch.delenv(VERBOSITY, raising=False)
-    NvImageCodec(CPU, STREAM, TRIAL)
-    assert VERBOSITY not in os.environ
-    monkeypatch.setenv(VERBOSITY, "3")
-    NvImageCodec(CPU, STREAM, TRIAL)
-    assert seen == ["0", "3"]
-    assert os.environ[VERBOSITY] == "3"
+    batches = [[b"2x3x4", b"2x3x5"], [b"2x3x6", b"2x3x7"], [b"2x3x8"]]
+    results = [codec.decode(batch) for batch in batches]
+    assert list(map(described, results)) == [[(2, 3, 4), (2, 3, 5)], [(2, 3, 6), (2, 3, 7)], [(2, 3, 8)]]
+    assert len(wrapped) == 2, "a tensor is made of an image only if its size changes"
+    batches = [[b"2x3x4", b"3x2x5"], [b"3x2x6", b"3x2x7"], [b"9x8x8", b"1x1x9"], [b"3x2x1", b"1x6x2"]]
+    results = [codec.decode(batch) for batch in batches]
+    expected = [[(2, 3, 4), (3, 2, 5)], [(3, 2, 6), (3, 2, 7)], [(9, 8, 8), (1, 1, 9)], [(3, 2, 1), (1, 6, 2)]]
+    assert list(map(described, results)) == expected
+    assert len(library.pictures) == 2
+    for count in (1, 5, 3, 5):  # more than the trial had
+        assert described(codec.decode([b"2x3x4"] * count)) == [(2, 3, 4)] * count
+    assert len(library.pictures) == 5
 
 
-def test_lines_about_formats_that_nobody_asks_for_are_left_out(
+def test_an_image_of_the_cores_is_decoded_into_by_the_engines(library: Library, codec: NvImageCodec) -> None:
+    first = codec.decode([b"2x3x4", b"4x5x5 cores"])
+    second = codec.decode([b"4x5x6 cores", b"4x5x7"])
+    assert described(first) == [(2, 3, 4), (4, 5, 5)]
+    assert described(second) == [(4, 5, 6), (4, 5, 7)]
+    assert len(library.pictures) == 2
+
+
+@pytest.mark.parametrize("bad", [b"9x9 nothing", b"2x3 nothing", b"poison"])
+def test_what_a_failure_left_behind_is_not_decoded_into_again(library: Library, bad: bytes) -> None:
+    codec = NvImageCodec(CPU, STREAM, [b"2x2"] * 3)
+    codec.decode([b"2x3x4"] * 3)
+    before = list(library.pictures)
+    first, failed, third = codec.decode([b"2x3x5", bad, b"2x3x6"])
+    second = codec.decode([b"2x3x7", b"2x3x8", b"2x3x9"])
+    assert isinstance(failed, DecodeError)
+    assert described([first, third]) == [(2, 3, 5), (2, 3, 6)]
+    assert described(second) == [(2, 3, 7), (2, 3, 8), (2, 3, 9)]
+    assert len(set(library.pictures) - set(before)) == 1
+
+
+def test_after_a_call_that_raises_the_next_one_is_right(codec: NvImageCodec) -> None:
+    codec.decode([b"2x3x4", b"2x3x5"])
+    with pytest.raises(RuntimeError, match="no memory"):
+        codec.decode([b"9x9x6", b"raises"])
+    assert described(codec.decode([b"2x3x7", b"2x3x8"])) == [(2, 3, 7), (2, 3, 8)]
+
+
+def test_between_calls_only_so_much_is_kept_and_the_largest_goes_first(
+    library: Library, codec: NvImageCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capacities() -> list[int]:
+        return sorted(picture.capacity for picture in library.pictures)
+
+    monkeypatch.setattr(nvimgcodec, "KEPT_BYTES", 3 * 100)
+    codec.decode([b"5x10", b"10x10", b"5x10"])
+    assert capacities() == [150, 150, 300]
+    assert described(codec.decode([b"5x10x1"])) == [(5, 10, 1)]
+    assert capacities() == [150, 150]
+    assert described(codec.decode([b"20x10x1", b"5x10x2"])) == [(20, 10, 1), (5, 10, 2)]
+    assert capacities() == [150, 150, 600]
+    codec.decode([])
+    assert capacities() == [150, 150]
+
+
+def test_a_version_without_images_to_decode_into_makes_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = installed(monkeypatch, Library(has_images=False))
+    codec = NvImageCodec(CPU, STREAM, TRIAL)
+    first = codec.decode([b"2x3x4", b"2x3x5", b"4x5x6 cores"])
+    assert len(library.pictures) == 3  # until the next call
+    assert described(codec.decode([b"2x3x7"])) == [(2, 3, 7)]
+    assert described(first) == [(2, 3, 4), (2, 3, 5), (4, 5, 6)]
+    assert len(library.pictures) == 1
+
+
+# -- the library ------------------------------------------------------------------------------------------------------
+
+
+def test_the_library_is_silent_and_the_environment_as_it_was(
     monkeypatch: pytest.MonkeyPatch, library: Library, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Lines about formats that nobody asks for are left out; all others are written."""
+    seen: list[str | None] = []
+
     def load(name: str) -> Library:
+        seen.append(os.environ.get(VERBOSITY))
         os.write(2, b"Failed to load nvtiff library! Please install nvTIFF\n")
         os.write(2, b"something else is wrong\nNote: it is enough to install the nvJPEG2000 wheel\nand so on")
         return library
 
     monkeypatch.setattr(nvimgcodec.importlib, "import_module", load)
+    monkeypatch.delenv(VERBOSITY, raising=False)
     NvImageCodec(CPU, STREAM, TRIAL)
     assert capfd.readouterr().err == "something else is wrong\nand so on"
+    assert VERBOSITY not in os.environ
+    monkeypatch.setenv(VERBOSITY, "3")
+    NvImageCodec(CPU, STREAM, TRIAL)
+    assert seen == ["0", "3"]
+    assert os.environ[VERBOSITY] == "3"
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2**20), (2**20 - 1, 2**20), (2**40, 2**40)])
@@ -355,44 +325,38 @@ def test_a_pool_keeps_at_least_so_much(monkeypatch: pytest.MonkeyPatch, before: 
     assert threshold == after
 
 
-def test_a_library_that_decodes_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, Library(has_engines=False, has_cores=False))
-    with pytest.raises(BackendUnavailable, match="cannot decode a small JPEG"):
-        NvImageCodec(CPU, STREAM, TRIAL)
+def failing(error: Exception) -> Any:
+    def decoder(**options: Any) -> None:
+        raise error
+
+    return decoder
 
 
-def test_an_older_library_that_leaves_images_out_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch, library: Library
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("works", {ENGINES: False, CORES: False}, "cannot decode a small JPEG"),
+        ("Decoder", lambda **options: SimpleNamespace(decode=lambda *given, **more: []), r"0\.9 or newer is needed"),
+        ("SampleFormat", SimpleNamespace(), r"0\.9 or newer is needed, and nvJPEG: .*P_RGB"),
+        (
+            "Decoder",
+            failing(RuntimeError("no driver\nand more")),
+            r"nvImageCodec 1\.2 does not work here; 0\.9 or newer is needed, and nvJPEG: no driver$",
+        ),
+    ],
+    ids=["decodes nothing", "leaves images out", "other names", "raises"],
+)
+def test_a_library_that_does_not_work_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, library: Library, name: str, value: Any, message: str
 ) -> None:
-    monkeypatch.setattr(library, "Decoder", lambda **options: SimpleNamespace(decode=lambda *given, **more: []))
-    with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed"):
-        NvImageCodec(CPU, STREAM, TRIAL)
-
-
-def test_a_library_of_other_names_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
-    monkeypatch.setattr(library, "SampleFormat", SimpleNamespace())
-    with pytest.raises(BackendUnavailable, match=r"0\.9 or newer is needed, and nvJPEG: .*P_RGB"):
+    monkeypatch.setattr(library, name, value)
+    with pytest.raises(BackendUnavailable, match=message):
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
 def test_no_memory_is_no_reason_to_go_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
-    def fail(**options: Any) -> None:
-        raise torch.cuda.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(library, "Decoder", fail)
+    monkeypatch.setattr(library, "Decoder", failing(torch.cuda.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        NvImageCodec(CPU, STREAM, TRIAL)
-
-
-def test_a_library_that_fails_is_unavailable(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
-    def fail(**options: Any) -> None:
-        raise RuntimeError("no driver\nand more")
-
-    monkeypatch.setattr(library, "Decoder", fail)
-    with pytest.raises(
-        BackendUnavailable,
-        match=r"nvImageCodec 1\.2 does not work here; 0\.9 or newer is needed, and nvJPEG: no driver$",
-    ):
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
@@ -403,23 +367,16 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
-# -- where nobody says which library ----------------------------------------------------------------------------------
-
-
 class Fallback:
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
         if not trial:
             raise BackendUnavailable("nor does this")
 
 
-def test_it_comes_before_torchvision(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_takes_its_place_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     monkeypatch.setattr(gpujpeg, "Torchvision", Fallback)
     assert isinstance(gpujpeg.best_decoder(CPU, STREAM, TRIAL), NvImageCodec)
-
-
-def test_torchvision_takes_its_place_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpujpeg, "Torchvision", Fallback)
-    installed(monkeypatch, Library(has_engines=False, has_cores=False))
+    library.works = {ENGINES: False, CORES: False}
     assert isinstance(gpujpeg.best_decoder(CPU, STREAM, TRIAL), Fallback)
     with pytest.raises(BackendUnavailable, match=r"nvImageCodec 1\.2 does not work here.*; nor does this"):
         gpujpeg.best_decoder(CPU, STREAM, [])

@@ -237,8 +237,9 @@ class ResizeShorterMat(ItemBackend):
 class ResizeShorterTensor(ItemBackend):
     """Tensor to one with ``size`` as its shorter side, of its dtype, as torchvision's ``Resize(size)`` on a tensor.
 
-    It smooths when it shrinks (``antialias``). ``uint8`` is rounded, and one level away from ``ResizeShorterMat`` at
-    most, two with ``bicubic``. ``InvalidRequest`` for an image so long that more than ``max_pixels`` would come out.
+    It smooths when it shrinks (``antialias``). ``uint8`` is rounded: photographs are one level away from
+    ``ResizeShorterMat`` at most, two with ``bicubic``. ``InvalidRequest`` for an image so long that more than
+    ``max_pixels`` would come out.
     """
 
 

@@ -67,8 +67,9 @@ def smooth_resize(interpolation: str) -> Resize:
         dtype = tensor.dtype
         if tensor.shape[2:] == (height, width):
             return tensor.clone()
-        # NOTE: PyTorch resizes 8 bits as they are only on the CPU; there torchvision does so too.
-        if dtype in (torch.float32, torch.float64) or (dtype == torch.uint8 and not tensor.is_cuda):
+        # NOTE: PyTorch resizes 8 bits as they are only on the CPU, as torchvision does there; to one pixel it fails.
+        is_native = dtype == torch.uint8 and not tensor.is_cuda and height * width > 1
+        if is_native or dtype in (torch.float32, torch.float64):
             return interpolate(tensor, (height, width), **options)
         given = tensor.to(torch.float32)
         if dtype != torch.uint8:

@@ -1,0 +1,619 @@
+"""Each operation against OpenCV, Pillow and torchvision, on Mats and on Tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_kit import FLAGS, Data, made, noise, refusal, run, to_mat, to_tensor
+from PIL import Image
+
+from torchpipe_py import ConfigError, InvalidRequest, pipe
+from torchpipe_py.backends.image import ops, resampling
+
+Size = tuple[int, int]
+
+RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+
+
+# -- what OpenCV, Pillow, Ultralytics and torchvision do --------------------------------------------------------------
+
+
+def by_opencv(mat: np.ndarray, size: Size, interpolation: str = "bilinear") -> np.ndarray:
+    return np.atleast_3d(cv2.resize(mat, size[::-1], interpolation=FLAGS[interpolation]))
+
+
+def by_pillow(mat: np.ndarray, size: Size, interpolation: str = "bilinear") -> np.ndarray:
+    image = Image.fromarray(mat[:, :, 0] if mat.shape[2] == 1 else mat)
+    return np.atleast_3d(np.asarray(image.resize(size[::-1], RESAMPLING[interpolation])))
+
+
+def shorter(mat: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
+    """torchvision's ``Resize``: a fraction of the longer side is cut off."""
+    height, width = mat.shape[:2]
+    wanted = size[0], int(size[0] * width / height)
+    if width < height:
+        wanted = int(size[0] * height / width), size[0]
+    return by_pillow(mat, wanted, interpolation)
+
+
+def fitted(mat: np.ndarray, size: Size, value: int, interpolation: str = "bilinear") -> np.ndarray:
+    """As large as fits, top left."""
+    scale = min(size[0] / mat.shape[0], size[1] / mat.shape[1])
+    inside = tuple(max(1, round(side * scale)) for side in mat.shape[:2])
+    canvas = np.full((*size, mat.shape[2]), value, np.uint8)
+    canvas[: inside[0], : inside[1]] = by_opencv(mat, inside, interpolation)
+    return canvas
+
+
+def letter_box(mat: np.ndarray, size: Size) -> np.ndarray:
+    """By the formulas of Ultralytics' LetterBox."""
+    height, width = mat.shape[:2]
+    scale = min(size[0] / height, size[1] / width)
+    new_h, new_w = max(1, round(height * scale)), max(1, round(width * scale))
+    dh, dw = (size[0] - new_h) / 2, (size[1] - new_w) / 2
+    borders = round(dh - 0.1), round(dh + 0.1), round(dw - 0.1), round(dw + 0.1)
+    resized = cv2.resize(mat, (new_w, new_h), interpolation=cv2.INTER_LINEAR)
+    return np.atleast_3d(cv2.copyMakeBorder(resized, *borders, cv2.BORDER_CONSTANT, value=[114] * 4))
+
+
+def middle(mat: np.ndarray, size: Size) -> np.ndarray:
+    """torchvision's ``center_crop``: padded first, then cut."""
+    for axis, wanted in enumerate(size):
+        missing = max(0, wanted - mat.shape[axis])
+        pads = [(0, 0)] * 3
+        pads[axis] = missing // 2, (missing + 1) // 2
+        mat = np.pad(mat, pads)
+        start = round((mat.shape[axis] - wanted) / 2)
+        mat = np.take(mat, range(start, start + wanted), axis)
+    return mat
+
+
+def cut(mat: np.ndarray, size: Size) -> np.ndarray:
+    return mat[: size[0], : size[1]]
+
+
+def bordered(mat: np.ndarray, size: Size) -> np.ndarray:
+    return np.pad(mat, ((size[0] % 7, 3), (0, size[1] % 5), (0, 0)), constant_values=9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation with parameters, or keys of the dict, that a size gives; ``off``: how far Tensors may be from it."""
+
+    name: str
+    reference: Callable[[np.ndarray, Size], np.ndarray]
+    params: Callable[[Size], Data] = lambda size: {}
+    keys: Callable[[Size], Data] = lambda size: {}
+    off: float = 0
+    on: tuple[str, ...] = ("Mat", "Tensor")
+    to_float: bool = False
+    more: Data = field(default_factory=dict)
+
+    @property
+    def source(self) -> Callable[..., np.ndarray]:
+        """What makes its images: torchvision on a tensor is near to Pillow where these are smooth."""
+        return picture_of if self.name == "ResizeShorter" else noise
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *map(str, self.more.values())])
+
+    def config(self, size: Size) -> Data:
+        return {**self.params(size), **self.more}
+
+
+def picture_of(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.ascontiguousarray(picture(height, width, seed)[:, :, :channels])
+
+
+def sides(height: str, width: str) -> Callable[[Size], Data]:
+    return lambda size: {height: size[0], width: size[1]}
+
+
+RESIZED, FITTED = sides("resize_h", "resize_w"), sides("max_h", "max_w")
+
+
+CASES = [
+    *(
+        Case(
+            "Resize",
+            lambda mat, size, flag=flag: by_opencv(mat, size, flag),
+            RESIZED,
+            off=0 if flag == "nearest" else 1,
+            on=("Mat",) if flag == "lanczos" else ("Mat", "Tensor"),
+            to_float=True,
+            more={"interpolation": flag},
+        )
+        for flag in FLAGS
+    ),
+    Case("PillowResize", by_pillow, RESIZED),
+    *(
+        Case(
+            "ResizeShorter",
+            lambda mat, size, mode=mode: shorter(mat, size, mode),
+            lambda size: {"size": size[0]},
+            off=off,
+            more={"interpolation": mode},
+        )
+        for mode, off in (("bilinear", 1), ("bicubic", 2))
+    ),
+    Case("ResizePad", lambda mat, size: fitted(mat, size, 7), FITTED, off=1, to_float=True, more={"pad_value": 7}),
+    Case(
+        "ResizePad",
+        lambda mat, size: fitted(mat, size, 0, "area"),
+        FITTED,
+        off=1,
+        to_float=True,
+        more={"interpolation": "area"},
+    ),
+    Case("LetterBox", letter_box, FITTED, off=1, to_float=True),
+    Case("DynamicResize", by_opencv, keys=RESIZED, off=1, to_float=True),
+    Case(
+        "DynamicResize",
+        lambda mat, size: fitted(mat, size, 9),
+        keys=RESIZED,
+        off=1,
+        to_float=True,
+        more={"keep_aspect": True, "pad_value": 9},
+    ),
+    Case("CenterCrop", middle, sides("crop_h", "crop_w")),
+    Case("Crop", cut, keys=lambda size: {"box": [-0.4, 0, size[1] + 0.3, size[0]]}),
+    Case(
+        "CopyMakeBorder",
+        bordered,
+        lambda size: {"top": size[0] % 7, "bottom": 99, "right": size[1] % 5},
+        keys=lambda size: {"bottom": 3},
+        on=("Tensor",),
+        more={"pad_value": 9},
+    ),
+]
+BACKENDS = [(case, kind) for case in CASES for kind in case.on]
+ON_MATS, ON_TENSORS = ([case for case in CASES if kind in case.on] for kind in ("Mat", "Tensor"))
+
+SIZES = [
+    # given, and wanted: smaller, larger, one of each, single pixels, a side kept, as it is, a photo
+    *((20, 30, 7, 11), (20, 30, 41, 67), (20, 30, 9, 67), (1, 1, 7, 5), (1, 40, 9, 3), (40, 1, 3, 9), (30, 50, 1, 1)),
+    *((20, 30, 20, 7), (20, 30, 7, 30), (20, 30, 20, 30), (49, 343, 7, 49), (375, 500, 224, 224)),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(case: Case, kind: str, mat: np.ndarray, size: Size) -> None:
+    """The result is the reference, to the bit or within ``off`` levels, in memory that is its own."""
+    before = mat.copy()
+    item: Data = {"data": mat if kind == "Mat" else to_tensor(mat), **case.keys(size)}
+    with made(case.name + kind, **case.config(size)) as backend:
+        backend.forward([item])
+    wanted = case.reference(before, size)
+    if kind == "Mat":
+        assert item["result"].dtype == np.uint8
+        assert np.array_equal(item["result"], wanted)
+        return
+    assert item["result"].dtype == (torch.float32 if case.to_float else torch.uint8)
+    result = to_mat(item["result"].clamp(0, 255))
+    assert result.shape == wanted.shape
+    assert np.abs(result - wanted.astype(np.float64)).max() <= case.off
+    item["result"].fill_(77)
+    assert np.array_equal(to_mat(item["data"]), before)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("case", "kind"), BACKENDS, ids=lambda value: str(value))
+def test_gives_the_pixels_of_the_reference(case: Case, kind: str, size: tuple[int, int, int, int]) -> None:
+    for channels in (1, 3):
+        check(case, kind, case.source(*size[:2], channels), size[2:])
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(BACKENDS), st.tuples(*[st.integers(1, 90)] * 4), st.sampled_from((1, 3)), st.integers(0, 9))
+def test_any_size_gives_the_pixels_of_the_reference(
+    backend: tuple[Case, str], size: tuple[int, int, int, int], channels: int, seed: int
+) -> None:
+    case, kind = backend
+    check(case, kind, case.source(*size[:2], channels, seed), size[2:])
+
+
+@pytest.mark.parametrize("case", ON_TENSORS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
+def test_tensors_of_other_dtypes(case: Case, dtype: torch.dtype) -> None:
+    """They give what 8 bits give, before these are rounded."""
+    data = to_tensor(case.source(20, 30))
+    if case.name == "PillowResize":
+        item: Data = {"data": data.to(dtype)}
+        assert f"expected a Tensor of uint8, got {dtype}" in refusal("PillowResizeTensor", item, **RESIZED((7, 11)))
+        return
+    items = [{"data": data.to(kind), **case.keys((9, 11))} for kind in (dtype, torch.uint8)]
+    with made(f"{case.name}Tensor", **case.config((9, 11))) as backend:
+        backend.forward(items)
+    other, plain = (item["result"] for item in items)
+    assert other.dtype == (torch.float32 if case.to_float else dtype)
+    difference = (other.double().clamp(0, 255) - plain.clamp(0, 255)).abs().max()
+    assert difference <= (case.off + 0.51 if case.name == "ResizeShorter" else 0)
+
+
+@pytest.mark.parametrize("case", ON_MATS, ids=str)
+def test_mats_of_floats(case: Case) -> None:
+    mat = noise(20, 30).astype(np.float32) / 7
+    item: Data = {"data": mat, **case.keys((9, 11))}
+    if case.name in ("PillowResize", "ResizeShorter"):
+        assert "expected a Mat (uint8 array, HxWxC), got float32" in refusal(
+            f"{case.name}Mat", item, **case.config((9, 11))
+        )
+        return
+    result = run(f"{case.name}Mat", item, **case.config((9, 11)))["result"]
+    assert result.dtype == np.float32
+    assert np.abs(result * 7 - case.reference(noise(20, 30), (9, 11))).max() <= 800  # a padding is not divided
+    assert not np.array_equal(result, np.round(result))
+
+
+@pytest.mark.parametrize("case", ON_MATS, ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda mat: mat[::-1],
+        lambda mat: mat[:, :, ::-1],
+        lambda mat: mat.transpose(1, 0, 2),
+        lambda mat: mat[::2, ::3],
+        lambda mat: mat[:, :, 0],
+    ],
+    ids=["upside down", "other color", "transposed", "every other", "gray"],
+)
+def test_mats_in_any_order_of_memory(case: Case, view: Callable[[np.ndarray], np.ndarray]) -> None:
+    mat = view(noise(20, 30))
+    mat.flags.writeable = False
+    result = run(f"{case.name}Mat", {"data": mat, **case.keys((5, 6))}, **case.config((5, 6)))["result"]
+    assert np.array_equal(result, case.reference(np.ascontiguousarray(np.atleast_3d(mat)), (5, 6)))
+    assert result.flags.c_contiguous
+
+
+@pytest.mark.parametrize("case", ON_TENSORS, ids=str)
+def test_tensors_in_any_order_of_memory(case: Case) -> None:
+    mat = noise(12, 10)
+    with made(f"{case.name}Tensor", **case.config((5, 7))) as backend:
+        views = [
+            to_tensor(mat),
+            torch.from_numpy(mat).permute(2, 0, 1)[None],
+            to_tensor(np.repeat(np.repeat(mat, 2, 0), 2, 1))[:, :, ::2, ::2],
+            to_tensor(mat).to(memory_format=torch.channels_last),
+            to_tensor(mat)[0],
+        ]
+        backend.forward(items := [{"data": view, **case.keys((5, 7))} for view in views])
+    for item in items[1:]:
+        assert torch.equal(item["result"], items[0]["result"])
+
+
+def test_a_mat_of_the_wanted_size_is_passed_on() -> None:
+    mat = noise(20, 30)
+    assert run("ResizeMat", mat, resize_h=20, resize_w=30)["result"] is mat
+    assert run("DynamicResizeMat", {"data": mat, "resize_h": 20, "resize_w": 30})["result"] is mat
+    assert run("ResizeShorterMat", mat, size=20)["result"] is mat
+    assert not np.shares_memory(run("CropMat", {"data": mat, "box": [0, 0, 30, 20]})["result"], mat)
+    assert not np.shares_memory(run("CenterCropMat", mat, crop_h=20, crop_w=30)["result"], mat)
+
+
+@pytest.mark.parametrize("case", ON_MATS, ids=str)
+def test_the_decoder_is_told_the_preferred_color(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = cv2.imencode(".png", noise(20, 30))[1].tobytes()
+    monkeypatch.setattr(cv2, "cvtColor", None)  # decoded in that order: nothing is left to convert
+    config = {"color": "rgb", "DecodeMat::color": "bgr", **case.config((5, 6))}
+    item = run(f"S[DecodeMat,{case.name}Mat,cvtColorMat]", {"data": encoded, **case.keys((5, 6))}, **config)
+    assert item["color"] == "rgb"
+    assert np.array_equal(item["result"], case.reference(noise(20, 30)[:, :, ::-1].copy(), (5, 6)))
+
+
+# -- inverse_trans ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ResizePad", "LetterBox"])
+@pytest.mark.parametrize("size", [(48, 64), (64, 48), (31, 64), (10, 7), (100, 33), (64, 64), (1000, 1)])
+def test_inverse_trans_maps_the_corners_back(name: str, size: Size) -> None:
+    item = run(f"{name}Mat", np.full((*size, 3), 255, np.uint8), max_h=64, max_w=64, pad_value=0)
+    other = run(f"{name}Tensor", torch.full((1, 3, *size), 255, dtype=torch.uint8), max_h=64, max_w=64)
+    rows, columns = np.nonzero(item["result"][:, :, 0])
+    assert item["inverse_trans"](columns[0], rows[0]) == (0, 0)
+    assert item["inverse_trans"](columns[-1] + 1, rows[-1] + 1) == pytest.approx((size[1], size[0]))
+    assert other["inverse_trans"](3, 5) == item["inverse_trans"](3, 5)
+
+
+# -- Pillow's order of passes, OpenCV's nearest -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "versions"),
+    [
+        ((60, 40), (39, 30), {(13, 0), (14, 1)}),
+        ((60, 40), (40, 30), set()),
+        ((60, 40), (60, 50), set()),
+        ((60, 40), (61, 90), set()),
+        ((301, 3), (200, 1), {(12, 2), (12, 3), (13, 0), (14, 1)}),
+        ((300, 3), (299, 3), {(13, 0), (14, 1)}),
+        ((301, 3), (300, 1), {(12, 2), (12, 3)}),
+    ],
+)
+def test_pillow_resize_takes_the_passes_in_pillows_order(old: Size, new: Size, versions: set[Size]) -> None:
+    every = [(10, 0), (11, 3), (12, 1), (12, 2), (12, 3), (13, 0), (14, 1)]
+    assert {version for version in every if resampling.shrinks_height_first(old, new, version)} == versions
+    check(CASES[5], "Tensor", noise(*old), new)
+
+
+def test_coefficients_of_many_sizes_are_not_mixed_up() -> None:
+    """More sizes than are kept, and each twice."""
+    with made("PillowResizeTensor", resize_h=8, resize_w=9) as resize:
+        for width in (*range(2, 90), *range(89, 1, -1)):
+            resize.forward([item := {"data": to_tensor(noise(5, width))}])
+            assert np.array_equal(to_mat(item["result"]), by_pillow(noise(5, width), (8, 9)))
+
+
+def test_nearest_misses_no_pixel() -> None:
+    """PyTorch's own differs from OpenCV at sizes such as 49 to 7 times as much."""
+    resize = resampling.float_resize("nearest")
+    for width in range(1, 130, 3):
+        row = np.arange(width, dtype=np.uint8)[None, :, None]
+        for wanted in range(1, 130, 2):
+            assert np.array_equal(to_mat(resize(to_tensor(row), 1, wanted)), by_opencv(row, (1, wanted), "nearest"))
+
+
+def test_values_between_the_levels_are_kept() -> None:
+    result = run("ResizeTensor", torch.tensor([[[[0.0, 0.25]]]]), resize_h=1, resize_w=4)["result"]
+    assert result.flatten().tolist() == [0.0, 0.0625, 0.1875, 0.25]
+
+
+# -- batches on a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [3 * 3 * 20 * 30, 3], ids=["three of the larger", "none"])
+@pytest.mark.parametrize("interpolation", list(FLAGS)[:4])
+def test_images_of_one_size_are_resized_by_one_call(
+    interpolation: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [to_tensor(noise(*((20, 30), (9, 14))[number % 2], seed=number)) for number in range(8)]
+    images.append(images[0].float())
+    items: list[Data] = [{"data": image} for image in [*images, b"bytes"]]
+    calls: list[int] = []
+    cat = torch.cat
+    config = {"resize_h": 7, "resize_w": 11, "interpolation": interpolation}
+    with made("ResizeTensor", **config) as backend:
+        backend.forward(alone := [{"data": image} for image in images])
+        monkeypatch.setattr(torch, "cat", lambda tensors: calls.append(len(tensors)) or cat(tensors))
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(ops, "TOGETHER", together)  # values
+        backend.forward(items)
+        monkeypatch.undo()
+    assert sorted(calls) == ([3, 4] if together > 3 else [])
+    assert isinstance(items[-1]["error"], InvalidRequest)
+    for item, one in zip(items, alone, strict=False):
+        assert torch.equal(item["result"], one["result"])
+        assert one["result"].untyped_storage().nbytes() == 4 * 3 * 7 * 11, "on the CPU each has memory of its own"
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+NO_MATS = [
+    b"bytes",
+    np.zeros((4, 4, 3), np.float64),
+    np.zeros(4, np.uint8),
+    np.zeros((0, 4, 3), np.uint8),
+    torch.zeros(3),
+]
+NO_IMAGES = [b"bytes", noise(4, 4), torch.zeros(3), torch.zeros(2, 3, 4, 4), torch.zeros(1, 3, 0, 4), [torch.zeros(3)]]
+
+
+@pytest.mark.parametrize(("case", "kind"), BACKENDS, ids=lambda value: str(value))
+def test_rejects_what_is_not_an_image(case: Case, kind: str) -> None:
+    with pipe({"backend": case.name + kind, **case.config((2, 2))}) as p:
+        for data in NO_MATS if kind == "Mat" else NO_IMAGES:
+            p(item := {"data": data, **case.keys((2, 2))})
+            assert f"expected a {kind}" in str(item["error"])
+            assert "result" not in item
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("Resize", "ResizePad", "CenterCrop")], ids=str
+)
+def test_bounds_the_channels_of_a_request(case: Case) -> None:
+    many = 200_000
+    for kind, data in (("Mat", np.zeros((1, 1, many), np.uint8)), ("Tensor", torch.zeros(1, many, 2, 2))):
+        if kind in case.on:
+            assert "200000 channels are too many" in refusal(case.name + kind, data, **case.config((224, 224)))
+
+
+@pytest.mark.parametrize("kind", ["Mat", "Tensor"])
+def test_bounds_the_size_that_a_request_names(kind: str) -> None:
+    def asked(height: int, width: int, channels: int, **config: Any) -> Data:
+        mat = noise(2, 2, channels)
+        data = mat if kind == "Mat" else to_tensor(mat)
+        return run(f"DynamicResize{kind}", {"data": data, **RESIZED((height, width))}, **config)
+
+    assert "result" in asked(10, 10, 1, max_pixels=100)
+    assert str(asked(10, 10, 1, max_pixels=99)["error"]) == "10x10 pixels were asked for, more than max_pixels = 99"
+    assert "25000x25000 pixels" in str(asked(25000, 25000, 3)["error"])
+    if kind == "Mat":
+        assert "4096x4096 pixels of 512 bytes" in str(asked(4096, 4096, 512)["error"])
+        assert asked(1, 2**20, 1)["result"].shape == (1, 2**20, 1)
+    line = np.zeros((1, 2000, 3), np.uint8)
+    message = refusal(f"ResizeShorter{kind}", line if kind == "Mat" else to_tensor(line), size=256)
+    assert message == "512000x256 pixels were asked for, more than max_pixels = 67108864"
+
+
+@pytest.mark.parametrize("side", [np.int64(9), np.array(9), np.array([[9]], np.int32), torch.tensor([[9]])], ids=repr)
+def test_a_side_is_a_number_in_any_array(side: Any) -> None:
+    assert run("DynamicResizeMat", {"data": noise(20, 30), **RESIZED((side, side))})["result"].shape == (9, 9, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        *((0, "0"), (-3, "-3"), (2**20 + 1, "1048577"), (4.0, "4.0"), ("4", "'4'"), (None, "None"), (True, "True")),
+        *(([4], "[4]"), (np.float32(4), "4.0"), (np.int64(0), "0"), (np.bool_(True), "True")),
+        (torch.tensor([4, 4]), "[4, 4]"),
+        pytest.param(10**5000, "a int", id="more digits than Python writes"),
+    ],
+)
+def test_rejects_other_sides(value: Any, shown: str) -> None:
+    for key in ("resize_h", "resize_w"):
+        item = {"data": noise(8, 10), **RESIZED((4, 5)), key: value}
+        message = f"{key} in the dict must be an integer from 1 to 1048576 (pixels), got {shown}"
+        assert message in refusal("DynamicResizeMat", item)
+        del item[key]
+        assert f"the dict has no '{key}'" in refusal("DynamicResizeTensor", {**item, "data": to_tensor(noise(8, 10))})
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        ({"top": -1}, "top in the dict must be an integer from 0 to 1048576"),
+        ({"left": 1.5}, "left in the dict must be an integer"),
+        ({"right": 2**20, "bottom": 2**20}, "more than max_pixels"),
+    ],
+)
+def test_rejects_other_borders(sides: Data, message: str) -> None:
+    assert message in refusal("CopyMakeBorderTensor", {"data": to_tensor(noise(8, 10)), **sides})
+
+
+@pytest.mark.parametrize(
+    ("box", "part"),
+    [
+        ([2, 1, 5, 4], (2, 1, 5, 4)),
+        ((2, 1, 5, 4), (2, 1, 5, 4)),
+        (np.array([1.6, 0.4, 5.2, 3.9], np.float32), (2, 0, 5, 4)),
+        (torch.tensor([2, 1, 5, 4]), (2, 1, 5, 4)),
+        ([np.float32(2.2), np.int64(1), 5, 4.0], (2, 1, 5, 4)),
+        ([0.5, 1.5, 4.5, 5.5], (0, 2, 4, 6)),
+        ([-7, -0.6, 99, 1e9], (0, 0, 10, 8)),
+        ([9, 7, 10, 8], (9, 7, 10, 8)),
+        (torch.tensor([[2, 1, 5, 4]], dtype=torch.int32), (2, 1, 5, 4)),
+        ([np.array([2, 1, 5, 4])], (2, 1, 5, 4)),
+    ],
+)
+def test_crops_to_a_box_of_any_kind(box: Any, part: tuple[int, int, int, int]) -> None:
+    mat = noise(8, 10)
+    left, top, right, bottom = part
+    for item in (run("CropMat", {"data": mat, "box": box}), run("CropTensor", {"data": to_tensor(mat), "box": box})):
+        result = item["result"]
+        wanted = mat[top:bottom, left:right]
+        assert np.array_equal(result if isinstance(result, np.ndarray) else to_mat(result), wanted)
+        assert item["box"] is box
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        *(None, [1, 2, 3], [1, 2, 3, 4, 5], "1234", 7, [7], np.zeros((1, 5)), [1, 2, 3, "4"], torch.tensor(3.0)),
+        *(
+            [0, 0, 5, math.nan],
+            [0, 0, math.inf, 5],
+            [[1, 2], [3, 4], [5, 6], [7, 8]],
+            [[[1, 1, 3, 3]]],
+            np.ones((2, 4)),
+        ),
+        *([5, 1, 5, 4], [5, 1, 2, 4], [2, 4, 5, 1], [10, 0, 12, 8], [0, -9, 10, 0], [1, 1, 1.4, 4]),
+        *(pytest.param(box, id="long") for box in ([10**5000] * 4, list(range(10**6)), np.zeros(10**6), "x" * 10**6)),
+    ],
+    ids=str,
+)
+def test_rejects_boxes_that_cannot_be_cropped_to(box: Any) -> None:
+    mat = noise(8, 10)
+    message = refusal("CropMat", {"data": mat, "box": box})
+    assert message.count("box") == 1
+    assert "an image of 10x8 pixels" in message
+    assert len(message) < 1000
+    assert refusal("CropTensor", {"data": to_tensor(mat), "box": box}) == message
+
+
+def test_a_bad_box_costs_its_neighbours_nothing() -> None:
+    """The batch is not repeated item by item, as it is after a defect."""
+    items = [{"data": noise(8, 10), "box": box} for box in ([0, 0, 4, 4], None, [0, 0, 5, 5])]
+    with pipe({"backend": "CropMat"}) as p:
+        p(items)
+        assert p.stats()["nodes"]["node"]["failed"] == 0
+    assert ["result" in item for item in items] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "message"),
+    [
+        ("ResizeTensor", {"resize_h": 0, "resize_w": 3}, "resize_h.*at least 1"),
+        ("ResizeTensor", {"resize_h": 3}, "resize_w.*needs it"),
+        ("ResizeTensor", {"resize_h": 3, "resize_w": 3, "interpolation": "lanczos"}, "expected one of nearest"),
+        ("PillowResizeTensor", {"resize_h": 3, "resize_w": "wide"}, "expected an integer"),
+        ("ResizePadTensor", {"max_h": 3, "max_w": 3, "pad_value": 256}, "pad_value.*at most 255"),
+        ("ResizeShorterMat", {}, "size.*needs it"),
+        ("ResizeShorterMat", {"size": 9, "interpolation": "area"}, "expected one of bilinear, bicubic"),
+        ("CenterCropTensor", {"crop_h": 3, "crop_w": 2**21}, "crop_w.*at most"),
+        ("DynamicResizeMat", {"interpolation": "linear"}, "interpolation.*bilinear"),
+        ("PerspectiveTransformMat", {"interpolation": "linear"}, "interpolation.*bilinear"),
+        ("cvtColorTensor", {"color": "hsv"}, "expected one of bgr, rgb, gray"),
+        ("Tensor2Mat", {"data_format": "nhwc"}, "data_format.*expected one of auto, chw, hwc"),
+    ],
+)
+def test_rejects_wrong_parameters(backend: str, config: Data, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pipe({"backend": backend, **config})
+
+
+# -- torchvision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def v2() -> Any:
+    """``torchvision.transforms.v2``; one that is there and cannot be loaded is as good as none."""
+    try:
+        from torchvision.transforms import v2
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"torchvision: {error}")
+    return v2
+
+
+@pytest.mark.parametrize("interpolation", RESAMPLING)
+@pytest.mark.parametrize("size", [(375, 500), (100, 75), (64, 64), (40, 500), (57, 224), (300, 401), (3, 4), (1, 1)])
+def test_is_torchvisions_evaluation(v2: Any, size: Size, interpolation: str) -> None:
+    """To the bit: of a PIL image, and of a tensor, which torchvision makes other pixels of."""
+    mode = v2.InterpolationMode(interpolation)
+    transform = v2.Compose([v2.Resize(256, interpolation=mode, antialias=True), v2.CenterCrop(224)])
+    config = {"size": 256, "crop_h": 224, "crop_w": 224, "interpolation": interpolation}
+    mat = picture(*size)
+    result = run("S[ResizeShorterMat,CenterCropMat]", mat, **config)["result"]
+    assert np.array_equal(result, np.asarray(transform(Image.fromarray(mat))))
+    result = run("S[ResizeShorterTensor,CenterCropTensor]", to_tensor(mat), **config)["result"]
+    assert torch.equal(result, transform(to_tensor(mat)))
+
+
+def test_logits_of_a_resnet(v2: Any) -> None:
+    """Encoded images in, through a pipe and through torchvision; what ResizeMat gives is far off."""
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    model = resnet18().eval()
+    after = v2.Compose(
+        [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    )
+    images = [noise(300, 401, seed=seed) for seed in range(2)]
+    encoded = [cv2.imencode(".png", image)[1].tobytes() for image in images]
+
+    def logits(backend: str, **config: Any) -> torch.Tensor:
+        sequence = f"S[DecodeMat,{backend},cvtColorMat,Mat2Tensor]"
+        pixels = [run(sequence, image, device="cpu", color="rgb", **config)["result"] for image in encoded]
+        with torch.inference_mode():
+            return model(after(torch.cat(pixels)))
+
+    transform = v2.Compose([v2.Resize(256, antialias=True), v2.CenterCrop(224), v2.PILToTensor(), after])
+    with torch.inference_mode():
+        wanted = model(torch.stack([transform(Image.fromarray(image[:, :, ::-1])) for image in images]))
+    assert torch.allclose(logits("ResizeShorterMat,CenterCropMat", size=256, crop_h=224, crop_w=224), wanted, atol=1e-4)
+    assert (logits("ResizeMat", resize_h=224, resize_w=224) - wanted).abs().max() > 0.1
