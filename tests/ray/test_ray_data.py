@@ -159,7 +159,7 @@ def test_every_batch_has_the_same_types(mapper: Make, register: Register, toml: 
 def test_what_a_pipe_may_write() -> None:
     def column(*written: Any) -> dict[str, np.ndarray]:
         made = columns_of("result", written)
-        return {each.name: each.form.array([*map(each.value, written), None]) for each in made}
+        return {each.name: each.array([*map(each.value, written), None]) for each in made}
 
     pair = column(("ring", 0.75), (7, 1))
     assert (pair["label"].tolist(), pair["score"].tolist()) == (["ring", "7", ""], [0.75, 1.0, 0.0])

@@ -1,242 +1,298 @@
+"""A replica without Ray: requests over HTTP and by a handle, health, the exchange of its pipe, its metrics."""
+
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes import Gate
+from torchpipe_server.supervisor import metrics as service
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, pipe
 from torchpipe_py.ray.arguments import Arguments
-from torchpipe_py.ray.service import Answer, Service, UnhealthyError
+from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
+from torchpipe_py.ray.service import Answer, PipeReplica, UnhealthyError
 
-TEXT = {"backend": "Identity"}
-ARGUMENTS = Arguments("demo.toml", drain_seconds=30.0, max_message_bytes=64, max_text_bytes=64)
-WIDE = dataclasses.replace(ARGUMENTS, max_message_bytes=1000, max_text_bytes=1000)
-
-
-async def pieces(body: bytes) -> AsyncIterator[bytes]:
-    yield body[:7]
-    yield body[7:]
+ROOT = Path(__file__).parents[2]
+IDENTITY = {"backend": "Identity"}
+LIMITS: dict[str, Any] = {"drain_seconds": 30.0, "max_message_bytes": 64, "max_text_bytes": 64}
 
 
-def served(use: Callable[[Service], Awaitable[Any]], config: Any = TEXT, arguments: Arguments = ARGUMENTS) -> Any:
-    """What ``use`` makes of a service on the pipe, which is ended then."""
+@pytest.fixture(autouse=True)
+def root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica changes the working directory."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def gate(register: Any) -> Iterator[tuple[Gate, dict[str, Any]]]:
+    """A gate and the configuration of a pipe that waits at it."""
+    with Gate() as opened:
+        yield opened, {"backend": register(opened.backend)}
+
+
+def served(use: Callable[[PipeReplica], Awaitable[Any]], config: Any = IDENTITY, **arguments: Any) -> Any:
+    """What ``use`` makes of a replica on the pipe, which is ended then."""
 
     async def run() -> Any:
-        service = Service(lambda: pipe(config), arguments)
+        given = Arguments("configs/demo.toml", **{**LIMITS, **arguments})
+        replica = PipeReplica(given, config, str(ROOT))
         try:
-            return await use(service)
+            return await use(replica)
         finally:
-            await service.end()
+            await replica.end()
 
     return asyncio.run(run())
 
 
-def post(service: Service, body: bytes, query: str = "", path: str = "/infer", **fields: str) -> Awaitable[Answer]:
+def post(replica: PipeReplica, body: bytes, query: str = "", **fields: str) -> Awaitable[Answer]:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:7]
+        yield body[7:]
+
+    method, path = fields.pop("method", "POST"), fields.pop("path", "/infer")
     named = {name.replace("_", "-"): value for name, value in fields.items()}
-    return service.answer("POST", path, query, named, pieces(body))
+    return replica.answer(method, path, query, named, pieces())
 
 
-def asked(body: bytes, query: str = "", **more: Any) -> Answer:
-    fields = more.pop("fields", {})
-    answer: Answer = served(lambda service: post(service, body, query, **fields), **more)
-    return answer
-
-
-def test_bytes_in_json_out(jpeg: bytes) -> None:
-    answer = asked(b"bytes of any kind")
-    assert (answer.status, json.loads(answer.body)) == (200, {"result": {"b64": "Ynl0ZXMgb2YgYW55IGtpbmQ="}})
-
-
-def test_json_in_and_other_keys_out() -> None:
-    answer = asked(b'{"inputs": {"data": 1, "x": "y"}, "outputs": ["x"]}', fields={"content_type": "application/json"})
-    assert (answer.status, answer.body) == (200, b'{"x": "y"}\n')
-
-
-def test_a_list_in_json() -> None:
-    body = b'{"inputs": {"data": "a", "x": [[1, 2.5], "b"]}, "outputs": ["x"]}'
-    answer = asked(body, fields={"content_type": "application/json"}, arguments=WIDE)
-    assert (answer.status, answer.body) == (200, b'{"x": [[1, 2.5], "b"]}\n')
+JSON = {"content_type": "application/json"}
 
 
 @pytest.mark.parametrize(
-    ("body", "query", "fields", "status", "code"),
+    ("body", "fields", "answer"),
     [
-        (b"x", "node_name=none", {}, 404, "unknown_node"),
-        (b"x", "outputs=score", {}, 422, "no_result"),
-        (b"x", "", {"x_deadline_ms": "soon"}, 400, "invalid_request"),
-        (b"x" * 65, "", {}, 413, "too_large"),
-        (b"{", "", {"content_type": "application/json"}, 400, "invalid_request"),
-        (b"x", "", {"path": "/infr"}, 404, "not_found"),
+        (b"bytes of any kind", {}, {"result": {"b64": "Ynl0ZXMgb2YgYW55IGtpbmQ="}}),
+        (b'{"inputs": {"data": 1, "x": "y"}, "outputs": ["x"]}', JSON, {"x": "y"}),
+        (b'{"inputs": {"data": "a", "x": [[1, 2.5]]}, "outputs": ["x"]}', JSON, {"x": [[1, 2.5]]}),
     ],
 )
-def test_errors_are_statuses(body: bytes, query: str, fields: dict[str, str], status: int, code: str) -> None:
-    answer = asked(body, query, fields=fields)
-    assert (answer.status, json.loads(answer.body)["code"]) == (status, code)
+def test_answers_bytes_and_json(body: bytes, fields: dict[str, str], answer: Any) -> None:
+    got: Answer = served(lambda replica: post(replica, body, **fields))
+    assert (got.status, json.loads(got.body), got.headers) == (200, answer, {})
 
 
-def test_a_body_names_the_argument_that_bounds_it() -> None:
-    assert json.loads(asked(b"x" * 65).body)["error"] == "a body of more than 64 bytes (max_message_bytes)"
+@pytest.mark.parametrize(
+    ("body", "query", "fields", "status", "code", "text"),
+    [
+        (b"x", "node_name=none", {}, 404, "unknown_node", ""),
+        (b"x", "outputs=score", {}, 422, "no_result", ""),
+        (b"x", "", {"x_deadline_ms": "soon"}, 400, "invalid_request", ""),
+        (b"x" * 65, "", {}, 413, "too_large", "a body of more than 64 bytes (max_message_bytes)"),
+        (b"{", "", JSON, 400, "invalid_request", ""),
+        (b"x", "", {"path": "/v2/models/demo"}, 404, "not_found", "no /v2/models/demo; there is /infer"),
+        (b"", "", {"method": "GET"}, 405, "method_not_allowed", "/infer takes POST, not GET"),
+    ],
+)
+def test_answers_errors(body: bytes, query: str, fields: dict[str, str], status: int, code: str, text: str) -> None:
+    answer: Answer = served(lambda replica: post(replica, body, query, **fields))
+    told = json.loads(answer.body)
+    assert (answer.status, told["code"]) == (status, code)
+    assert told["error"] == text or not text
+    assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
 
 
-def test_another_path_is_named_as_it_was_asked_for() -> None:
-    answer: Answer = served(lambda service: post(service, b"x", path="/v2/models/demo"))
-    assert json.loads(answer.body) == {"error": "no /v2/models/demo; there is /infer", "code": "not_found"}
+def test_refuses_requests_beyond_max_inflight(gate: tuple[Gate, dict[str, Any]]) -> None:
+    async def use(replica: PipeReplica) -> Answer:
+        first = asyncio.create_task(replica.infer(b"1"))
+        await asyncio.to_thread(gate[0].wait_entered)
+        answer = await post(replica, b"2")
+        gate[0].open()
+        assert await first == b"1"
+        return answer
 
-
-def test_other_methods_are_told_what_is_allowed() -> None:
-    answer: Answer = served(lambda service: service.answer("GET", "/infer", "", {}, pieces(b"")))
-    assert (answer.status, answer.headers) == (405, {"Allow": "POST"})
-
-
-def test_beyond_max_inflight_come_back_later(register: Any) -> None:
-    with Gate() as gate:
-        name = register(gate.backend)
-
-        async def use(service: Service) -> Answer:
-            first = asyncio.create_task(service.infer(b"1"))
-            await asyncio.to_thread(gate.wait_entered)
-            answer = await post(service, b"2")
-            gate.open()
-            assert await first == b"1"
-            return answer
-
-        answer = served(use, {"backend": name, "max_inflight": 1})
+    answer = served(use, {**gate[1], "max_inflight": 1})
     assert (answer.status, answer.headers, json.loads(answer.body)["code"]) == (429, {"Retry-After": "1"}, "overloaded")
 
 
-def test_a_deadline_ends_a_request_whose_backend_runs_on(register: Any) -> None:
-    with Gate() as gate:
-        name = register(gate.backend)
+def test_answers_at_the_deadline_while_the_backend_runs(gate: tuple[Gate, dict[str, Any]]) -> None:
+    async def use(replica: PipeReplica) -> Answer:
+        answer = await post(replica, b"1", x_deadline_ms="1")
+        gate[0].open()
+        return answer
 
-        async def use(service: Service) -> Answer:
-            answer = await post(service, b"1", x_deadline_ms="1")
-            gate.open()
-            return answer
-
-        answer = served(use, {"backend": name})
+    answer = served(use, gate[1])
     assert (answer.status, json.loads(answer.body)["code"]) == (504, "deadline_exceeded")
 
 
-def test_a_defect_says_nothing_of_folders(register: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_hides_folders_in_answers_to_defects(register: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def forward(self, items: list[dict[str, Any]]) -> None:
             raise OSError("cannot read '/home/somebody/model.bin'")
 
-    name = register(Broken)
-    answer = asked(b"x", config={"backend": name})
-    assert answer.status == 500
-    assert json.loads(answer.body)["code"] == "backend_error"
+    config = {"backend": register(Broken)}
+    answer: Answer = served(lambda replica: post(replica, b"x"), config)
+    assert (answer.status, json.loads(answer.body)["code"]) == (500, "backend_error")
     assert "/home" not in answer.body.decode()
-    (record,) = caplog.records
-    assert record.exc_info is not None
-    assert "raise OSError" in caplog.text, "the log has its traceback"
+    assert "raise OSError" in caplog.text
 
 
-def test_a_handle_gets_the_result_or_what_it_gave(jpeg: bytes) -> None:
-    async def use(service: Service) -> tuple[Any, Any]:
-        return await service.infer(b"1"), await service.infer({"data": b"2", "id": 7})
+def test_gives_a_handle_the_result_the_dict_or_the_error() -> None:
+    async def use(replica: PipeReplica) -> tuple[Any, Any]:
+        return await replica.infer(b"1"), await replica.infer({"data": b"2", "id": 7})
 
     assert served(use) == (b"1", {"data": b"2", "id": 7, "result": b"2"})
-
-
-def test_a_handle_gets_errors_as_they_are() -> None:
     with pytest.raises(DecodeError, match=r"^8 bytes are no image"):
-        served(lambda service: service.infer(b"no image"), {"backend": "DecodeMat"})
+        served(lambda replica: replica.infer(b"no image"), {"backend": "DecodeMat"})
     with pytest.raises(InvalidRequest, match="a request needs the key 'data'"):
-        served(lambda service: service.infer({"dat": 1}))
+        served(lambda replica: replica.infer({"dat": 1}))
 
 
-def test_a_request_that_nobody_waits_for_is_dropped_from_its_queue(register: Any) -> None:
-    with Gate() as gate:
-        name = register(gate.backend)
+def test_drops_a_cancelled_request_from_its_queue(gate: tuple[Gate, dict[str, Any]]) -> None:
+    async def use(replica: PipeReplica) -> Any:
+        first = asyncio.create_task(replica.infer(b"1"))
+        await asyncio.to_thread(gate[0].wait_entered)
+        second = asyncio.create_task(replica.infer(b"2"))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        gate[0].open()
+        return await first
 
-        async def use(service: Service) -> Any:
-            first = asyncio.create_task(service.infer(b"1"))
-            await asyncio.to_thread(gate.wait_entered)
-            second = asyncio.create_task(service.infer(b"2"))
+    assert served(use, gate[1]) == b"1"
+    assert gate[0].batches == [[b"1"]]
+
+
+def test_reports_a_batch_that_does_not_end(gate: tuple[Gate, dict[str, Any]]) -> None:
+    async def use(replica: PipeReplica) -> Any:
+        first = asyncio.create_task(replica.infer(b"1"))
+        await asyncio.to_thread(gate[0].wait_entered)
+        while not (await replica.stats())["nodes"]["node"]["oldest_batch_s"] > 1e-6:
             await asyncio.sleep(0)
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            gate.open()
-            return await first
+        with pytest.raises(UnhealthyError, match=r"^node 'node': a batch runs for \d+ s, more than hang_seconds = "):
+            replica.check()
+        gate[0].open()
+        await first
 
-        assert served(use, {"backend": name}) == b"1"
-    assert gate.batches == [[b"1"]]
+    served(use, gate[1], hang_seconds=1e-6)
 
 
-def test_a_batch_that_does_not_end_is_unhealthy(register: Any) -> None:
-    with Gate() as gate:
-        name = register(gate.backend)
-
-        async def use(service: Service) -> Any:
-            first = asyncio.create_task(service.infer(b"1"))
-            await asyncio.to_thread(gate.wait_entered)
-            while not service.current.stats()["nodes"]["node"]["oldest_batch_s"] > 1e-6:
-                await asyncio.sleep(0)
-            with pytest.raises(
-                UnhealthyError, match=r"^node 'node': a batch runs for \d+ s, more than hang_seconds = "
-            ):
-                service.check()
-            gate.open()
-            await first
-
-        served(use, {"backend": name}, Arguments("demo.toml", hang_seconds=1e-6))
-
-
-def test_a_dead_instance_is_unhealthy() -> None:
-    async def use(service: Service) -> None:
-        service.check()
-        await asyncio.to_thread(service.current.close)
+def test_reports_a_dead_instance() -> None:
+    async def use(replica: PipeReplica) -> None:
+        replica.check()
+        await asyncio.to_thread(replica._served.pipe.close)
         with pytest.raises(UnhealthyError, match=r"^node 'node': 2 of 2 instances are dead$"):
-            service.check()
+            replica.check()
 
     served(use, {"backend": "Identity", "instance_num": 2})
 
 
-def test_an_exchange_loses_no_request(register: Any) -> None:
-    with Gate() as gate:
-        name = register(gate.backend)
+def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str, Any]], tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text('[node]\nbackend = "Identity"\n', encoding="utf-8")
 
-        async def use(service: Service) -> tuple[Any, Any]:
-            first = asyncio.create_task(service.infer(b"old"))
-            await asyncio.to_thread(gate.wait_entered)
-            before = service.current
-            exchange = asyncio.create_task(service.exchange(lambda: pipe({"backend": "Identity"})))
-            while service.current is before:
-                await asyncio.sleep(0)
-            new = await service.infer(b"new")
-            assert not first.done()
-            assert not exchange.done()
-            gate.open()
-            await exchange
-            with pytest.raises(PipeClosed):
-                before({"data": b"late"})
-            return await first, new
+    async def use(replica: PipeReplica) -> tuple[Any, Any]:
+        first = asyncio.create_task(replica.infer(b"old"))
+        await asyncio.to_thread(gate[0].wait_entered)
+        before = replica._served.pipe
+        exchange = asyncio.create_task(replica.reconfigure({"config": str(other), "node.instance_num": 2}))
+        while replica._served.pipe is before:
+            await asyncio.sleep(0)
+        new = await replica.infer(b"new")
+        assert (await replica.stats())["nodes"]["node"]["instances"] == 2
+        assert not first.done()
+        assert not exchange.done()
+        gate[0].open()
+        await exchange
+        with pytest.raises(PipeClosed):
+            before({"data": b"late"})
+        now = replica._served
+        await replica.reconfigure({"config": str(other), "node.instance_num": 2})
+        assert replica._served is now
+        return await first, new
 
-        assert served(use, {"backend": name}) == (b"old", b"new")
-
-
-def test_a_pipe_that_cannot_be_built_keeps_a_replica_from_starting() -> None:
-    async def use(service: Service) -> Any:
-        with pytest.raises(ValueError, match="no backend 'Identiti'"):
-            await service.exchange(lambda: pipe({"backend": "Identiti"}))
-
-    served(use)
+    assert served(use, gate[1]) == (b"old", b"new")
 
 
-def test_a_pipe_at_work_stays_where_another_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
-    async def use(service: Service) -> Any:
-        service.check()
-        await service.exchange(lambda: pipe({"backend": "Identiti"}))
-        await service.exchange(lambda: None)
-        return await service.infer(b"1")
+def test_keeps_the_pipe_where_another_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(replica: PipeReplica) -> Any:
+        with pytest.raises(ValueError, match="no backend 'Identiti'"):  # which keeps a replica from starting
+            await replica.reconfigure({"decode.backend": "Identiti"})
+        replica.check()  # at work from now on
+        await replica.reconfigure({"decode.backend": "Identiti"})
+        return await replica.infer(b"1")
 
     assert served(use) == b"1"
     assert "the configuration cannot be exchanged; the one before stays" in caplog.text
     assert "no backend 'Identiti'" in caplog.text
+
+
+# -- metrics and scaling ----------------------------------------------------------------------------------------------
+
+
+class Library:
+    """In place of ``ray.serve.metrics``: ``values`` has what each metric comes to."""
+
+    def __init__(self) -> None:
+        self.values: Counter[Any] = Counter()
+        self.names: set[str] = set()
+
+    def _metric(self, name: str, **options: Any) -> Any:
+        values = self.values
+        self.names.add(name)
+
+        def add(value: float, tags: dict[str, str]) -> None:
+            values[name, tags["node"]] += value  # type: ignore[assignment]
+
+        def put(value: float, tags: dict[str, str]) -> None:
+            values[name, tags["node"]] = value  # type: ignore[assignment]
+
+        def observe(value: float, tags: dict[str, str]) -> None:
+            values[name, tags["node"], value] += 1
+
+        return SimpleNamespace(inc=add, set=put, observe=observe)
+
+    Counter = Gauge = Histogram = _metric
+
+
+def test_metrics_have_the_names_of_the_service() -> None:
+    library = Library()
+    Metrics(library)
+    families = (*service._NODE_COUNTERS, *service._NODE_GAUGES, *service._NODE_TIMES)
+    assert library.names <= {name for _, name, _ in families} | {"torchpipe_node_batch_size"}
+    assert len(library.names) > 10
+
+
+def test_metrics_add_what_is_new() -> None:
+    library = Library()
+    metrics = Metrics(library)
+    with pipe({"a": {"next": "b"}, "b": {}}) as p:
+        for data in ([{"data": 1}, {"data": 2}], [], [{"data": 3}]):
+            p(data)
+            metrics.update(p)
+        seconds = p.stats()["nodes"]["a"]["compute_ms"] / 1000
+    assert library.values["torchpipe_node_requests", "b"] == 3
+    assert library.values["torchpipe_node_batch_size", "a", 1] == 3
+    assert library.values["torchpipe_node_compute_seconds", "a"] == pytest.approx(seconds)
+    assert library.values["torchpipe_node_pending", "a"] == 0
+    with pipe({"b": {}}) as p:  # an exchanged pipe counts on
+        p([{"data": 1}, {"data": 2}])
+        metrics.update(p)
+    assert library.values["torchpipe_node_requests", "b"] == 5
+
+
+def test_request_ms_is_that_of_the_slowest_node() -> None:
+    fast = {"compute_ms": 10.0, "requests": 10, "instances": 1}
+    slow = {"compute_ms": 80.0, "requests": 10, "instances": 2}
+    idle = {"compute_ms": 0.0, "requests": 0, "instances": 1}
+    assert request_ms({"nodes": {"a": fast, "b": slow, "c": idle}}) == 4.0
+    assert request_ms({"nodes": {"c": idle}}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("figures", "replicas"),
+    [
+        # 100 requests of 4 ms each are 400 ms of work, which eight replicas do in 50 ms.
+        ({"a": 3.0, "b": 5.0, "new": 0.0}, 8.0),
+        ({"new": 0.0}, 3),  # nothing is known yet
+    ],
+)
+def test_scales_to_a_queue_time(figures: dict[str, float], replicas: float) -> None:
+    context = SimpleNamespace(total_num_requests=100.0, target_num_replicas=3, aggregated_metrics={FIGURE: figures})
+    assert QueueTime(target_ms=50.0)(context) == (replicas, {})

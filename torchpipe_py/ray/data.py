@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,7 +16,7 @@ from torchpipe_py.ray.columns import Column, columns_of
 from torchpipe_py.ray.resources import resources_of
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import Data, pipe
-from torchpipe_py.training.decode import outcome, small_jpeg, small_mat
+from torchpipe_py.training.decode import PipeFeeder, first_error, outcome, small_jpeg, small_mat
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import check_bad_samples
 from torchpipe_py.training.samples import EMPTY, NO_BYTES, WRONG, Sample
@@ -75,13 +72,12 @@ class PipeMapper:
         self._keys = {key: value for key, value in given.items() if value is not None}
         self._pipe = pipe(config)
         try:
-            self._limit: int = self._pipe.stats()["max_inflight"]
-            self._under_way, self._changed = 0, threading.Condition()
-            tried = self._tried(examples or _small_images(color is not None))
+            self._feeder = PipeFeeder(self._pipe)
+            make = small_jpeg if color is None else small_mat
+            tried = self._tried(examples or [make(*size) for size in SIZES])
             self._columns: list[Column] = []
             for key in outputs:
                 self._columns += columns_of(key, [_written(request, key) for request in tried], prefix)
-            self._none = [None] * len(self._columns)
         except BaseException:
             self.close()
             raise
@@ -89,21 +85,21 @@ class PipeMapper:
     def __call__(self, batch: Batch) -> Batch:
         """The batch with the pipe's columns; ``InvalidRequest`` for one that is no dict, or lacks the column."""
         images, others = self._taken_apart(batch)
-        rows = self._rows([_sample(number, image) for number, image in enumerate(images)])
+        rows = self._rows(images)
         for row in rows:
-            kind = row.sample.kind
-            if kind and (kind == WRONG or self._bad_samples == "raise"):
-                raise row.sample.error(_name_of(row.sample.index, others))
-        if self._bad_samples == "skip" and any(row.sample.kind for row in rows):
-            rows = [row for row in rows if not row.sample.kind]
-            kept = [row.sample.index for row in rows]
+            if row.kind and (row.kind == WRONG or self._bad_samples == "raise"):
+                raise row.error(_name_of(row.index, others))
+        if self._bad_samples == "skip" and any(row.kind for row in rows):
+            rows = [row for row in rows if not row.kind]
+            kept = [row.index for row in rows]
             others = {name: np.asarray(column)[kept] for name, column in others.items()}
         made = {
-            column.name: column.form.array([row.values[place] for row in rows])
+            column.name: column.array([None if row.kind else row.image[place] for row in rows])
             for place, column in enumerate(self._columns)
         }
         if self._bad_samples == "mask":
-            made[self._error] = np.array([row.reason for row in rows], np.str_)
+            reasons = [f"{row.kind}: {row.reason}" if row.kind else "" for row in rows]
+            made[self._error] = np.array(reasons, np.str_)
         return {**others, **made}
 
     @staticmethod
@@ -111,7 +107,7 @@ class PipeMapper:
         """Arguments of ``map_batches`` that the plan of ``config`` gives; no pipe is built for it.
 
         ``num_cpus``, or ``num_gpus`` where nodes need CUDA, of an actor; beside all actors one CPU must be left, or Ray
-        Data waits for ever to read. ``batch_size``: rows that fill the pipe's batches so often that its start and its
+        Data waits forever to read. ``batch_size``: rows that fill the pipe's batches so often that its start and its
         end do not count.
         """
         for name in imports:
@@ -128,12 +124,14 @@ class PipeMapper:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PipeMapper holds a pipe: give map_batches the class, and fn_constructor_args=(config,)")
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    def _run(self, images: Sequence[Any]) -> tuple[list[Data], BaseException | None]:
+        """A finished request for each image, and the first error that the pipe raised."""
+        requests: list[Data] = [{TASK_DATA_KEY: image, **self._keys} for image in images]
+        return requests, first_error(self._feeder.submit(requests))
 
     def _tried(self, examples: Sequence[Any]) -> list[Data]:
         """Requests with what the pipe gives for the examples."""
-        requests = [self._request(example) for example in examples]
-        problem = self._run(requests)
+        requests, problem = self._run(examples)
         for number, request in enumerate(requests):
             sample = outcome(Sample(number), request, problem)
             if not sample.kind:
@@ -145,57 +143,26 @@ class PipeMapper:
             raise TrainingError(f"the pipe gave no result for an example: {sample.reason}; {hint}") from problem
         return requests
 
-    def _request(self, image: Any) -> Data:
-        return {TASK_DATA_KEY: image, **self._keys}
-
-    def _run(self, requests: Sequence[Data]) -> BaseException | None:
-        """All requests through the pipe, as many at once as it accepts; the first error that it raised."""
-        problem: BaseException | None = None
-        for start in range(0, len(requests), self._limit):
-            part = requests[start : start + self._limit]
-            with self._room(len(part)):
+    def _rows(self, images: Any) -> list[Sample]:
+        """A sample for each row; in the place of its image it has its values, one for each column."""
+        rows = [Sample(row, image) for row, image in enumerate(images)]
+        for row in rows:
+            if row.image is None or (isinstance(row.image, (bytes, bytearray, memoryview)) and not row.image):
+                row.fail(EMPTY, NO_BYTES)
+        there = [row for row in rows if not row.kind]
+        requests, problem = self._run([row.image for row in there])
+        for row, request in zip(there, requests, strict=True):
+            row.image = None
+            if outcome(row, request, problem).kind:
+                continue
+            row.image = []
+            for column in self._columns:
                 try:
-                    self._pipe(part)
-                except Exception as error:
-                    problem = problem or error
-        return problem
-
-    @contextmanager
-    def _room(self, count: int) -> Iterator[None]:
-        """Waits until the pipe accepts ``count`` more requests beside those of other threads."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._under_way + count <= self._limit)
-            self._under_way += count
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._under_way -= count
-                self._changed.notify_all()
-
-    # -- rows ---------------------------------------------------------------------------------------------------
-
-    def _rows(self, samples: Sequence[Sample]) -> list[_Row]:
-        """What the pipe makes of the samples, in their order."""
-        requests = [None if sample.kind else self._request(sample.image) for sample in samples]
-        problem = self._run([request for request in requests if request is not None])
-        return [
-            _Row(sample, self._none) if request is None else self._row(outcome(sample, request, problem), request)
-            for sample, request in zip(samples, requests, strict=True)
-        ]
-
-    def _row(self, sample: Sample, request: Data) -> _Row:
-        """The sample with its value in each column."""
-        if sample.kind:
-            return _Row(sample, self._none)
-        values = []
-        for column in self._columns:
-            try:
-                values.append(column.value(_written(request, column.key)))
-            except ValueError as error:
-                problem = f"{column.key!r}: {error}; examples=(…, …) says what the pipe may give"
-                return _Row(sample.failed(WRONG, problem), self._none)
-        return _Row(sample, values)
+                    row.image.append(column.value(_written(request, column.key)))
+                except ValueError as error:
+                    row.fail(WRONG, f"{column.key!r}: {error}; examples=(…, …) says what the pipe may give")
+                    break
+        return rows
 
     def _taken_apart(self, batch: Any) -> tuple[np.ndarray, Batch]:
         """The images of a batch, and its other columns."""
@@ -207,33 +174,10 @@ class PipeMapper:
         made = [column.name for column in self._columns]
         if self._bad_samples == "mask":
             made.append(self._error)
-        taken = [name for name in made if name in others]
-        if taken:
-            names = ", ".join(map(repr, taken))
+        names = ", ".join(repr(name) for name in made if name in others)
+        if names:
             raise InvalidRequest(f'the dataset has a column {names} already; prefix="pipe_" names the pipe\'s apart')
         return batch[self._column], others
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A sample and its value in each column."""
-
-    sample: Sample
-    values: Sequence[Any]
-
-    @property
-    def reason(self) -> str:
-        """Why there is none; empty where there is."""
-        return f"{self.sample.kind}: {self.sample.reason}" if self.sample.kind else ""
-
-
-def _sample(row: int, image: Any) -> Sample:
-    is_empty = image is None or (isinstance(image, (bytes, bytearray, memoryview)) and not len(image))
-    return Sample(row).failed(EMPTY, NO_BYTES) if is_empty else Sample(row, image)
-
-
-def _small_images(are_decoded: bool) -> list[Any]:
-    return [small_mat(*size) if are_decoded else small_jpeg(*size) for size in SIZES]
 
 
 def _written(request: Data, key: str) -> Any:

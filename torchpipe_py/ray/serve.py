@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ray import serve
@@ -15,13 +14,10 @@ from starlette.responses import Response
 
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
-from torchpipe_py.ray import scaling
-from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_arguments, read_user_config
-from torchpipe_py.ray.metrics import Metrics
+from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
+from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.resources import Resources, resources_of
-from torchpipe_py.ray.service import Service
-from torchpipe_py.registry import import_code
-from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.ray.service import PipeReplica, import_modules
 
 RETRY_AFTER_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
@@ -29,76 +25,38 @@ HEALTH_SECONDS = 5.0
 TARGET_QUEUE_MS = 50.0
 
 
-class PipeDeployment:
-    """A replica: one pipe, which forms the batches. ``serve.batch`` would form them twice.
+class PipeDeployment(PipeReplica):
+    """What Serve calls of a replica.
 
-    ``tables`` are what ``app`` read in ``folder``. Over HTTP it answers ``POST /infer``; a handle calls ``remote`` with
-    the bytes of an image, or whatever else ``data`` may be, for its result, or with a dict for the dict.
+    Over HTTP it answers ``POST /infer``; a handle calls ``remote`` with the bytes of an image, or whatever else
+    ``data`` may be, for its result, or with a dict for the dict.
     """
 
     def __init__(self, arguments: Arguments, tables: Tables, folder: str) -> None:
-        self._arguments, self._tables, self._folder = arguments, tables, folder
-        self._enter(arguments.config)
-        _import(arguments)
-        self._service = Service(partial(pipe, self._tables), arguments)
+        super().__init__(arguments, tables, folder)
         self._metrics = Metrics(metrics)
 
     async def __call__(self, given: Any, deadline_ms: float | None = None) -> Any:
         """An HTTP request from Serve's proxy, or what a handle was given."""
         if not isinstance(given, Request):
-            return await self._service.infer(given, deadline_ms)
+            return await self.infer(given, deadline_ms)
         path = given.scope["path"].removeprefix(given.scope.get("root_path", "").rstrip("/"))
         query = given.scope["query_string"].decode("latin-1")
-        answer = await self._service.answer(given.method, path, query, given.headers, given.stream())
+        answer = await self.answer(given.method, path, query, given.headers, given.stream())
         return Response(answer.body, answer.status, answer.headers, "application/json")
 
-    async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:
-        """What ``remote`` of a handle calls, by name."""
-        return await self._service.infer(given, deadline_ms)
-
-    async def stats(self) -> dict[str, Any]:
-        """``pipe.stats()`` of this replica."""
-        return self._service.current.stats()
-
     async def check_health(self) -> None:
-        """Serve asks again and again; each time it is told the figures as well."""
-        self._metrics.tell(self._service.current)
-        self._service.check()
+        """Serve calls it again and again; each time the figures are passed on as well."""
+        self._metrics.update(self._served.pipe)
+        self.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For the policy of ``scale_on=queue_time``."""
-        return {scaling.FIGURE: scaling.request_ms(self._service.current.stats())}
-
-    async def reconfigure(self, user_config: Any) -> None:
-        """Exchange the pipe for that of another file, or of other values; no request is lost.
-
-        What cannot be built is raised at the start of a replica; later it is logged, and the pipe before stays.
-        """
-        await self._service.exchange(partial(self._pipe_for, user_config))
+        return {FIGURE: request_ms(self._served.pipe.stats())}
 
     async def __del__(self) -> None:
         """Serve calls it once no request is left."""
-        await self._service.end()
-
-    def _pipe_for(self, user_config: Any) -> pipe | None:
-        """Another pipe, or none where that is what there is."""
-        config, overrides = read_user_config(user_config, self._arguments)
-        before = os.getcwd()
-        try:
-            self._enter(config)
-            tables = overridden(parse_toml(config), overrides)
-            if tables == self._tables:
-                return None
-            run = pipe(tables)
-        except BaseException:
-            os.chdir(before)  # the pipe before stays
-            raise
-        self._tables = tables
-        return run
-
-    def _enter(self, config: str) -> None:
-        """Work where relative files are found."""
-        os.chdir(found_folder(config, self._folder))
+        await self.end()
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
@@ -107,8 +65,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     Raises ``ConfigError`` that names the argument, or the place in the configuration, and the nearest valid name.
     """
     arguments = read_arguments(args)
-    _import(arguments)
-    tables = arguments.tables()
+    import_modules(arguments)
+    tables = overridden(parse_toml(arguments.config), arguments.overrides)
     options = deployment_options(arguments, resources_of(plan_pipeline(tables)))
     deployment = serve.deployment(PipeDeployment).options(**options)
     return deployment.bind(arguments, tables, os.getcwd())
@@ -132,14 +90,8 @@ def deployment_options(arguments: Arguments, needed: Resources) -> dict[str, Any
     scale: dict[str, Any] = {"min_replicas": arguments.replicas, "max_replicas": arguments.max_replicas}
     if arguments.scale_on == "queue_time":
         target = {"target_ms": arguments.target or TARGET_QUEUE_MS}
-        policy = f"{scaling.__name__}:{scaling.QueueTime.__name__}"
+        policy = f"{QueueTime.__module__}:{QueueTime.__name__}"
         scale["policy"] = AutoscalingPolicy(policy_function=policy, policy_kwargs=target)
     else:
         scale["target_ongoing_requests"] = arguments.target or float(chosen.busy_requests)
     return {**options, "autoscaling_config": AutoscalingConfig(**scale)}
-
-
-def _import(arguments: Arguments) -> None:
-    for name in arguments.import_code.split(","):
-        if name.strip():
-            import_code(name.strip())
