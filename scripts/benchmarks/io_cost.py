@@ -39,8 +39,8 @@ class _Pipe:
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 8}}}
 
-    def expected_wait(self) -> float:
-        return 0.0
+    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+        """Nothing waits here."""
 
 
 def io_cost(args: argparse.Namespace) -> Report:

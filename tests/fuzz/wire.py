@@ -49,8 +49,11 @@ _NODE = {"instances": 1, "max": 1, "alive": 1, "batches": 0, "queue_ms": 0, "bat
 class EchoPipe:
     """Answers at once: what it got, an error, or nothing."""
 
-    def expected_wait(self) -> float:
-        return 0.0
+    def limit_delays(self, target: float | None = None) -> None:
+        """It has no queue."""
+
+    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+        """It is never late."""
 
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "admitted": 0, "nodes": {"node": _NODE}}

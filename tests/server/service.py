@@ -59,8 +59,11 @@ class FakePipe:
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 8}}}
 
-    def expected_wait(self) -> float:
-        return 0.0
+    def limit_delays(self, target: float | None = None) -> None:
+        """It has no queue."""
+
+    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+        """It is never late."""
 
 
 class LocalServer:

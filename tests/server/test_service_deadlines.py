@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from conftest import Register
 from fakes import Gate
 from service import IDL, Client, FakePipe, LocalServer, eventually, serving
 
-from torchpipe_py import Backend
+from torchpipe_py import Backend, Overloaded
 
 PARAMS = IDL.InferenceParams(uuid="x", data=b"x")
 NONE = [-1, -(2**31)]
@@ -129,8 +130,9 @@ class Measured(FakePipe):
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, 0
 
-    def expected_wait(self) -> float:
-        return self.seconds
+    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+        if seconds is not None and self.seconds > seconds:
+            raise Overloaded(f"the deadline is {1000 * seconds:.15g} ms", math.ceil(1000 * self.seconds))
 
     def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
         self.started += 1

@@ -1,4 +1,4 @@
-"""What is worth queueing: recent compute times, queues that stand, clients that leave. Pure: the clock is an argument."""
+"""What is worth queueing: recent compute times, queues that stand, clients that leave. The clock is an argument."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class Deadlines:
         self._pipe, self._longest_ms = run, longest_ms
 
     def seconds(self, milliseconds: float | None = None) -> float | None:
-        """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be finished in time.
+        """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be kept.
 
         0 is what Thrift clients send that name none: Thrift has no other word for it in most languages.
         """

@@ -331,7 +331,7 @@ class Runtime:
         return max(1, math.ceil(self.expected_wait() * 1000))
 
     def expected_wait(self, root: str | None = None) -> float:
-        """How long a request that enters at ``root`` now waits on its way, by recent times, seconds; the longest way."""
+        """How long a request that enters at ``root`` now waits along its longest way, by recent times, seconds."""
         now = perf_counter()
         paths = self._paths.values() if root is None else [self._paths[root]]
         return max(path.expected(now)[0] for path in paths)

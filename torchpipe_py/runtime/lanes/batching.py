@@ -123,7 +123,7 @@ class BatchingLane(Lane):
             self._waiting.discard(self)
 
     def _fits(self, size: int, seconds: float, now: float) -> int:
-        """The largest batch of at most ``size`` that takes no longer than ``seconds``; all of them without ``delay``."""
+        """The largest batch of at most ``size`` that takes no longer than ``seconds``; ``size`` without ``delay``."""
         return size if self.delay is None else self.times.fitting(size, seconds, now)
 
     def _lead_time(self, instance: Instance) -> float:

@@ -184,7 +184,7 @@ class Lane:
     # -- outcomes -------------------------------------------------------------------------------------------------
 
     def _starts(self, instance: Instance, request: Request, now: float, size: int = 1) -> bool:
-        """Whether the request is to be run in a batch of ``size``, with its dict ready for that; else it is completed."""
+        """Whether the request is to be run in a batch of ``size``, its dict ready for that; else it is completed."""
         if request.done:
             return False
         if self.is_closing:
