@@ -15,8 +15,8 @@ from torchpipe_py import Overloaded, pipe
 from torchpipe_py.errors import counted
 from torchpipe_server.front.services import Cancellable
 
-ROUNDS = 24
-"""How often the images in the pipe could fill every instance: batches of one shape are full beside those of others."""
+ROUNDS = 4
+"""How often the images in the pipe could fill every instance: single requests beside them wait no longer than that."""
 
 Finish = Callable[[int, dict[str, Any], BaseException | None], None]
 """Takes an image's number, its dict and its error; called once for each, from any thread."""

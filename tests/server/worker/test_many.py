@@ -81,9 +81,9 @@ class Immediate(FakePipe):
 
 
 def test_images_that_are_finished_at_once_take_no_stack():
-    answers = Answers(1100)
+    answers = Answers(1030)
     Turns(Immediate()).start(answers.call)  # type: ignore[arg-type]
-    assert answers.all == {index: index for index in range(1100)}
+    assert answers.all == {index: index for index in range(1030)}
 
 
 class Ticket:

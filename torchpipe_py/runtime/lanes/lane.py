@@ -208,12 +208,11 @@ class Lane:
     def _is_worth_it(self, delay: ControlledDelay, instance: Instance, request: Request, now: float, size: int) -> bool:
         """Whether the request can meet its deadline, or, without one, has not waited too long; else it is completed."""
         waited, compute = now - request.arrived, self.times.expected(size, now)
-        is_shed = delay.took(waited, compute, now)
         if request.deadline is not None:
             if now + compute < request.deadline:
                 return True
             self._expire(instance, request)
-        elif is_shed:
+        elif delay.took(waited, compute, now):
             instance.record.expired += 1
             retry = max(1, round(1000 * self.expected_wait(now)))
             text = f"waited {1000 * waited:.0f} ms at node {self.name!r}, which has more requests than it can take"
