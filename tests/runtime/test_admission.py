@@ -1,0 +1,183 @@
+"""Recent compute times, queues that stand, patience: by a clock that is an argument; and a pipe that is overloaded."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate
+
+from torchpipe_py import Backend, DeadlineExceeded, Overloaded, pipe
+from torchpipe_py.runtime.admission import (
+    CALM,
+    INTERVAL,
+    RECENT,
+    ComputeTimes,
+    ControlledDelay,
+    Path,
+    Patience,
+    longest,
+)
+
+
+def test_expects_the_nearest_size_that_ran_and_forgets() -> None:
+    times = ComputeTimes()
+    assert times.expected(1, 0.0) == 0.0
+    times.add(8, 0.08, 0.0)
+    assert [times.expected(size, 0.0) for size in (1, 8, 15, 64)] == [0.08] * 4
+    times.add(1, 0.02, 0.0)
+    assert (times.expected(1, 0.0), times.expected(9, 0.0)) == (0.02, 0.08)
+    assert times.expected(1, RECENT + 0.01) == 0.0
+
+
+def test_a_mean_follows_what_ran_last() -> None:
+    times = ComputeTimes()
+    for seconds in [0.1, *[0.2] * 50]:
+        times.add(1, seconds, 0.0)
+    assert times.expected(1, 0.0) == pytest.approx(0.2, rel=0.01)
+
+
+def test_a_batch_is_no_larger_than_its_time_allows() -> None:
+    times = ComputeTimes()
+    for size, seconds in ((1, 0.01), (2, 0.02), (4, 0.04), (8, 0.08)):
+        times.add(size, seconds, 0.0)
+    assert [times.fitting(8, seconds, 0.0) for seconds in (0.1, 0.05, 0.025, 0.001)] == [8, 4, 2, 1]
+
+
+def test_waits_for_rounds_of_all_instances() -> None:
+    times = ComputeTimes()
+    times.add(1, 0.02, 0.0)
+    assert times.wait(0, 1, 2, 1, 0.0) == 0.0
+    assert times.wait(0, 2, 2, 1, 0.0) == pytest.approx(0.01)
+    assert times.wait(4, 2, 2, 1, 0.0) == pytest.approx(0.05)
+
+
+def waits(delay: ControlledDelay, seconds: float, since: float, until: float) -> list[bool]:
+    """What becomes of requests that leave the queue every 10 ms, each after so long, where one takes 20 ms."""
+    return [delay.took(seconds, 0.02, since + step / 100) for step in range(int((until - since) * 100))]
+
+
+def test_a_burst_loses_nothing() -> None:
+    delay = ControlledDelay(None)
+    assert not any(waits(delay, 0.5, 1.0, 1.0 + INTERVAL))
+    assert not any(waits(delay, 0.01, 1.2, 1.3))
+    assert not any(waits(delay, 0.5, 1.3, 1.3 + INTERVAL))
+
+
+def test_a_queue_that_stands_is_shed_until_nothing_is_refused_for_a_while() -> None:
+    delay = ControlledDelay(None)
+    assert waits(delay, 0.5, 1.0, 2.0)[-1]
+    assert delay.is_shedding(2.0)
+    assert not any(waits(delay, longest(0.02) - 0.021, 2.0, 2.5)), "what is in time is not shed"
+    assert not delay.is_shedding(2.0 + CALM)
+    assert not any(waits(delay, 0.1, 4.0, 5.0)), "less than twice the target"
+
+
+def test_no_target_sheds_nothing() -> None:
+    assert not any(waits(ControlledDelay(0.0), 100.0, 1.0, 9.0))
+
+
+def test_patience_is_what_clients_show_by_leaving() -> None:
+    patience = Patience()
+    assert patience.bound(0, 0.0) == math.inf
+    for seconds in (0.05, 0.06, 0.07):
+        patience.left(seconds)
+    assert patience.bound(100, 2.0) == math.inf, "3 of 100"
+    for seconds in (0.05, 0.06, 0.07):
+        patience.left(seconds)
+    assert patience.bound(110, 4.0) == 0.06
+    assert patience.bound(200, 6.0) == pytest.approx(0.066)
+    now = 6.0
+    while patience.bound(200, now) < math.inf:
+        now += 2.0
+    assert now < 200
+
+
+class Lane:
+    def __init__(self, wait: float, compute: float) -> None:
+        self._wait, self._compute = wait, compute
+
+    def expected_wait(self, now: float) -> float:
+        return self._wait
+
+    def expected_compute(self, now: float) -> float:
+        return self._compute
+
+
+def test_a_path_is_as_long_as_its_longest_branch() -> None:
+    lanes = {"a": Lane(0.1, 0.01), "b": Lane(0.2, 0.01), "c": Lane(0.0, 0.05), "d": Lane(0.0, 0.02)}
+    path = Path(lanes, {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")})
+    assert path.expected(0.0) == pytest.approx((0.3, 0.04))
+
+
+# -- a pipe -----------------------------------------------------------------------------------------------------------
+
+
+def dispatched(run: pipe, seconds: float | None = None) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def finish(data: dict[str, Any], error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(data)
+        else:
+            future.set_exception(error)
+
+    run.dispatch({"data": 1}, finish, seconds)
+    return future
+
+
+class Slow(Backend):
+    """30 ms for each request."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        threading.Event().wait(0.03)
+        for item in items:
+            item["result"] = 1
+
+
+def test_what_stands_too_long_is_refused_and_the_rest_is_computed(register: Register) -> None:
+    with pipe({"backend": register(Slow)}) as run:
+        run.limit_delays(0.001)
+        errors = [future.exception(WAIT) for future in [dispatched(run) for _ in range(20)]]
+        refused = [error for error in errors if error is not None]
+        assert errors[0] is None
+        assert refused
+        assert {type(error) for error in refused} == {Overloaded}
+        assert all(getattr(error, "retry_after_ms", 0) >= 1 for error in refused)
+        assert run.stats()["nodes"]["node"]["expired"] == len(refused)
+        waiting = [dispatched(run) for _ in range(8)]
+        with pytest.raises(Overloaded, match="more come than can be taken"):
+            run.check_delay(None)
+        for future in waiting:
+            future.exception(WAIT)
+
+
+def test_requests_of_programs_are_never_shed(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend)}) as run, gate:
+        futures = [dispatched(run) for _ in range(5)]
+        gate.wait_entered()
+        threading.Event().wait(3 * INTERVAL)
+        gate.open()
+        assert [future.exception(WAIT) for future in futures] == [None] * 5
+
+
+def test_what_cannot_meet_its_deadline_any_more_is_not_computed(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend)}) as run, gate:
+        run.limit_delays(0.0)
+        lane = run._runtime.nodes["node"].lane
+        first = dispatched(run)
+        gate.wait_entered()
+        lane.times.add(1, 50.0, perf_counter())
+        late = dispatched(run, 30.0)
+        gate.open()
+        assert first.exception(WAIT) is None
+        with pytest.raises(DeadlineExceeded):
+            late.result(WAIT)
+        assert len(gate.batches) == 1
