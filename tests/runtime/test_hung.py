@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, eventually, outcome
+from fakes import WAIT, Gate, error_of, eventually, outcome
 from test_lifecycle import run_python
 
 import torchpipe_py.runtime.runtime
-from torchpipe_py import pipe
+from torchpipe_py import PipeClosed, pipe
 
 
 def node_of(p: pipe) -> dict[str, Any]:
@@ -94,6 +94,7 @@ ENDS = {
     "closed": "p = pipe(config); call(p); assert p.close() is False; del p",
     "with": "with pipe(config) as p: call(p)",
     "submitted": "p = pipe(config); p.submit({'data': 'sleep'}); entered.wait(); print('given up')",
+    "dropped": "def main():\n    p = pipe(config); p.submit({'data': 'sleep'}); entered.wait()\nmain(); print('given up')",
     "an exception": "p = pipe(config)\ncall(p)\nraise ValueError('mine')",
     "two pipes": "p, q = pipe(config), pipe(config); call(p); call(q)",
     "a forked child": "p = pipe(config); call(p)\nif os.fork():\n    assert os.wait()[1] == 0",
@@ -145,5 +146,19 @@ def test_close_leaves_what_nobody_waits_for(
         assert p.close() is False
         assert [record.getMessage() for record in caplog.records if "node 'broken': instance 0" in record.getMessage()]
         monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", WAIT)
+        gate.open()
+        assert p.close() is True
+
+
+def test_close_logs_no_error_for_a_backend_that_needs_a_moment(
+    register: Register, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate()
+    with gate:
+        p = pipe({"backend": register(gate.backend)})
+        running = gate.hold(p, {"data": 1})
+        assert p.close(timeout=0.01) is False
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+        assert isinstance(error_of(running), PipeClosed)
         gate.open()
         assert p.close() is True

@@ -249,7 +249,8 @@ class pipe:
         """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
 
         ``False`` if a backend still runs after ``timeout`` seconds, or 2 s after every request that it runs was given
-        up (at its deadline, say); its requests have failed nevertheless, and a line in the log names it.
+        up (at its deadline, say); its requests have failed nevertheless. An error in the log names a backend that has
+        run for 2 s.
         """
         ended = self._runtime.close(timeout)
         if ended or self._runtime.is_left:

@@ -66,6 +66,7 @@ class Runtime:
         self.is_left = False  # nobody waits any more for a backend that does not return
         self.patience: Patience | None = None
         self._paths: dict[str, Path] = {}
+        self._abandoned: set[Instance] = set()
         waiting: set[Led] = set()
         self.nodes: dict[str, Node] = {
             name: Node(
@@ -179,20 +180,16 @@ class Runtime:
         return ended == [True]
 
     def drop(self) -> None:
-        """``close`` for a pipe that nobody has any more."""
-        # NOTE: a collection may end it anywhere. A thread of a pipe may hold a lock that this takes as well, or be the
-        # one that takes the answers which this waits for. The call that starts another one there takes no lock itself.
+        """``close`` for a pipe that nobody refers to. What runs may finish; nobody waits for it longer than a moment."""
+        # NOTE: a collection may call this on any thread: on one of this pipe's, which may hold a lock that refusing
+        # takes as well, or on one that takes the answers which the pipe's threads wait for.
         is_of_pipe = threading.current_thread().name.startswith(THREAD_PREFIX)
         if is_of_pipe or any(node.current_instance() for node in self.nodes.values()):
             with suppress(RuntimeError):  # Python ends, and ends the pipe itself
-                start_new_thread(self._end_aside, ())
+                start_new_thread(self.refuse, ())
         else:
-            self.end()
-
-    def _end_aside(self) -> None:
-        # NOTE: a thread that ``threading`` has not started is one of ``threading.enumerate()`` for ever once it joins.
-        with suppress(RuntimeError):
-            _closer(self.end).start()
+            self.refuse()
+            self._wait_for_threads(perf_counter() + LEAVE_SECONDS)
 
     def refuse(self) -> None:
         """Take no further request; let every instance finish its batch, and fail what is queued."""
@@ -210,16 +207,18 @@ class Runtime:
         self.refuse()
         left = self._wait_for_threads(until)
         self.inflight.end()
+        now = perf_counter()
+        self.is_left = bool(left) and (until is None or now < until)
         for instance in left:
-            seconds = instance.running_s(perf_counter())
+            seconds = instance.running_s(now)
             where = self.name, instance.node, instance.index, instance.backend.config.label
-            if seconds:
+            if seconds >= LEAVE_SECONDS and instance not in self._abandoned:
+                self._abandoned.add(instance)
                 logger.error(
                     "%s: node %r: instance %d of %s is still running after %.1f s; abandoning it", *where, seconds
                 )
             else:
-                logger.debug("%s: node %r: instance %d of %s is still being closed", *where)
-        self.is_left = bool(left) and (until is None or perf_counter() < until)
+                logger.debug("%s: node %r: instance %d of %s has not ended yet", *where)
         return not left
 
     def _wait_for_threads(self, until: float | None) -> list[Instance]:
