@@ -135,7 +135,9 @@ def test_postprocessors_on_the_gpu_are_those_on_the_host(resnet18: str, name: st
         items = forward(backend, mats)
         forward(backend, mats[::-1])  # overwrites what results must not be views of
     cls: Any = registry.default.find_postprocessor(name)
-    for item, wanted in zip(items, make_postprocessor(cls, {"k": 5, "threshold": 0.5, "max": 8}).forward([logits]), strict=True):
+    for item, wanted in zip(
+        items, make_postprocessor(cls, {"k": 5, "threshold": 0.5, "max": 8}).forward([logits]), strict=True
+    ):
         expected = wanted if isinstance(wanted, dict) else {"result": wanted}
         for key, value in expected.items():
             assert numbers(item[key]) == pytest.approx(numbers(value), rel=1e-3, abs=1e-6)

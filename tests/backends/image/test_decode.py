@@ -204,6 +204,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         tiff([*TAGS, (322, 4, 1, 60000), (323, 4, 1, 60000)]),
         "tiles of 60000x60000 pixels for an image of 32x24",
     ),
+    "tiff, tile width": (tiff([*TAGS, (322, 4, 1, 1313)]), "or not that of its tiles"),
     "tiff, twice": (tiff([*TAGS, (256, 4, 1, 99999)]), "the tag 256 twice"),
     "tiff, no size": (tiff([(256, 4, 1, 32)]), "does not say its size"),
     "tiff, channels": (tiff([*TAGS, (277, 3, 1, 65535)]), "65535 channels"),
