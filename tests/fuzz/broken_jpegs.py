@@ -63,10 +63,19 @@ def is_magenta(pixels: np.ndarray) -> np.ndarray:
 
 
 def require_opencvs(data: bytes) -> None:
-    """Raise ``AssertionError`` unless libjpeg-turbo decodes the file without a warning, to OpenCV's pixels."""
-    mine = simplejpeg.decode_jpeg(data, "RGB", strict=True)
+    """Raise ``AssertionError`` unless libjpeg-turbo decodes the file without a warning, to OpenCV's pixels.
+
+    Bytes between the last block and the end are no harm: the check reads as many ahead, and does not miss them.
+    """
+    problem = ""
+    try:
+        simplejpeg.decode_jpeg(data, "RGB", strict=True)
+    except ValueError as error:
+        problem = str(error)
+    assert not problem or "extraneous bytes before marker 0xd9" in problem, problem
+    pixels = simplejpeg.decode_jpeg(data, "RGB", strict=False)
     flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-    assert np.array_equal(mine, cv2.imdecode(np.frombuffer(data, np.uint8), flags))
+    assert np.array_equal(pixels, cv2.imdecode(np.frombuffer(data, np.uint8), flags)), "other pixels"
 
 
 def segments(data: bytes) -> tuple[_Segments, bytes]:
@@ -321,7 +330,7 @@ def main() -> int:
             passed += 1
             try:
                 require_opencvs(data)
-            except (AssertionError, ValueError) as error:
+            except AssertionError as error:
                 bad += 1
                 print(f"{kind}: {error}; {data.hex()}", flush=True)
         print(f"{kind:14} {options.files:7} files {passed:7} passed", flush=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import mmap
 import random
@@ -19,13 +18,18 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "backends" / "image"))
+
+from pictures import png_chunk
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import usable_cores
@@ -50,46 +54,35 @@ Pieces = list[bytes]
 
 def bases() -> list[bytes]:
     """Small images of every kind, and the findings of earlier runs."""
-    import numpy as np
+    from pictures import IEND, ihdr, png_of, saved
     from PIL import Image
-
-    def saved(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 24), **options: Any) -> bytes:
-        pixels = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3), np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(pixels).convert(mode).save(file, kind, **options)
-        return file.getvalue()
 
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"
     extras = {"exif": exif, "icc_profile": b"profile" * 20}
-    images = [
-        *(saved("JPEG", mode) for mode in ("RGB", "L", "CMYK")),
-        saved("JPEG", progressive=True),
-        saved("JPEG", "CMYK", progressive=True),
-        saved("JPEG", restart_marker_rows=1, subsampling=0, **extras),
-        saved("JPEG", keep_rgb=True),
-        *(saved("PNG", mode) for mode in ("RGB", "L", "P", "1", "RGBA", "LA", "I;16")),
-        saved("PNG", **extras),
-        _interlaced(),
-        saved("WEBP"),
-        saved("WEBP", lossless=True),
-        saved("WEBP", "RGBA", **extras),
-        saved("WEBP", "RGBA", size=(9, 9), lossless=True),
-        *(saved("BMP", mode) for mode in ("RGB", "L", "P", "1", "RGBA")),
-        _run_lengths(),
-        *(saved("GIF", mode) for mode in ("RGB", "L")),
-        *(saved("TIFF", compression=kind) for kind in ("raw", "tiff_deflate", "tiff_lzw", "packbits", "jpeg")),
-        *(saved("PPM", mode) for mode in ("RGB", "L", "1")),
-    ]
-    return images + [path.read_bytes() for path in sorted(SEEDS.iterdir())]
-
-
-def _interlaced() -> bytes:
-    """8×8 pixels in seven passes."""
     rows = b"".join((b"\0" + bytes(range(3 * width))) * height for width, height in
                     ((1, 1), (1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)))  # fmt: skip
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 1)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_png_chunk(*chunk) for chunk in chunks)
+    interlaced = ihdr()[0], ihdr()[1][:-1] + b"\1"
+    images = [
+        *(saved("JPEG", mode=mode) for mode in ("RGB", "L", "CMYK")),
+        saved("JPEG", progressive=True),
+        saved("JPEG", mode="CMYK", progressive=True),
+        saved("JPEG", restart_marker_rows=1, subsampling=0, **extras),
+        saved("JPEG", keep_rgb=True),
+        *(saved("PNG", mode=mode) for mode in ("RGB", "L", "P", "1", "RGBA", "LA", "I;16")),
+        saved("PNG", **extras),
+        png_of([interlaced, (b"IDAT", zlib.compress(rows)), IEND]),
+        saved("WEBP"),
+        saved("WEBP", lossless=True),
+        saved("WEBP", mode="RGBA", **extras),
+        saved("WEBP", 9, 9, "RGBA", lossless=True),
+        *(saved("BMP", mode=mode) for mode in ("RGB", "L", "P", "1", "RGBA")),
+        _run_lengths(),
+        *(saved("GIF", mode=mode) for mode in ("RGB", "L")),
+        *(saved("TIFF", compression=kind) for kind in ("raw", "tiff_deflate", "tiff_lzw", "packbits", "jpeg")),
+        *(saved("PPM", mode=mode) for mode in ("RGB", "L", "1")),
+    ]
+    return images + [path.read_bytes() for path in sorted(SEEDS.iterdir())]
 
 
 def _run_lengths() -> bytes:
@@ -130,11 +123,7 @@ def join(pieces: Pieces, mend: bool) -> bytes:
 
 
 def _mended(piece: bytes) -> bytes:
-    return _png_chunk(piece[4:8], piece[8:-4]) if len(piece) >= 12 else piece
-
-
-def _png_chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return png_chunk(piece[4:8], piece[8:-4]) if len(piece) >= 12 else piece
 
 
 # -- mutation -------------------------------------------------------------------------------------------------------
@@ -150,7 +139,7 @@ JPEG_PIECES = (
     b"\xff\xfe\0\4\xff\xda",
 )
 PNG_PIECES = tuple(
-    _png_chunk(kind, content)
+    png_chunk(kind, content)
     for kind, content in (
         (b"acTL", struct.pack(">II", 3, 0)),
         (b"fcTL", struct.pack(">IIIIIHHBB", 0, 32, 24, 0, 0, 10, 1000, 0, 0)),
@@ -336,86 +325,53 @@ def replay(options: argparse.Namespace) -> int:
 # -- the parent -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Child:
-    """A process on its way through the mutants from ``first`` to before ``last``."""
-
-    process: subprocess.Popen[bytes]
-    progress: Path
-    output: Path
-    first: int
-    last: int
-    at: int
-    since: float
-
-    def moves(self) -> bool:
-        """Whether it has come further lately."""
-        at = struct.unpack("<q", self.progress.read_bytes())[0]
-        if at != self.at:
-            self.at, self.since = at, time.monotonic()
-        return time.monotonic() - self.since < HANGS
-
-
 class Campaign:
-    """Hands out blocks of mutants to children, and keeps what they find."""
+    """Runs blocks of mutants in child processes, several at a time, and keeps what they find."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options, self._folder = options, folder
-        self._blocks = [
-            (first, min(first + BLOCK, options.mutants)) for first in range(0, options.mutants, BLOCK)
-        ][::-1]  # fmt: skip
-        self._started = 0
+        self._end = time.monotonic() + options.seconds
+        self._lock = threading.Lock()
         self.done, self.findings = 0, 0
 
     def run(self) -> None:
-        end = time.monotonic() + self._options.seconds
-        children: list[Child] = []
-        try:
-            self._run(children, end)
-        finally:
-            for child in children:
-                child.process.kill()
-                child.process.wait()
+        blocks = range(0, self._options.mutants, BLOCK)
+        with ThreadPoolExecutor(self._options.jobs) as threads:
+            list(threads.map(self._run_block, blocks))
 
-    def _run(self, children: list[Child], end: float) -> None:
-        while children or (self._blocks and time.monotonic() < end):
-            while self._blocks and len(children) < self._options.jobs and time.monotonic() < end:
-                children.append(self._start(*self._blocks.pop()))
-            time.sleep(0.05)
-            for child in list(children):
-                if child.process.poll() is None and child.moves() and time.monotonic() < end:
-                    continue
-                children.remove(child)
-                self._finish(child, time.monotonic() >= end)
+    def _run_block(self, first: int) -> None:
+        last = min(first + BLOCK, self._options.mutants)
+        while first < last and time.monotonic() < self._end:
+            first = self._run_child(first, last)
 
-    def _start(self, first: int, last: int) -> Child:
-        self._started += 1
-        progress, output = self._folder / f"{self._started}.at", self._folder / f"{self._started}.out"
+    def _run_child(self, first: int, last: int) -> int:
+        """Start a child at ``first``; where the next one begins, after the mutant that ended this one."""
+        progress, output = self._folder / f"{first}.at", self._folder / f"{first}.out"
         progress.write_bytes(struct.pack("<q", first - 1))
         command = [sys.executable, __file__, "--child", str(first), str(last), "--progress", str(progress)]
         command += ["--seed", str(self._options.seed), "--decoder", self._options.decoder]
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
-        return Child(process, progress, output, first, last, first - 1, time.monotonic())
-
-    def _finish(self, child: Child, is_over: bool) -> None:
-        hangs = child.process.poll() is None and not is_over
-        if child.process.poll() is None:
-            child.process.kill()
-        status = child.process.wait()
-        child.moves()
-        for line in child.output.read_text().splitlines():
-            self._keep(*json.loads(line))
-        self.done += min(child.at + 1, child.last) - child.first
-        if status == 0 or (is_over and not hangs):
-            return
-        if child.at < child.first or (status > 0 and not hangs):
+        at, since, hangs = first - 1, time.monotonic(), False
+        with output.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL) as child:
+            while child.poll() is None and not hangs and time.monotonic() < self._end:
+                time.sleep(0.05)
+                moved = struct.unpack("<q", progress.read_bytes())[0]
+                at, since = moved, time.monotonic() if moved != at else since
+                hangs = time.monotonic() - since > HANGS
+            is_killed = child.poll() is None
+            child.kill()
+        (at,) = struct.unpack("<q", progress.read_bytes())
+        with self._lock:
+            self.done += min(at + 1, last) - first
+            for line in output.read_text().splitlines():
+                self._keep(*json.loads(line))
+        if child.returncode == 0 or (is_killed and not hangs):
+            return last
+        if at < first or (child.returncode > 0 and not hangs):
             raise SystemExit(
-                f"a child ended with status {status} before its first mutant, or by an exception of its own"
+                f"a child ended with status {child.returncode} before its first mutant, or by its own fault"
             )
-        self._keep(child.at, "hangs" if hangs else f"ends the process with status {status}")
-        if child.at + 1 < child.last:
-            self._blocks.append((child.at + 1, child.last))
+        self._keep(at, "hangs" if hangs else f"ends the process with status {child.returncode}")
+        return at + 1
 
     def _keep(self, number: int, finding: str) -> None:
         data = Mutator(self._options.seed)(number)

@@ -37,6 +37,7 @@ def _is_there(module: str) -> bool:
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 needs_torchvision = pytest.mark.skipif(not _is_there("torchvision"), reason="torchvision is not installed")
 needs_nvimgcodec = pytest.mark.skipif(not _is_there("nvidia.nvimgcodec"), reason="nvImageCodec is not installed")
 decoders = pytest.mark.parametrize(

@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import MEAN, STD, backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
-from onnx import TensorProto, helper, numpy_helper, save
-from test_tensorrt import resnet_config, small_model
+from conftest import save_model
+from device import backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
+from onnx import helper
+from test_tensorrt import NORMALISE, resnet_config, small_model
 
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.model.engine.api import is_lean, load_tensorrt, profile_range
 from torchpipe_py.backends.model.engine.precision import Layer, multiplying_layers
 
 pytestmark = pytest.mark.timeout(400)
-
-NORMALISE = {"mean": ", ".join(map(str, MEAN)), "std": ", ".join(map(str, STD))}
 
 
 def quantised_model(path: Path, channels: int = 32) -> str:
@@ -37,14 +36,8 @@ def quantised_model(path: Path, channels: int = 32) -> str:
         helper.make_node("DequantizeLinear", ["weight", "weight_scale", "weight_zero"], ["real"], axis=0),
         helper.make_node("Conv", ["rounded", "real"], ["y"], name="conv", kernel_shape=[3, 3], pads=[1] * 4),
     ]
-    shapes = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", count, 16, 16])
-        for name, count in (("x", 3), ("y", channels))
-    ]
-    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in arrays.items()]
-    graph = helper.make_graph(nodes, "quantised", shapes[:1], shapes[1:], tensors)
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))
-    return str(path)
+    constants = {name: np.asarray(array) for name, array in arrays.items()}
+    return save_model(path, nodes, {"x": ["n", 3, 16, 16]}, {"y": ["n", channels, 16, 16]}, constants)
 
 
 def layers_of(backend: Backend) -> list[Layer]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from device import backend_of, forward, in_threads, needs_gpu, photo
+from device import backend_of, forward, in_threads, needs_gpu, photo, two_devices
 
 from torchpipe_py import Backend, ItemBackend, pipe
 
@@ -139,7 +139,7 @@ def test_mat2tensor_goes_to_the_gpu_and_to_the_cpu_if_told() -> None:
         assert np.array_equal(item["result"][0].permute(1, 2, 0).cpu().numpy(), mat)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@two_devices
 def test_device_id_is_where_the_work_is_done() -> None:
     config = {"backend": "SyncTensor[S[Mat2Tensor,ResizeTensor]]", "resize_h": 8, "resize_w": 8, "device_id": 1}
     with pipe(config) as run:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import decoders, jpeg, needs_gpu, needs_torchvision, photo
+from device import decoders, jpeg, needs_gpu, needs_torchvision, photo, two_devices
 from torch.utils.data import DataLoader
 
 from torchpipe_py import pipe
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*more than the suggested max number of workers.*:UserWarning"),
 ]
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 H, W = 48, 40
@@ -260,7 +259,7 @@ def test_a_training_goes_on(folder: Path, tmp_path: Path) -> None:
     assert len(first + started(folder, *script)) == 6
 
 
-@needs_two
+@two_devices
 def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
     with wrapped(dataset, transforms_gpu=TensorToTensor()) as loader:
         single = taken(loader)
@@ -275,7 +274,7 @@ def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
             assert torch.equal(torch.cat([one.cpu() for one in images]), batch.images.cpu())
 
 
-@needs_two
+@two_devices
 @pytest.mark.parametrize("options", [[], ["--workers-decode"]])
 def test_two_processes_over_nccl(folder: Path, options: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -303,7 +302,7 @@ assert not torch._C._cuda_hasPrimaryContext(0)
 """
 
 
-@needs_two
+@two_devices
 @decoders
 def test_a_context_takes_memory_of_one_device_alone(dataset: ImageFiles, decoder: str) -> None:
     """A process of a training on several GPUs must not keep half a GiB of the first one."""

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import encode, picture
+from image_kit import made
 from pictures import (
     IEND,
     bmp,
@@ -62,6 +63,7 @@ GOOD = {
     "a frame within a usual segment": JPEG[:2]
     + jpeg_segment(0xE0, b"\xff\xc0\0\x11\x08\x7f\xff\x7f\xff\3\1\x11\0\2")
     + JPEG[2:],
+    "a marker without content": JPEG[:2] + b"\xff\xd0" + JPEG[2:],
     "bytes between segments": JPEG[:20] + b"junk\xff\0" + JPEG[20:],
     "bytes after the end": JPEG + saved("JPEG", 100, 100),
     "scans after the end": PROGRESSIVE + with_scans(PROGRESSIVE, 100),
@@ -150,6 +152,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "jpeg, hierarchical": (frame(JPEG, 0xC5), r"SOF5 \(hierarchical\)"),
     "jpeg, 12 bits": (JPEG.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), r"\(12 bits\)"),
     "jpeg, no frame": (JPEG.replace(frames_of(JPEG), b""), "no frame header"),
+    "jpeg, no data": (b"\xff\xd8\xff\xd9" + bytes(9), "ends before the image data"),
     "jpeg, two starts": (JPEG[:2] + JPEG, "marker FFD8 at byte 2"),
     "jpeg, a segment of no length": (JPEG[:2] + b"\xff\xe0\0\0" + JPEG[2:], "the segment at byte 2 has no length"),
     "jpeg, cut off": (JPEG[:100], "cut off in its header"),
@@ -186,6 +189,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "webp, a frame": (webp_of([canvas(32, 24), (b"ANMF", bytes(24)), *IMAGE]), "animated"),
     "webp, unknown first": (webp_of([(b"JUNK", b""), *IMAGE]), "begins with a chunk b'JUNK'"),
     "webp, no key frame": (webp_of([(b"VP8 ", b"\1" + IMAGE[0][1][1:])]), "not a key frame"),
+    "webp, lossless": (webp_of([(b"VP8L", b"\x2e" + bytes(7))]), "has no signature"),
     "webp, chunks": (webp_of([canvas(32, 24), *[(b"JUNK", b"")] * 99, *IMAGE]), "no image in its first 64 chunks"),
     "webp, cut off": (LOSSY[:24], "cut off in its header"),
     # BMP
@@ -199,11 +203,14 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "gif, large": (gif(32767, 32767), "a GIF of 32767x32767 pixels"),
     "gif, a frame outside": (gif(4, 4, (0, 0, 60000, 60000)), "a frame of 60000x60000 pixels leaves"),
     "gif, blocks": (gif(4, 4)[:19] + b"\x21\xfe" + b"\1 " * 9999 + b"\0" + gif(4, 4)[19:], "in its first 4096 blocks"),
+    "gif, block": (gif(4, 4)[:19] + b"\x99" + bytes(9), "a block of type 153 at byte 19"),
+    "tiff, two widths": (tiff([(256, 4, 2, 32), *TAGS[1:]]), "the tag 256 holds 2 values of type 4"),
     "tiff, large": (tiff([(256, 4, 1, 2**31), (257, 4, 1, 24)]), "a TIFF of 2147483648x24 pixels"),
     "tiff, tile": (
         tiff([*TAGS, (322, 4, 1, 60000), (323, 4, 1, 60000)]),
         "tiles of 60000x60000 pixels for an image of 32x24",
     ),
+    "tiff, tile width": (tiff([*TAGS, (322, 4, 1, 1313)]), "or not that of its tiles"),
     "tiff, twice": (tiff([*TAGS, (256, 4, 1, 99999)]), "the tag 256 twice"),
     "tiff, no size": (tiff([(256, 4, 1, 32)]), "does not say its size"),
     "tiff, channels": (tiff([*TAGS, (277, 3, 1, 65535)]), "65535 channels"),
@@ -405,6 +412,23 @@ def test_formats_names_what_is_read() -> None:
         to_formats("jpg")
     with pytest.raises(ValueError, match="at least one"):
         to_formats("")
+
+
+def test_a_large_image_has_more_than_a_quarter_of_max_pixels() -> None:
+    for max_pixels, large in ((4 * 24 * 32, False), (4 * 24 * 32 - 1, True)):
+        with made("DecodeMat", max_pixels=max_pixels) as backend:
+            assert backend.is_large({"data": JPEG}) is large
+            assert not backend.is_large({"data": b"no image"})
+
+
+def test_an_error_of_opencv_is_a_decode_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imdecode(*args: Any) -> None:
+        raise cv2.error("OpenCV(4) grfmt.cpp:1: error: (-2) broken\nin function")
+
+    monkeypatch.setattr(cv2, "imdecode", imdecode)
+    error = decode(JPEG)["error"]
+    assert isinstance(error, DecodeError)
+    assert f"{len(JPEG)} bytes: OpenCV: " in str(error)
 
 
 def test_max_pixels() -> None:

@@ -155,8 +155,8 @@ def read_tiff(data: Bytes) -> ImageHeader:
             (place,) = struct.unpack_from(order + "I", data, place)
         numbers = struct.unpack_from(f"{order}{min(values, 8)}{'H' if kind == 3 else 'I'}", data, place)
         tags[tag] = max(numbers, default=0)
-    if _WIDTH not in tags or _HEIGHT not in tags:
-        raise DecodeError("TIFF: it does not say its size")
+    if _WIDTH not in tags or _HEIGHT not in tags or (_TILE_WIDTH in tags) != (_TILE_HEIGHT in tags):
+        raise DecodeError("TIFF: it does not say its size, or not that of its tiles")
     channels, bits = tags.get(_CHANNELS, 1), tags.get(_BITS, 1)
     if channels > 4 or not 1 <= bits <= 64:
         raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
