@@ -180,7 +180,7 @@ class Runtime:
         return ended == [True]
 
     def drop(self) -> None:
-        """``close`` for a pipe that nobody refers to. What runs may finish; nobody waits for it longer than a moment."""
+        """``close`` for a pipe that nobody refers to. What runs may finish; nobody waits for it longer than that."""
         # NOTE: a collection may call this on any thread: on one of this pipe's, which may hold a lock that refusing
         # takes as well, or on one that takes the answers which the pipe's threads wait for.
         is_of_pipe = threading.current_thread().name.startswith(THREAD_PREFIX)
