@@ -94,7 +94,8 @@ ENDS = {
     "closed": "p = pipe(config); call(p); assert p.close() is False; del p",
     "with": "with pipe(config) as p: call(p)",
     "submitted": "p = pipe(config); p.submit({'data': 'sleep'}); entered.wait(); print('given up')",
-    "dropped": "def main():\n    p = pipe(config); p.submit({'data': 'sleep'}); entered.wait()\nmain(); print('given up')",
+    "dropped": "def main():\n    p = pipe(config); p.submit({'data': 'sleep'}); entered.wait()\n"
+    "main(); print('given up')",
     "an exception": "p = pipe(config)\ncall(p)\nraise ValueError('mine')",
     "two pipes": "p, q = pipe(config), pipe(config); call(p); call(q)",
     "a forked child": "p = pipe(config); call(p)\nif os.fork():\n    assert os.wait()[1] == 0",
