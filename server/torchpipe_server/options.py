@@ -68,9 +68,9 @@ class Options:
         choices=("config", "none", "process"),
     )
     queue_target_ms: float = _option(
-        -1.0,
+        0.0,
         "milliseconds: where the oldest request of a node has waited longer for 100 ms, those without a deadline that "
-        "waited twice as long are 'overloaded'; -1: 50, or 4 batches' time; 0: never",
+        "waited twice as long are 'overloaded'; 0: never; -1: 50, or the time of 4 batches",
         -1,
     )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")

@@ -313,7 +313,7 @@ def broken(kind: str, rng: np.random.Generator) -> tuple[bytes, tuple[int, int, 
 
 def main() -> int:
     """Check many files of each kind; exit status 1 if one that passes is not decoded as OpenCV decodes it."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=main.__doc__)
     parser.add_argument("--files", type=int, default=100_000, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -337,7 +337,7 @@ class Runtime:
 
     def limit_delays(self, target: float | None) -> None:
         """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
-        self.patience = Patience()
+        self.patience = None if target == 0.0 else Patience()
         for node in self.nodes.values():
             node.lane.delay = ControlledDelay(target)
 

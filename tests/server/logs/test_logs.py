@@ -285,6 +285,7 @@ def test_what_clients_do_wrong_is_no_line_by_default(register: Register, caplog)
 WRONG = {
     "--port": ["-1", "65536", "x", "1.5", ""],
     "--http-port": ["-2", "65536", "x"],
+    "--queue-target-ms": ["-2", "x"],
     "--workers": ["0", "-1", "1025", "two"],
     "--devices": ["a", "0,", ",0", "0;1", "-1", "0,,1", " "],
     "--engines": ["0", "-1", "65", "two"],
