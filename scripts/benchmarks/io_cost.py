@@ -1,98 +1,49 @@
-"""What a request costs a worker's Python over each protocol, part by part: no sockets, no time in the pipe."""
+"""What a request of a pipe that does nothing costs: processor time of the service and of a client of the load tester."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
-from collections.abc import Callable
-from time import perf_counter
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torchpipe_server.front.journal import Journal
-from torchpipe_server.front.services import HttpService, Routes, Service, ThriftService, limits_of
-from torchpipe_server.methods.http import HttpHandler
-from torchpipe_server.methods.thrift import InferenceHandler
-from torchpipe_server.options import Options
+from benchmarks.common import Load, Report, Subject, image_folder, picture
+from benchmarks.services import client_report, load_in, serving
 
-from benchmarks.common import Load, Report, picture
-from torchpipe_py.idl import load_idl
-from torchpipe_py.runtime.deadlines import Deadlines
-from torchpipe_py.tools.load.wire import encode_call
+TRANSPORTS = ("buffered", "framed", "http")
+CLIENTS = (1, 10, 40)
+CLIENT_LIMIT = 0.5  # of the service's time: a client that takes more is what limits on shared cores
+_BACKEND = """\
+from torchpipe_py import ItemBackend, register_backend
 
-PARTS = ("bytes to request", "journal", "route, arguments", "start", "outcome to result", "result to bytes")
-_HEADS = {
-    "2 fields": "",
-    "7 fields": "Accept: */*\r\nAccept-Encoding: gzip, deflate, br, zstd\r\nConnection: keep-alive\r\n"
-    "User-Agent: python-httpx/0.28.1\r\nContent-Type: image/jpeg\r\n",
-}
+class NoOp(ItemBackend):
+    def forward_item(self, item):
+        item["result"] = "ring", 0.9954
 
-
-class _Pipe:
-    """Keeps what would finish the request."""
-
-    finish: Callable[[dict[str, Any], BaseException | None], None]
-
-    def dispatch(self, data: dict[str, Any], finish: Any, *_: object, **__: object) -> None:
-        self.finish = finish
-
-    def stats(self) -> dict[str, Any]:
-        return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 8}}}
-
-    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
-        """Nothing waits here."""
+register_backend(NoOp, "NoOp")
+"""
 
 
 def io_cost(args: argparse.Namespace) -> Report:
-    """Microseconds of each part: medians over 200 requests in each round, whatever ``--seconds`` is."""
-    jpeg = picture()
-    run: Any = _Pipe()
-    services = _services(run, jpeg)
-    entry = Journal(1).entry(0)
-    spent: dict[str, list[list[float]]] = {name: [] for name in services}
-    for _ in range(200 * args.rounds):
-        for name, (service, data) in services.items():
-            spent[name].append(_times(service, data, run, entry))
-    report = Report(f"io_cost: {len(jpeg) / 1000:.0f} KB JPEG, microseconds: {', '.join(PARTS)}")
-    for name, times in spent.items():
-        parts = [1e6 * statistics.median(part) for part in zip(*times, strict=True)]
-        note = f"{' + '.join(f'{part:.1f}' for part in parts)} = {sum(parts):.1f}"
-        report.add(name, 1, Load(1e6 / sum(parts), note=note))
+    """Requests per second with client and service on the same cores, and the microseconds of each for a request."""
+    report = Report("io_cost: a node that does nothing, 2 KB JPEG, one worker, client processes on the same cores")
+    with image_folder(picture(64, 48, quality=70)) as images, TemporaryDirectory() as folder:
+        code, config = Path(folder, "no_op.py"), Path(folder, "no_op.toml")
+        code.write_text(_BACKEND, encoding="utf-8")
+        config.write_text('[no_op]\nbackend = "NoOp"\n', encoding="utf-8")
+        with serving(str(config), ["--import", str(code)]) as port:
+
+            def load(clients: int, seconds: float, transport: str) -> Load:
+                result = client_report(port, images, clients, seconds, ["--transport", transport])
+                cost = 1e6 / (result["calls_per_s"] or float("inf"))
+                service = (result["server_cpu_percent"] or 0.0) / 100 * cost
+                client = result["tester_cpu_us_per_call"]
+                note = f"{service:.0f} µs service, {client:.0f} µs client ({client / (service or 1):.2f})"
+                return replace(load_in(result), note=note)
+
+            def subject(transport: str) -> Subject:
+                return Subject(transport, lambda clients, seconds: load(clients, seconds, transport))
+
+            report.measure([subject(each) for each in TRANSPORTS], CLIENTS, args.seconds, args.rounds)
+    report.remarks.append(f"a client limits on shared cores where it costs more than {CLIENT_LIMIT:g} of the service")
     return report
-
-
-def _services(run: Any, jpeg: bytes) -> dict[str, tuple[Service, bytes]]:
-    options, idl, deadlines = Options(config="", host="", port=0), load_idl(), Deadlines(run)
-    handler = InferenceHandler(run, idl, deadlines)
-    routes = Routes(HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes).routes)
-    params = idl.InferenceParams(uuid="0001-00000001-0000", data=jpeg)
-    services: dict[str, tuple[Service, bytes]] = {
-        "Thrift": (
-            ThriftService(handler.methods, limits_of(options)),
-            encode_call(idl, "infer_batch", {"params": params}),
-        )
-    }
-    for name, fields in _HEADS.items():
-        head = f"POST /infer HTTP/1.1\r\nHost: 127.0.0.1:8888\r\n{fields}Content-Length: {len(jpeg)}\r\n\r\n"
-        service = HttpService(routes, options.max_message_bytes, options.max_reply_bytes)
-        services[f"HTTP, {name}"] = service, head.encode() + jpeg
-    return services
-
-
-def _times(service: Service, data: bytes, run: _Pipe, entry: Any) -> list[float]:
-    reader = service.reader()
-    results: list[Any] = []
-    times = [perf_counter()]
-    (message,) = reader.feed(data)
-    times.append(perf_counter())
-    entry.begin(message)
-    times.append(perf_counter())
-    method, args = service.decode(message)
-    times.append(perf_counter())
-    method.start(args, results.append)
-    times.append(perf_counter())
-    run.finish({"result": ("ring", 0.9954093098640442)}, None)
-    times.append(perf_counter())
-    service.reply(message.without_body(), results[0])
-    times.append(perf_counter())
-    return [after - before for before, after in itertools.pairwise(times)]

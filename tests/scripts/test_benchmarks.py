@@ -112,11 +112,12 @@ def test_threads_call_once_at_least() -> None:
     assert load.qps > 0
 
 
-def test_every_part_of_a_request_has_its_cost() -> None:
-    report = io_cost.io_cost(bench.make_parser().parse_args(["io_cost", "--rounds", "1"]))
-    assert {name for name, _ in report.loads} == {"Thrift", "HTTP, 2 fields", "HTTP, 7 fields"}
+def test_io_cost_measures_service_and_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_cost, "CLIENTS", (2,))
+    report = io_cost.io_cost(bench.make_parser().parse_args(["io_cost", "--rounds", "1", "--seconds", "0.6"]))
+    assert {name for name, _ in report.loads} == set(io_cost.TRANSPORTS)
     for key in report.loads:
-        assert report.median(*key).note.count(" + ") == len(io_cost.PARTS) - 1
+        assert "µs service" in report.median(*key).note
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
