@@ -1,4 +1,4 @@
-"""What a request of a pipe that does nothing costs: processor time of the service and of a client of the load tester."""
+"""What a request of a pipe that does nothing costs: processor time of the service and of the load tester."""
 
 from __future__ import annotations
 

@@ -51,13 +51,15 @@ def started(command: Sequence[str], environment: Mapping[str, str] | None = None
     watchdog = Timer(_START_SECONDS, process.kill)
     watchdog.daemon = True
     watchdog.start()
+    reader: Thread | None = None
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         watchdog.cancel()
         if not line:
             raise RuntimeError(f"{' '.join(command)} did not start")
-        Thread(target=deque, args=(process.stdout, 0), daemon=True).start()  # a full pipe would stop the service
+        reader = Thread(target=deque, args=(process.stdout, 0), daemon=True)  # a full pipe would stop the service
+        reader.start()
         yield int(line.rsplit(" on ")[-1].split(" ")[0].rsplit(":", 1)[1])
     finally:
         watchdog.cancel()
@@ -66,6 +68,10 @@ def started(command: Sequence[str], environment: Mapping[str, str] | None = None
             process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+        if reader is not None:
+            reader.join()
+        process.stdout.close()
 
 
 def run_clients(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> Load:
