@@ -62,7 +62,7 @@ class FakePipe:
     def limit_delays(self, target: float | None = None) -> None:
         """It has no queue."""
 
-    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+    def check_delay(self, seconds: float | None) -> None:
         """It is never late."""
 
 

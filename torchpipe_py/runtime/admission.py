@@ -90,11 +90,12 @@ class ControlledDelay:
     longer queue would only make each answer later. A burst that the instances work off in time loses nothing.
     """
 
-    __slots__ = ("_above_since", "_shed_at", "_target")
+    __slots__ = ("_above_since", "_shed_at", "_target", "sheds")
 
     def __init__(self, target: float | None) -> None:
-        """``target`` in seconds; ``None``: ``COMPUTES`` times what a batch takes, at least ``LEAST_TARGET``."""
+        """``target`` in seconds; 0.0: never. ``None``: ``COMPUTES`` times a batch, at least ``LEAST_TARGET``."""
         self._target = target
+        self.sheds = target != 0.0
         self._above_since = 0.0
         self._shed_at = -math.inf
 
@@ -108,11 +109,13 @@ class ControlledDelay:
 
     def took(self, wait: float, compute: float, now: float) -> bool:
         """A request that takes ``compute`` seconds leaves the queue after ``wait`` seconds; whether it is refused."""
+        if not self.sheds:
+            return False
         if self.is_shedding(now):
             is_late = wait + compute > longest(compute)
         else:
             target = max(LEAST_TARGET, COMPUTES * compute) if self._target is None else self._target
-            if not target or wait <= target:
+            if wait <= target:
                 self._above_since = 0.0
                 return False
             self._above_since = self._above_since or now

@@ -186,12 +186,12 @@ class pipe:
         """
         self._runtime.limit_delays(target)
 
-    def check_delay(self, seconds: float | None, node_name: str | None = None) -> None:
+    def check_delay(self, seconds: float | None) -> None:
         """``Overloaded``, with ``retry_after_ms``, where a request that comes now would not be finished in ``seconds``.
 
         Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
         """
-        self._runtime.check_delay(seconds, node_name if node_name in self._roots else self._only_root)
+        self._runtime.check_delay(seconds, self._only_root)
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""

@@ -329,11 +329,10 @@ class Runtime:
         """``expected_wait`` in whole milliseconds, at least 1."""
         return max(1, math.ceil(self.expected_wait() * 1000))
 
-    def expected_wait(self, root: str | None = None) -> float:
-        """How long a request that enters at ``root`` now waits along its longest way, by recent times, seconds."""
+    def expected_wait(self) -> float:
+        """How long a request that enters now waits along its longest way, by recent times, seconds."""
         now = perf_counter()
-        paths = self._paths.values() if root is None else [self._paths[root]]
-        return max(path.expected(now)[0] for path in paths)
+        return max(path.expected(now)[0] for path in self._paths.values())
 
     def limit_delays(self, target: float | None) -> None:
         """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
@@ -341,7 +340,7 @@ class Runtime:
         for node in self.nodes.values():
             node.lane.delay = ControlledDelay(target)
 
-    def check_delay(self, seconds: float | None, root: str | None = None) -> None:
+    def check_delay(self, seconds: float | None, root: str | None) -> None:
         """``Overloaded`` where a request that comes now cannot be finished in time; see ``pipe.check_delay``."""
         now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
         if bound is None:

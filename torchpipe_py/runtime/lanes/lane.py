@@ -207,6 +207,8 @@ class Lane:
 
     def _is_worth_it(self, delay: ControlledDelay, instance: Instance, request: Request, now: float, size: int) -> bool:
         """Whether the request can meet its deadline, or, without one, has not waited too long; else it is completed."""
+        if request.deadline is None and not delay.sheds:
+            return True
         waited, compute = now - request.arrived, self.times.expected(size, now)
         if request.deadline is not None:
             if now + compute < request.deadline:
