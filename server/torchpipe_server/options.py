@@ -34,7 +34,9 @@ class Options:
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
     workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
-    engines: int = _option(1, "engine processes for each device, where nodes are shared", 1, 64)
+    engines: int = _option(
+        0, "engine processes for each device, where nodes are shared; 0: 2 if they decode on the GPU, else 1", 0, 64
+    )
     handler: str = _option(
         "", "package.module:Class or file.py:Class with an IDL and methods of your own, in place of InferenceService"
     )
@@ -96,11 +98,6 @@ class Options:
         """Where ``MONITORING_PATHS`` are, for who asks for one at the other port. NOTE: 0 is a port not chosen yet."""
         port = self.http_port
         return f"monitoring is on --http-port {port}" if port > 0 else "--http-port opens a port for monitoring"
-
-    @property
-    def engine_processes(self) -> int:
-        """How many run the shared nodes, if there are any: no more than workers."""
-        return min(self.engines * max(1, len(self.device_numbers)), self.workers)
 
     def device_of(self, index: int) -> str:
         """That of the worker, or engine process, of this number; empty where all are visible to each."""

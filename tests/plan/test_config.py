@@ -199,7 +199,6 @@ def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text(encoding="utf-8")
     written: dict[str, Any] = dict(re.findall(r'^\| `(\w+)` \|.*; default `?"?(\w+)"?`? \|$', page, re.MULTILINE))
     assert written.keys() == {
-        "instance_num",
         "batching_timeout",
         "device_id",
         "decode_isolation",

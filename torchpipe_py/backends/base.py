@@ -147,6 +147,9 @@ class Backend:
     passes_on = False
     """Its ``result`` is its ``data``."""
 
+    checks = False
+    """It refuses data that a later node must not have; by default it has instances for all cores."""
+
     needs_cuda = False
     """It cannot be set up without a CUDA device."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpipe_py.backends.base import BatchRange
+from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import Problems
 from torchpipe_py.filters import run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, FilterPlan, expand
@@ -30,6 +31,9 @@ from torchpipe_py.plan.unknown import instead_of
 from torchpipe_py.registry import Registry, default
 
 logger = logging.getLogger("torchpipe_py")
+
+MOST_BY_CORES = 8
+"""Instances of a node whose number comes from the cores."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,9 @@ def plan_pipeline(
     }
     plans = {}
     for name, node in spec.nodes.items():
+        if not node.instance_num:
+            backends = bound[node.owner].backends
+            node = replace(node, instance_num=(_usual_instances(node, backends, processes),) * len(backends))
         usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
         plans[name] = NodePlan(
             node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner], processes
@@ -126,6 +133,17 @@ def plan_pipeline(
     problems.raise_all()
     _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
+
+
+def _usual_instances(node: NodeSpec, backends: Sequence[BackendPlan], processes: int) -> int:
+    """How many instances a node has that does not say so: one, but a share of the cores for what it needs beside a GPU.
+
+    That is what checks files for the GPU, and what decodes those on the CPU that the GPU does not take.
+    """
+    is_check = any(part.cls.checks for backend in backends for part in backend.parts())
+    if is_check or (node.has_filter("or") and any(map(decodes, backends))):
+        return max(1, min(MOST_BY_CORES, usable_cores() // processes))
+    return 1
 
 
 def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Graph:

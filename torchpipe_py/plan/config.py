@@ -82,7 +82,8 @@ class MapSource:
 class NodeSpec:
     """One table of the configuration, with the defaults of the top level filled in.
 
-    ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition.
+    ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition; ``instance_num`` is empty where
+    the configuration says nothing of it, until the node is planned.
     ``params`` holds every key that is not a node key, bare or as ``"Backend::param"``, still as written;
     ``own`` names those that stand in the node's table itself. ``has_backend`` says whether it or the top level names
     one.
@@ -94,7 +95,7 @@ class NodeSpec:
     next: tuple[str, ...] = ()
     map: tuple[MapSource, ...] = ()
     filter: str | None = None
-    instance_num: tuple[int, ...] = (1,)
+    instance_num: tuple[int, ...] = ()
     batching_timeout: float = 0.0
     device_id: int = 0
     decode_isolation: str = ISOLATIONS[0]
@@ -302,7 +303,7 @@ def _node(
         next=read("next", _names, ()),
         map=read("map", _map, ()),
         filter=read("filter", to_str, None),
-        instance_num=read("instance_num", lambda value: _instance_num(value, variants), (1,) * variants),
+        instance_num=read("instance_num", lambda value: _instance_num(value, variants), ()),
         batching_timeout=read("batching_timeout", _not_negative, 0.0),
         device_id=read("device_id", _device, 0),
         decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),

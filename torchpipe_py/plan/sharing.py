@@ -43,6 +43,12 @@ def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
         return []
 
 
+def decodes_on_gpu(tables: Mapping[str, Any]) -> bool:
+    """Whether a shared node decodes there; its thread is busy with that, so that two processes do more than one."""
+    shared = [node for node in load_config(tables).nodes.values() if node.shared]
+    return any(part.name == "DecodeTensor" for node in shared for call in node.calls for part in call.walk())
+
+
 def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether the shared nodes of two configurations are the same, and stand in the same graph.
 

@@ -18,6 +18,7 @@ from torchpipe_server.worker.worker import (
     choose_device,
     die_with_parent,
     end_process,
+    engine_processes,
     make_plan,
     run_process,
     say_failed,
@@ -43,7 +44,7 @@ def _work(start: Start) -> None:
         from torchpipe_py.proc.engine import EngineServer
 
         set_up_process(start.options)
-        server = EngineServer(make_plan(start.options, start.tables, start.options.engine_processes))
+        server = EngineServer(make_plan(start.options, start.tables, engine_processes(start.options, start.tables)))
     except Exception as error:
         say_failed(start.sock, error)
         return

@@ -112,7 +112,7 @@ class Supervisor:
 
     def _begin_stop(self) -> None:
         if self._stopping_until is None:
-            logger.info("stopping: answering what was accepted")
+            logger.debug("stopping: answering what was accepted")
             self._stopping_until = monotonic() + self._options.drain_seconds + EXIT_SECONDS
             self._connections.drain()
             self._fleet.drain()
@@ -159,7 +159,10 @@ class Supervisor:
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
             said = f"; it said: {words}" if (words := child.last_words()) else ""
             what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
-            logger.error("%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, said)
+            # In a stop a process that ends by itself has told of the backend that does not return.
+            is_told = self._stopping_until is not None and child.process.exitcode == 1
+            level = logging.WARNING if is_told else logging.ERROR
+            logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, said)
             is_loss = lost > 0 or child.clients or child.answered is False
             self._has_lost = self._has_lost or bool(is_loss and self._stopping_until is not None)
 

@@ -249,6 +249,14 @@ def has_engine(options: Options, tables: Any) -> bool:
     return options.workers > 1 and bool(shared_nodes(tables))
 
 
+def engine_processes(options: Options, tables: Any) -> int:
+    """How many run the shared nodes, if there are any: no more than workers."""
+    from torchpipe_py.plan.sharing import decodes_on_gpu
+
+    each = options.engines or (2 if decodes_on_gpu(tables) else 1)
+    return min(each * max(1, len(options.device_numbers)), options.workers)
+
+
 def meet(engine: EngineClient, start: Start) -> None:
     """Wait for an engine process, and the links that the supervisor makes to it, until one has told what it runs."""
     while True:

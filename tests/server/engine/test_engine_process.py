@@ -354,7 +354,7 @@ def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Se
 
 def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
-    service = Service(tmp_path)
+    service = Service(tmp_path, "--log-level", "debug")
     with service.process:
         service.wait_started()
         clients = [Client(service.port) for _ in range(20)]

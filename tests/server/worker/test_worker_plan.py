@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torchpipe_server.options import parse_options
 from torchpipe_server.worker import worker
-from torchpipe_server.worker.worker import make_plan, set_up_process
+from torchpipe_server.worker.worker import engine_processes, make_plan, set_up_process
 
 import torchpipe_py.malloc
 
@@ -41,12 +41,22 @@ def test_the_cores_are_divided_among_the_processes_that_run_a_node(
     options = parse_options(["x.toml", *flags])
     tables: Any = {"global": {}, "a": {"backend": "Identity", "shared": shared}}
     assert make_plan(options, tables, options.workers).plans["a"].processes == workers
-    assert options.engine_processes == engines
+    assert engine_processes(options, tables) == engines
 
 
-def test_there_are_no_more_engine_processes_than_workers() -> None:
-    assert parse_options(["x.toml", "--workers", "3", "--engines", "2", "--devices", "0,1"]).engine_processes == 3
-    assert parse_options(["x.toml", "--workers", "8", "--engines", "2", "--devices", "0,1"]).engine_processes == 4
+@pytest.mark.parametrize(
+    ("flags", "backend", "expected"),
+    [
+        ("--workers=3 --engines=2 --devices=0,1", "Identity", 3),  # no more than workers
+        ("--workers=8 --engines=2 --devices=0,1", "Identity", 4),
+        ("--workers=8", "S[ResizeTensor,TensorrtTensor]", 1),
+        ("--workers=8", "SyncTensor[S[DecodeTensor,ResizeTensor]]", 2),
+        ("--workers=8 --engines=1", "DecodeTensor", 1),
+    ],
+)
+def test_engine_processes_by_default(flags: str, backend: str, expected: int) -> None:
+    options = parse_options(["x.toml", *flags.split()])
+    assert engine_processes(options, {"a": {"backend": backend, "shared": True}}) == expected
 
 
 def test_threads_are_limited_after_the_users_own_code(

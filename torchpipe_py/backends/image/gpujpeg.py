@@ -61,6 +61,7 @@ class CheckJpeg(ItemBackend):
 
     takes, gives = ENCODED, ENCODED
     passes_on = True
+    checks = True
     isolation = Isolation.REFUSED
 
     max_pixels = max_pixels()

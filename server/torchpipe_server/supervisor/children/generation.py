@@ -11,7 +11,7 @@ from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.children.child import Child
 from torchpipe_server.supervisor.children.forker import Role
-from torchpipe_server.worker.worker import has_engine
+from torchpipe_server.worker.worker import engine_processes, has_engine
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -63,7 +63,7 @@ class Generation:
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
             else:
-                most, count = options.engines * max(1, len(options.device_numbers)), options.engine_processes
+                most, count = options.engines * max(1, len(options.device_numbers)), engine_processes(options, tables)
                 if options.engines > 1 and count < most:
                     logger.warning(
                         "--engines %d: %d engine processes instead of %d, one for each worker (--workers)",
