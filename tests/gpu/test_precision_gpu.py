@@ -58,7 +58,7 @@ def test_a_small_model_runs_in_what_was_asked_for(tmp_path: Path, precision: str
 
 @needs_tensorrt
 def test_a_resnet_tells_its_layers_and_they_are_fp16(caplog: pytest.LogCaptureFixture) -> None:
-    config = resnet_config("resnet18", resnet("resnet18")[1])
+    config = resnet_config("resnet18", resnet("resnet18")[1], backend="TensorrtTensor")
     with caplog.at_level(logging.WARNING), backend_of(config) as backend:
         layers = layers_of(backend)
     assert len(layers) >= 20

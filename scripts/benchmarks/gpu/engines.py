@@ -91,8 +91,8 @@ def gpu_pipe(engines: Engines, *, most: int, instances: int, checks: str = "node
     node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax", unchecked=checks != "inside")
     backend = "SyncTensor[S[DecodeTensor,ResizeTensor,TensorrtTensor]]"
     before = {
-        "check": {"backend": "CheckJpeg", "instance_num": 2, "next": "cpu"},
-        "cpu": {"backend": "S[DecodeMat,ResizeMat]", "filter": "or", "instance_num": 2, "next": "model"},
+        "check": {"backend": "CheckJpeg", "next": "cpu"},
+        "cpu": {"backend": "S[DecodeMat,ResizeMat]", "filter": "or", "next": "model"},
     }
     return {
         "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE},
