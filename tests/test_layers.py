@@ -53,6 +53,7 @@ SERVER_MAY_IMPORT = {
     *(
         "",
         "arguments",
+        "cores",
         "errors",
         "idl",
         "malloc",

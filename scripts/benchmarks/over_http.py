@@ -1,7 +1,7 @@
 """The service over Thrift and HTTP against the same work in bare threads, mosec and LitServe, with the same images.
 
-All services have the same workers, each of which decodes a batch and runs the model on it in one thread. Beside them
-there is the configuration as a user serves it: one worker, and two nodes.
+All services have the same workers, each of which decodes a batch and runs the model on it. Beside them there is the
+configuration as a user serves it, with as many workers as the service chooses.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ def over_http(args: argparse.Namespace) -> Report:
         images = stack.enter_context(image_folder())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config, model, size = (_resnet18 if args.model == "resnet18" else _demo)(folder)
-        batch, wait_ms = _write_one_node(config, folder / "one_node.toml")
+        node = parse_toml(config)["classifier"]
+        batch, wait_ms = int(node["max"]), int(node["batching_timeout"])
         bare = Processes(1, "classifier", model, str(size))
         stack.callback(bare.close)
         report.remarks += [bare.remark, "ms CPU: of all processes of a service, for a request"]
         limit = Subject("limit: bare threads at their best, {} process", bare.load, (1,))
         ours, as_it_is = f"{args.workers} workers, batch {batch}", "as it is"
-        one_node = stack.enter_context(serving(str(folder / "one_node.toml"), ["--workers", str(args.workers)]))
+        same = stack.enter_context(serving(str(config), ["--workers", str(args.workers)]))
         subjects = [limit]
-        for name, port in ((ours, one_node), (as_it_is, stack.enter_context(serving(str(config))))):
+        for name, port in ((ours, same), (as_it_is, stack.enter_context(serving(str(config))))):
             for transport, options in OPTIONS.items():
                 load = _load(port, images, options)
                 subjects.append(Subject(f"torchpipe-serve, {name}, {transport}", load))
@@ -83,23 +84,8 @@ def _resnet18(folder: Path) -> tuple[Path, str, int]:
     options = ["export", "resnet18", "--weights", "random", "--out", str(model)]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     tables = parse_toml(DEMO)
-    tables["global"]["batching_timeout"] = 5
-    tables["decode" if "decode" in tables else "model"] |= {"resize_h": 224, "resize_w": 224}
-    for key in ("labels", "threads"):
-        tables["model"].pop(key, None)
-    tables["model"] |= {"model": str(model), "max": 4, "instance_num": 2}
+    del tables["classifier"]["labels"]
+    tables["classifier"] |= {"model": str(model), "max": 4, "batching_timeout": 5, "resize_h": 224, "resize_w": 224}
     config = folder / "resnet18.toml"
     config.write_text(to_toml(tables), encoding="utf-8")
     return config, str(model), 224
-
-
-def _write_one_node(config: Path, path: Path) -> tuple[int, int]:
-    """The configuration with both nodes in one; its largest batch, and the milliseconds that a batch waits."""
-    tables = parse_toml(config)
-    if "decode" in tables:
-        decode, model = tables.pop("decode"), tables["model"]
-        both = {key: value for key, value in {**decode, **model}.items() if key not in ("next", "instance_num")}
-        both["backend"] = f"{decode['backend'].removesuffix(']')},{model['backend']}]"
-        tables["model"] = both
-    path.write_text(to_toml(tables), encoding="utf-8")
-    return int(tables["model"]["max"]), int(tables["global"]["batching_timeout"])

@@ -138,8 +138,8 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def shared(args: argparse.Namespace) -> Report:
-    """The demo with two workers; each round has both services, one after the other."""
-    config: Tables = parse_toml("configs/demo.toml")
+    """The demo in two nodes with two workers; each round has both services, one after the other."""
+    config: Tables = parse_toml("configs/demo_nodes.toml")
     services = [Service("demo", config, WORKERS, False), Service("demo", sharing(config, "model"), WORKERS, True)]
     report = Report("shared: demo model over Thrift, client processes on the same cores")
     batch = config["model"]["max"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -26,6 +27,8 @@ from torchpipe_server.logs.stderr import open_standard_streams, print_line, take
 from torchpipe_server.options import Options, parse_options
 
 logger = logging.getLogger("torchpipe_server")
+
+MOST_WORKERS = 8  # where their number comes from the cores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +69,8 @@ def _serve(options: Options) -> int:
     from torchpipe_server.supervisor.supervisor import Supervisor
 
     files = _raise_file_limit()
-    options = _fit(options, files)
+    tables = parse_toml(options.config)
+    options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables)), files)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         http = stack.enter_context(_listen_http(options)) if options.http_port >= 0 else None
@@ -76,7 +80,7 @@ def _serve(options: Options) -> int:
         supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
         if http is not None:
             _monitor(http, listener, files, supervisor, options)
-        _prepare(options)
+        _prepare(tables)
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
         lines = _start_lines(options, listener, http)
@@ -166,13 +170,23 @@ def _fit(options: Options, files: int) -> Options:
     return replace(options, max_connections=most)
 
 
-def _prepare(options: Options) -> None:
+def _usual_workers(options: Options, tables: Any) -> int:
+    """One would leave cores idle, since one thread at a time runs Python in it; a handler may keep a state."""
+    from torchpipe_py.cores import usable_cores
+    from torchpipe_py.plan.sharing import shared_nodes
+
+    has_copies = Path("/dev/nvidiactl").exists() and not shared_nodes(tables)  # of the models, on the GPU
+    return 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())
+
+
+def _prepare(tables: Any) -> None:
     """What the workers start from: a process that has imported what they need and is forked for each of them."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be there before the fork, and nobody uses it
     modules = ["torchpipe_server.worker.preload"]
-    if b"Tensorrt" in Path(options.config).read_bytes():
+    if "Tensorrt" in str(tables):
         modules.append("tensorrt")
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()  # for that process alone, as the next one
     # Python starts that process by `python -c`, for which a module in the working directory comes before all others.
     if sys.version_info >= (3, 11):
         # NOTE: it is for that process alone, which removes it: see worker.preload.

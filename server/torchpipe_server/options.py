@@ -32,7 +32,13 @@ class Options:
         -1, f"monitoring: a port of its own for {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
     )
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
-    workers: int = _option(1, "processes, each with the whole pipeline and a share of the connections", 1, 1024)
+    workers: int = _option(
+        0,
+        "processes, each with the whole pipeline and a share of the connections; 0: one for each core, at most 8, but "
+        "1 with --handler, and on a machine with an NVIDIA GPU where no node is shared",
+        0,
+        1024,
+    )
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
     engines: int = _option(
         0, "engine processes for each device, where nodes are shared; 0: 2 if they decode on the GPU, else 1", 0, 64

@@ -69,8 +69,8 @@ class Service:
             text = "shared = true\n" + self.config.read_text()
             self.config = Path(self._folder.name) / self.config.name
             self.config.write_text(text)
-        if SHARED and "--workers" not in args:
-            args = ("--workers", "2", *args)
+        if "--workers" not in args:
+            args = ("--workers", "2" if SHARED else "1", *args)
         program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
         flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
         paths = [str(LIGHT), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]

@@ -19,7 +19,7 @@ from conftest import Register
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, Registry, Status, parse_toml, pipe
 from torchpipe_py.backends.model.bounds import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
-from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS, load_config
+from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, load_config
 from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE, ELSEWHERE, SERVICE_FLAGS
 from torchpipe_py.registry import BUILT_IN_BACKENDS
 from torchpipe_py.values import to_floats, to_strings
@@ -337,7 +337,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for name, problem in (
         ("latin", "not UTF-8, as TOML is: byte 0xe9 in line 2; save it as UTF-8"),
         ("utf16", "not UTF-8, as TOML is: byte 0xff in line 1"),
-        ("folder", "cannot be read"),
+        ("folder", "not a regular file"),
     ):
         with pytest.raises(ConfigError, match=problem):
             pipe(tmp_path / f"{name}.toml")
@@ -749,3 +749,16 @@ def test_errors_of_an_edited_file_name_the_file(tmp_path):
     tables["one"]["nonsense"] = 1
     with pytest.raises(ConfigError, match=re.escape(f"{path}: node 'one': key 'nonsense'")):
         pipe(pickle.loads(pickle.dumps(tables)))
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "large.toml").write_text("#" * (MOST_CHARACTERS + 1))
+    for name, problem in (
+        ("/dev/zero", "not a regular file"),
+        (tmp_path / "pipe.toml", "not a regular file"),
+        (tmp_path / "large.toml", "more than 1048576 characters"),
+        (tmp_path, "not a regular file"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}: {problem}"):
+            parse_toml(name)

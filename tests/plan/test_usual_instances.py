@@ -11,15 +11,15 @@ from torchpipe_py.plan.build import plan_pipeline
 @pytest.mark.parametrize(
     ("node", "cores", "processes", "expected"),
     [
-        ({"backend": "DecodeMat"}, 16, 1, 1),
-        ({"backend": "Identity", "filter": "or"}, 16, 1, 1),
+        ({"backend": "Identity"}, 16, 1, 1),
+        ({"backend": "DecodeMat"}, 4, 1, 4),
         ({"backend": "S[DecodeMat,ResizeMat]", "resize_h": 8, "resize_w": 8, "filter": "or"}, 16, 8, 2),
-        ({"backend": "DecodeMat", "filter": "or"}, 2, 8, 1),
+        ({"backend": "DecodeMat"}, 2, 8, 1),
         ({"backend": "CheckJpeg"}, 64, 1, 8),
         ({"backend": "CheckJpeg", "instance_num": 3}, 64, 1, 3),
     ],
 )
-def test_those_beside_a_gpu_have_the_cores(
+def test_what_decodes_or_checks_has_the_cores(
     node: dict[str, object], cores: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "usable_cores", lambda: cores)

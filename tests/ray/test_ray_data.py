@@ -271,7 +271,7 @@ def test_a_defect_is_no_bad_image(mapper: Make, register: Register) -> None:
 
 def test_what_the_plan_gives_for_map_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert PipeMapper.options("configs/demo.toml") == {"num_cpus": 2.0, "batch_size": 160}
+    assert PipeMapper.options("configs/demo_nodes.toml") == {"num_cpus": 2.0, "batch_size": 160}
     assert PipeMapper.options("configs/preprocess_cpu.toml") == {"num_cpus": 2.0, "batch_size": 64}
     config = {"backend": "S[DecodeTensor,ResizeTensor]", "resize_h": 8, "resize_w": 8, "device_id": 1}
     assert PipeMapper.options(config) == {"num_gpus": 2.0, "batch_size": 64}

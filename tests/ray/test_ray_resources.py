@@ -17,7 +17,7 @@ def needed(config: dict[str, Any] | str) -> Resources:
 
 def test_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert needed("configs/demo.toml") == Resources(
+    assert needed("configs/demo_nodes.toml") == Resources(
         num_cpus=2.0, num_gpus=0.0, max_ongoing_requests=20_000, max_queued_requests=10_000, busy_requests=20
     )
 

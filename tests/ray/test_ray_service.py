@@ -213,9 +213,9 @@ def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str,
 def test_keeps_the_pipe_where_another_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
     async def use(replica: PipeReplica) -> Any:
         with pytest.raises(ValueError, match="no backend 'Identiti'"):  # which keeps a replica from starting
-            await replica.reconfigure({"decode.backend": "Identiti"})
+            await replica.reconfigure({"classifier.backend": "Identiti"})
         replica.check()  # at work from now on
-        await replica.reconfigure({"decode.backend": "Identiti"})
+        await replica.reconfigure({"classifier.backend": "Identiti"})
         return await replica.infer(b"1")
 
     assert served(use) == b"1"

@@ -14,7 +14,7 @@ import bench_gpu
 import cv2
 import numpy as np
 import pytest
-from benchmarks import io_cost, over_http, services
+from benchmarks import io_cost, services
 from benchmarks.bare import Processes, measure_nodes
 from benchmarks.common import Load, Report, Subject, image_folder, in_threads, run
 from benchmarks.gpu import mosec, sharing, sizes
@@ -187,14 +187,6 @@ def test_a_service_is_started_as_its_name_says() -> None:
     assert shared.options == ["--workers", "8", "--engines", "2"]
     assert separate.name == "GPU decode, 1 worker, separate"
     assert shared.name == "GPU decode, 8 workers, shared, 2 engine processes"
-
-
-def test_the_demo_in_one_node_has_its_batches(tmp_path: Path) -> None:
-    config, _, size = over_http._demo(tmp_path)
-    path = tmp_path / "one_node.toml"
-    assert over_http._write_one_node(config, path) == (8, 2)
-    assert [*plan_pipeline(str(path)).plans] == ["model"]
-    assert size == 64
 
 
 def gpu_args() -> Any:

@@ -41,7 +41,7 @@ from torchpipe_py import pipe
 from torchpipe_py.idl import load_idl
 
 ROOT = Path(__file__).parents[2]
-DEMO = "configs/demo.toml"
+DEMO = "configs/demo_nodes.toml"
 LIGHT = str(ROOT / "tests" / "light")
 """In ``PYTHONPATH``, a service whose pipe needs neither PyTorch nor ONNX starts without them."""
 IDL = load_idl()
@@ -187,6 +187,8 @@ class Process:
         stderr: int = subprocess.PIPE,
         files: int = 0,
     ) -> None:
+        if not any(arg.startswith("--workers") for arg in args):
+            args = ("--workers", "1", *args)
         command = [sys.executable, "-m", "torchpipe_server", config, "--host", "127.0.0.1", "--port", "0", *args]
         if env and "PYTHONPATH" in env and "PYTHONPATH" in os.environ:
             env = {**env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{os.environ['PYTHONPATH']}"}

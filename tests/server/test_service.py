@@ -560,6 +560,8 @@ UNENCODABLE = {
     "a number that JSON has not": {"score": float("nan")},
     "a list in itself": (itself := [1], itself.append(itself))[0],
     "inf pair": ("a", 10**400),
+    "a score that is no number": ("a", float("nan")),
+    "a first score that is no number": [("a", float("inf")), ("b", 0.5)],
 }
 
 

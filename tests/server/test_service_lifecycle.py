@@ -439,3 +439,12 @@ def test_a_silent_connection_keeps_nothing_of_its_last_request():
             return run.payloads[0]() is None
 
         eventually(is_free, "the ticket of a finished request is kept")
+
+
+def test_a_killed_supervisor_leaves_no_folder(tmp_path: Path) -> None:
+    with Process(config=DEMO, env={"TMPDIR": str(tmp_path)}) as process:
+        process.wait_started()
+        assert list(tmp_path.glob("pymp-*"))
+        process.signal(signal.SIGKILL)
+        process.wait()
+        eventually(lambda: not list(tmp_path.glob("pymp-*")))

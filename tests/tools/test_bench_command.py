@@ -163,7 +163,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     path = tmp_path / "report.json"
     options = ["--img_dir", str(DEMO_IMAGES), "--total_number", "200", "--labels_from_names", "--json", str(path)]
-    assert main(["bench", "configs/demo.toml", *options]) == 0
+    assert main(["bench", "configs/demo_nodes.toml", *options]) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
     report = json.loads(path.read_text())
     assert report["accuracy"] > 0.9

@@ -410,6 +410,11 @@ def test_too_few_classes_to_check_with(
             self.left -= 1
             item |= {"result": ("cat", 0.5)} if self.left >= 0 else otherwise
 
-    line = refused(write(f'{DEMO}next = "few"\n[few]\nbackend = "{register(FewOfInt8)}"\n'), "--img_dir", str(IMAGES))
+    # One after the other, so that both models have a class for the same images.
+    line = refused(
+        write(f'instance_num = 1\n{DEMO}next = "few"\n[few]\nbackend = "{register(FewOfInt8)}"\n'),
+        "--img_dir",
+        str(IMAGES),
+    )
     assert "3 of 24 images have a class, at least 8 are needed to check with" in line
     assert line.endswith(f"to check with{reason}")

@@ -116,7 +116,7 @@ def plan_pipeline(
     for name, node in spec.nodes.items():
         if not node.instance_num:
             backends = bound[node.owner].backends
-            node = replace(node, instance_num=(_usual_instances(node, backends, processes),) * len(backends))
+            node = replace(node, instance_num=(_usual_instances(backends, processes),) * len(backends))
         usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
         plans[name] = NodePlan(
             node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner], processes
@@ -135,15 +135,13 @@ def plan_pipeline(
     return Pipeline(spec, graph, plans)
 
 
-def _usual_instances(node: NodeSpec, backends: Sequence[BackendPlan], processes: int) -> int:
-    """How many instances a node has that does not say so: one, but a share of the cores for what it needs beside a GPU.
+def _usual_instances(backends: Sequence[BackendPlan], processes: int) -> int:
+    """How many instances a node has that does not say so: one, but the process's share of the cores where it decodes.
 
-    That is what checks files for the GPU, and what decodes those on the CPU that the GPU does not take.
+    And where it checks files, which costs as much.
     """
-    is_check = any(part.cls.checks for backend in backends for part in backend.parts())
-    if is_check or (node.has_filter("or") and any(map(decodes, backends))):
-        return max(1, min(MOST_BY_CORES, usable_cores() // processes))
-    return 1
+    is_work = any(decodes(backend) or any(part.cls.checks for part in backend.parts()) for backend in backends)
+    return max(1, min(MOST_BY_CORES, usable_cores() // processes)) if is_work else 1
 
 
 def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Graph:

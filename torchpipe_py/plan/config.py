@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -33,6 +34,9 @@ NODE_KEYS = (
     "shared",
 )
 ISOLATIONS = ("none", "process")
+MOST_CHARACTERS = 2**20
+"""Of a configuration file."""
+
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
@@ -156,8 +160,14 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
 
     name = os.fspath(path)
     try:
+        # NOTE: a service reads it again while it answers: a pipe would keep it waiting, and /dev/zero has no end.
+        if not stat.S_ISREG(os.stat(name).st_mode):
+            raise ConfigError(f"{name}: not a regular file")
         with open(name, encoding="utf-8-sig") as file:  # editors on Windows write a mark at the start
-            tables = tomli.loads(file.read())
+            text = file.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise ConfigError(f"{name}: more than {MOST_CHARACTERS} characters")
+        tables = tomli.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
     except OSError as error:
@@ -165,6 +175,8 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, f"0x{error.object[error.start]:02x}"
         raise ConfigError(f"{name}: not UTF-8, as TOML is: byte {byte} in line {line}; save it as UTF-8") from None
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
     parsed = Tables(_with_global(tables, Place(name)))

@@ -89,7 +89,7 @@ def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
     size = NUMBER_BYTES * sum(map(size_of, values.values()))
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply)
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, str] = {}
     for key, value in values.items():
         outputs.update(to_json(key, value))
     return json_line(outputs)

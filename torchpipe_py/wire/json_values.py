@@ -195,49 +195,55 @@ def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
     return data, kinds
 
 
-def to_json(key: str, value: Any) -> dict[str, Any]:
+def to_json(key: str, value: Any) -> dict[str, str]:
     """What a pipeline wrote under ``key``, as members of an object for ``json_line``; ``(label, score)`` becomes two.
 
-    Raises ``NoResult`` for an array that has no form in JSON.
+    Their values are JSON. Raises ``NoResult`` for what has no form in it.
     """
     if is_label_and_score(value):
-        return {"label": str(value[0]), "score": float(value[1])}
-    return {key: _to_json(key, value)}
+        return {"label": _text("label", str(value[0])), "score": _text("score", float(value[1]))}
+    return {key: _json_of(key, value)}
 
 
-def _to_json(key: str, value: Any) -> Any:
+def _json_of(key: str, value: Any) -> str:
     if is_array(value):
-        array = to_array(value, "in JSON")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise NoResult(f"{key!r} holds numbers that JSON has not: infinite, or not a number")
-        return {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.ravel().tolist()}
+        return _json_of_array(key, value)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
-        return [_to_json(key, item) for item in value]
-    return value
+        return f"[{', '.join([_json_of(key, item) for item in value])}]"
+    return _text(key, value)
 
 
-def json_line(members: Mapping[str, Any]) -> bytes:
-    """The object as a line of JSON. Raises ``NoResult`` for a member that has no form there."""
-    try:
-        return utf8_json(f"{_encode(members)}\n")
-    except (TypeError, ValueError):
-        for key, value in members.items():
-            to_text(key, value)
-        raise
+def _json_of_array(key: str, value: Any) -> str:
+    array = to_array(value, "in JSON")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise NoResult(f"{key!r} holds numbers that JSON has not: infinite, or not a number")
+    flat = array.ravel()
+    # NOTE: in pieces, between which other threads get the GIL: 12 million numbers take more than a second.
+    pieces = [_encode(flat[start : start + _PIECE].tolist())[1:-1] for start in range(0, flat.size, _PIECE)]
+    return f'{{"dtype": "{array.dtype.name}", "shape": {list(array.shape)}, "data": [{", ".join(pieces)}]}}'
+
+
+def json_line(members: Mapping[str, str]) -> bytes:
+    """The object as a line of JSON; the values are JSON already."""
+    return utf8_json(f"{{{', '.join([f'{_encode(key)}: {text}' for key, text in members.items()])}}}\n")
 
 
 def label_line(value: tuple[Any, Any]) -> bytes:
     """``json_line`` of a label and its score, whose form is known."""
     label, score = str(value[0]), float(value[1])
     if not math.isfinite(score):
-        return json_line({"label": label, "score": score})
+        return json_line(to_json("result", value))
     return utf8_json(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')
 
 
 def to_text(key: str, value: Any) -> bytes:
     """What a pipeline wrote under ``key`` as a text, JSON in UTF-8; ``NoResult`` for what has no form in it."""
+    return utf8_json(_text(key, value))
+
+
+def _text(key: str, value: Any) -> str:
     try:
-        return utf8_json(_encode(value))
+        return _encode(value)
     except (TypeError, ValueError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 
@@ -248,6 +254,7 @@ def _plain(value: Any) -> Any:
 
 
 _encode = json.JSONEncoder(default=_plain, ensure_ascii=False, allow_nan=False).encode
+_PIECE = 2**12  # numbers that are encoded without a pause
 
 
 _NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")

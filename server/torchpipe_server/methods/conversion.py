@@ -70,15 +70,22 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
 
 
-def _ranked(idl: Any, key: str, best: Any, plain: Any) -> dict[str, Any]:
-    outputs = {"label": idl.Value(text=str(best[0])), "score": idl.Value(number=float(best[1]))}
-    return {**outputs, key: idl.Value(text=json.dumps(plain))}
+def _ranked(idl: Any, key: str, best: Any, pairs: Any) -> dict[str, Any]:
+    outputs = {"label": idl.Value(text=str(best[0])), "score": idl.Value(number=_finite(best[1]))}
+    return {**outputs, key: idl.Value(text=json.dumps(pairs))}
 
 
 def _pair(value: Any) -> list[Any]:
-    """A label and a score as JSON can say them; it has no number that is not finite."""
-    label, score = value[0], float(value[1])
-    return [label if isinstance(label, str) else int(label), score if math.isfinite(score) else None]
+    """A label and a score as JSON can say them."""
+    label = value[0]
+    return [label if isinstance(label, str) else int(label), _finite(value[1])]
+
+
+def _finite(score: Any) -> float:
+    number = float(score)
+    if not math.isfinite(number):
+        raise NoResult(f"'score' is no number: {number}")
+    return number
 
 
 def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
@@ -87,17 +94,17 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
     Of a tensor of logits, 1×C, the most probable class and its softmax probability.
     """
     if is_label_and_score(result):
-        return str(result[0]), float(result[1])
+        return str(result[0]), _finite(result[1])
     if is_ranking(result):
-        return str(result[0][0]), float(result[0][1])
+        return str(result[0][0]), _finite(result[0][1])
     if is_label_and_score((result, score)):
-        return str(result), float(score)
+        return str(result), _finite(score)
     if isinstance(result, list) and not result:
         raise NoResult("the result is an empty list: no class has the score that is asked for")
     if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
         values = result.detach().float().cpu().numpy().ravel()
         exponentials = np.exp(values - values.max())
-        return str(int(values.argmax())), float(exponentials.max() / exponentials.sum())
+        return str(int(values.argmax())), _finite(exponentials.max() / exponentials.sum())
     raise NoResult(f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead")
 
 

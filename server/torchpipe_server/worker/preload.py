@@ -3,14 +3,28 @@
 Nothing here may start a thread or touch a GPU.
 """
 
+import atexit
 import contextlib
 import gc
 import os
+import shutil
 import signal
 
 # A service manager signals every process of the group; this one ends with the supervisor.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+supervisor, folder = os.getppid(), os.environ.pop("TORCHPIPE_FORK_FOLDER", "")
+
+
+def remove_folder() -> None:
+    """The socket's, where the supervisor was killed and cannot do it."""
+    if os.getppid() != supervisor:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if folder:
+    atexit.register(remove_folder)
 
 gc.disable()  # a fifth of the time of the imports, which leave next to nothing to collect
 

@@ -52,7 +52,7 @@ def hostile() -> Iterator[pipe]:
     with registry.default.restored(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODEL_KEY", "0123456789abcdef" * 4)
         registry.register_backend(hostile_decoders.Hostile)
-        with pipe({"backend": "Hostile", "max_seconds": WAIT, "max_memory": 64, **PROCESS}) as p:
+        with pipe({"backend": "Hostile", "max_seconds": WAIT, "max_memory": 64, "instance_num": 1, **PROCESS}) as p:
             yield p
 
 
@@ -383,7 +383,8 @@ def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_that_is_stopped_at_its_start_is_replaced(register: Register, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
-    with pipe({"backend": register(hostile_decoders.StopsAtItsStart), "stop": str(stop), **PROCESS}) as p:
+    backend = register(hostile_decoders.StopsAtItsStart)
+    with pipe({"backend": backend, "stop": str(stop), "instance_num": 1, **PROCESS}) as p:
         pid = int(said(p, ""))
         parent = parent_of(pid)
         stop.touch()

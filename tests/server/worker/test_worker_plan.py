@@ -33,12 +33,12 @@ def test_a_plan_is_made_without_a_change_of_the_process(done: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("flags", "shared", "workers", "engines"),
-    [((), False, 1, 1), (("--workers", "4"), False, 4, 1), (("--workers", "4", "--engines", "2"), True, 4, 2)],
+    [("--workers=1", False, 1, 1), ("--workers=4", False, 4, 1), ("--workers=4 --engines=2", True, 4, 2)],
 )
 def test_the_cores_are_divided_among_the_processes_that_run_a_node(
-    flags: tuple[str, ...], shared: bool, workers: int, engines: int
+    flags: str, shared: bool, workers: int, engines: int
 ) -> None:
-    options = parse_options(["x.toml", *flags])
+    options = parse_options(["x.toml", *flags.split()])
     tables: Any = {"global": {}, "a": {"backend": "Identity", "shared": shared}}
     assert make_plan(options, tables, options.workers).plans["a"].processes == workers
     assert engine_processes(options, tables) == engines

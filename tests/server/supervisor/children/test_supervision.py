@@ -170,7 +170,7 @@ def is_pinged(client: Client) -> bool:
 
 
 def test_a_worker_that_is_killed_at_the_stop_with_nothing_to_answer_is_no_loss(folder):
-    with serve(folder, "--workers", "2") as process:
+    with serve(folder, "--workers", "2", "--log-level", "debug") as process:
         process.wait_started()
         worker, _ = process.workers
         os.kill(worker, signal.SIGSTOP)
@@ -182,7 +182,7 @@ def test_a_worker_that_is_killed_at_the_stop_with_nothing_to_answer_is_no_loss(f
 
 
 def test_what_a_worker_had_not_read_when_it_was_killed_at_the_stop_is_lost(folder):
-    with serve(folder) as process, Client(process.wait_started().port) as client:
+    with serve(folder, "--log-level", "debug") as process, Client(process.wait_started().port) as client:
         client.ping()
         (worker,) = process.workers
         os.kill(worker, signal.SIGSTOP)
@@ -238,7 +238,7 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(monkeypa
     """However often: a worker is given up for what is wrong with it."""
     loop, journal = new_loop(is_fast=False), Journal(1)
     watcher: Any = SimpleNamespace(failed=lambda problem: pytest.fail(problem))
-    fleet = Fleet(loop, Options("test"), journal, {}, dict, watcher)
+    fleet = Fleet(loop, Options("test", workers=1), journal, {}, dict, watcher)
     error = OSError(number, os.strerror(number)) if number != errno.EAGAIN else RuntimeError("can't start new thread")
 
     def start(thread: threading.Thread) -> None:
