@@ -21,9 +21,7 @@ from torchpipe_py.idl import idl_path
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.unknown import backend_instead_of
 from torchpipe_py.tools import options
-
-DEPENDENCIES = ("PIL", "cv2", "numpy", "onnx", "onnxruntime", "tomli", "torch")
-"""Import names of the libraries that come with the package, unless ``pip install --no-deps`` left them out."""
+from torchpipe_py.tools.doctor import DEPENDENCIES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

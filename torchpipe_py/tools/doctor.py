@@ -43,6 +43,9 @@ LIBRARIES = (
     ("ray", "ray", "ray", "Ray Serve and Ray Data"),
 )
 
+DEPENDENCIES = [module for module, _, extra, _ in LIBRARIES if extra == REQUIRED]
+"""Import names of the libraries that come with the package, unless ``pip install --no-deps`` left them out."""
+
 
 @dataclass(frozen=True)
 class Library:

@@ -357,8 +357,12 @@ class ServiceMeter:
 
     def _read(self) -> dict[str, Any]:
         opener = build_opener(ProxyHandler({}))  # as the images go: straight to the service
-        with opener.open(self._url or "", timeout=_ANSWER_S) as answer:
-            stats = json.load(answer)
+        try:
+            with opener.open(self._url or "", timeout=_ANSWER_S) as answer:
+                stats = json.load(answer)
+        except HTTPError as error:
+            error.close()  # it is the answer, and has the connection
+            raise
         if not isinstance(stats, dict) or not {"nodes", "engines", "hand_over", "time"} <= stats.keys():
             raise ValueError("it is not a torchpipe-serve of this version")
         for engine in stats["engines"]:
