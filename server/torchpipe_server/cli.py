@@ -29,6 +29,7 @@ from torchpipe_server.options import Options, parse_options
 logger = logging.getLogger("torchpipe_server")
 
 MOST_WORKERS = 8  # where their number comes from the cores
+NVIDIA = Path("/dev/nvidiactl")  # is there where a GPU can be used
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def _serve(options: Options) -> int:
 
     files = _raise_file_limit()
     tables = parse_toml(options.config)
-    options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables)), files)
+    options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         http = stack.enter_context(_listen_http(options)) if options.http_port >= 0 else None
@@ -170,13 +171,17 @@ def _fit(options: Options, files: int) -> Options:
     return replace(options, max_connections=most)
 
 
-def _usual_workers(options: Options, tables: Any) -> int:
+def _usual_workers(options: Options, tables: Any, files: int) -> int:
     """One would leave cores idle, since one thread at a time runs Python in it; a handler may keep a state."""
     from torchpipe_py.cores import usable_cores
     from torchpipe_py.plan.sharing import shared_nodes
+    from torchpipe_server.supervisor.slots import most_connections
 
-    has_copies = Path("/dev/nvidiactl").exists() and not shared_nodes(tables)  # of the models, on the GPU
-    return 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())
+    has_copies = NVIDIA.exists() and not shared_nodes(tables)  # of the models, on the GPU
+    workers = 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())
+    while workers > 1 and most_connections(files, workers) < options.max_connections:
+        workers -= 1  # connections are worth more than workers
+    return workers
 
 
 def _prepare(tables: Any) -> None:

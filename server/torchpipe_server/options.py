@@ -34,8 +34,8 @@ class Options:
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
     workers: int = _option(
         0,
-        "processes, each with the whole pipeline and a share of the connections; 0: one for each core, at most 8, but "
-        "1 with --handler, and on a machine with an NVIDIA GPU where no node is shared",
+        "processes, each with the whole pipeline and a share of the connections; 0: one per core, at most 8; 1 with "
+        "--handler, or on a machine with an NVIDIA GPU if no node is shared",
         0,
         1024,
     )

@@ -49,7 +49,7 @@ def test_serve_scales_between_two_numbers() -> None:
 
 def test_a_wrong_configuration_is_refused_where_the_application_is_built() -> None:
     with pytest.raises(ConfigError, match="key 'instance_num'"):
-        serve.app({"config": str(ROOT / "configs/demo.toml"), "decode.instance_num": "many"})
+        serve.app({"config": str(ROOT / "configs/demo.toml"), "classifier.instance_num": "many"})
 
 
 def test_the_file_in_configs_is_what_serve_build_writes(tmp_path: Path) -> None:

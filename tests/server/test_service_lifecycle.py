@@ -37,7 +37,9 @@ from service import (
     serving,
 )
 from torchpipe_server import cli
+from torchpipe_server.options import parse_options
 
+import torchpipe_py.cores
 from torchpipe_py import Backend
 
 PLUGIN = '''
@@ -175,6 +177,9 @@ def test_a_backend_that_hangs_does_not_keep_the_process(plugin: Plugin):
             client.receive(seqid)
         assert caught.value.code == "worker_died"
         assert process.wait() == 1
+        (error,) = [line for line in process.stderr.splitlines() if " ERROR " in line]
+        assert "node 'node': instance 0" in error
+        assert "is still running" in error
 
 
 def test_a_signal_with_nothing_to_do():
@@ -448,3 +453,26 @@ def test_a_killed_supervisor_leaves_no_folder(tmp_path: Path) -> None:
         process.signal(signal.SIGKILL)
         process.wait()
         eventually(lambda: not list(tmp_path.glob("pymp-*")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "shared", "has_gpu", "cores", "files", "expected"),
+    [
+        ("", False, False, 2, 4096, 2),
+        ("", False, False, 64, 4096, 8),
+        ("--handler=my:Own", False, False, 64, 4096, 1),
+        ("", False, True, 64, 4096, 1),  # each would have models of its own on the GPU
+        ("", True, True, 64, 4096, 8),
+        ("", False, False, 64, 128, 1),  # descriptors are for connections first
+    ],
+)
+def test_workers_by_default(
+    flags: str, shared: bool, has_gpu: bool, cores: int, files: int, expected: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torchpipe_py.cores, "usable_cores", lambda: cores)
+    monkeypatch.setattr(cli, "NVIDIA", tmp_path if has_gpu else tmp_path / "none")
+    options = parse_options(["x.toml", *flags.split()])
+    assert options.workers == 0
+    tables = {"a": {"backend": "Identity", "shared": shared}}
+    assert cli._usual_workers(options, tables, files) == expected

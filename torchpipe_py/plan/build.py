@@ -136,12 +136,14 @@ def plan_pipeline(
 
 
 def _usual_instances(backends: Sequence[BackendPlan], processes: int) -> int:
-    """How many instances a node has that does not say so: one, but the process's share of the cores where it decodes.
+    """How many instances a node has that does not say so.
 
-    And where it checks files, which costs as much.
+    One, but the process's share of the cores, rounded up, where it decodes images on the CPU or checks files.
     """
     is_work = any(decodes(backend) or any(part.cls.checks for part in backend.parts()) for backend in backends)
-    return max(1, min(MOST_BY_CORES, usable_cores() // processes)) if is_work else 1
+    if not is_work or any(backend.requires_cuda() for backend in backends):
+        return 1
+    return min(MOST_BY_CORES, -(-usable_cores() // processes))
 
 
 def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Graph:

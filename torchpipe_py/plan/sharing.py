@@ -44,7 +44,7 @@ def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
 
 
 def decodes_on_gpu(tables: Mapping[str, Any]) -> bool:
-    """Whether a shared node decodes there; its thread is busy with that, so that two processes do more than one."""
+    """Whether a shared node decodes on the GPU, which keeps the thread of one process busy: two are faster."""
     shared = [node for node in load_config(tables).nodes.values() if node.shared]
     return any(part.name == "DecodeTensor" for node in shared for call in node.calls for part in call.walk())
 

@@ -11,9 +11,8 @@ import numpy as np
 from torchpipe_py.backends.image.mat import MAT_COLORS
 from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
-from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.ray.columns import Column, columns_of
-from torchpipe_py.ray.resources import resources_of
+from torchpipe_py.ray.resources import plan_replica, resources_of
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import Data, pipe
 from torchpipe_py.training.decode import PipeFeeder, first_error, outcome, small_jpeg, small_mat
@@ -70,7 +69,7 @@ class PipeMapper:
         self._column, self._bad_samples, self._error = column, bad_samples, f"{prefix}{ERROR}"
         given = {TASK_COLOR_KEY: color, TASK_NODE_NAME_KEY: node_name}
         self._keys = {key: value for key, value in given.items() if value is not None}
-        self._pipe = pipe(config)
+        self._pipe = pipe(plan_replica(config))
         try:
             self._feeder = PipeFeeder(self._pipe)
             make = small_jpeg if color is None else small_mat
@@ -112,7 +111,7 @@ class PipeMapper:
         """
         for name in imports:
             import_code(name)
-        needs = resources_of(plan_pipeline(config))
+        needs = resources_of(plan_replica(config))
         # Ray Data warns against asking for both.
         devices = {"num_gpus": needs.num_gpus} if needs.num_gpus else {"num_cpus": needs.num_cpus}
         return {**devices, "batch_size": max(LEAST_ROWS, TIMES_BUSY * needs.busy_requests)}

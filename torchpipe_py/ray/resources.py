@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torchpipe_py.plan.build import NodePlan, Pipeline
+from torchpipe_py.cores import usable_cores
+from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 
 UNKNOWN_BATCH = 32
 """Taken for the largest batch of a backend of one's own, which says it only once it is set up."""
@@ -25,6 +26,11 @@ class Resources(NamedTuple):
     max_ongoing_requests: int
     max_queued_requests: int
     busy_requests: int
+
+
+def plan_replica(config: Any) -> Pipeline:
+    """The plan of a replica. Ray counts its CPUs: a node that does not say how many instances it has, has one."""
+    return plan_pipeline(config, processes=usable_cores())
 
 
 def resources_of(pipeline: Pipeline) -> Resources:

@@ -12,11 +12,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from starlette.requests import Request
 from starlette.responses import Response
 
-from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
-from torchpipe_py.ray.resources import Resources, resources_of
+from torchpipe_py.ray.resources import Resources, plan_replica, resources_of
 from torchpipe_py.ray.service import PipeReplica, import_modules
 
 RETRY_AFTER_SECONDS = 1.0
@@ -67,7 +66,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     arguments = read_arguments(args)
     import_modules(arguments)
     tables = overridden(parse_toml(arguments.config), arguments.overrides)
-    options = deployment_options(arguments, resources_of(plan_pipeline(tables)))
+    options = deployment_options(arguments, resources_of(plan_replica(tables)))
     deployment = serve.deployment(PipeDeployment).options(**options)
     return deployment.bind(arguments, tables, os.getcwd())
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
+from torchpipe_py.ray.resources import plan_replica
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.runtime.pipe import pipe
@@ -83,7 +84,7 @@ class PipeReplica:
         self._arguments, self._tables, self._folder = arguments, tables, folder
         os.chdir(found_folder(arguments.config, folder))
         import_modules(arguments)
-        self._served = ServedPipe(pipe(tables), arguments.deadline_ms)
+        self._served = ServedPipe(pipe(plan_replica(tables)), arguments.deadline_ms)
         self._is_at_work = False  # from the first check on, which Serve makes before it sends requests
 
     async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:
@@ -165,7 +166,7 @@ class PipeReplica:
         try:
             os.chdir(found_folder(config, self._folder))
             tables = overridden(parse_toml(config), overrides)
-            run = None if tables == self._tables else pipe(tables)
+            run = None if tables == self._tables else pipe(plan_replica(tables))
         except BaseException:
             os.chdir(before)  # the pipe before stays
             raise

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import Data, pipe
 from torchpipe_py.training.errors import TrainingError
@@ -76,9 +78,11 @@ class Decoder:
 
     def __init__(self, toml_path: Config, devices: Sequence[Any]) -> None:
         self._pipes: list[pipe] = []
+        worker = get_worker_info()
+        processes = 1 if worker is None else worker.num_workers  # which share the cores
         try:
             for device in devices:
-                self._pipes.append(pipe(on_device(toml_path, device)))
+                self._pipes.append(pipe(plan_pipeline(on_device(toml_path, device), processes=processes)))
             self._feeders = [PipeFeeder(run) for run in self._pipes]
             self._pipes[0](request := {TASK_DATA_KEY: small_jpeg()})
             trial = _with_image(Sample(0), request, None)

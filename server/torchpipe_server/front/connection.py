@@ -184,7 +184,8 @@ class Connection(asyncio.BufferedProtocol):
         self.last_active = monotonic()
         if self.call is None:
             self._marks[self._base + 1] = IDLE
-            self.go_on()
+            # NOTE: later, since asyncio's transport ends twice if it is aborted in here.
+            self._go_on_soon()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.drop()
@@ -218,6 +219,11 @@ class Connection(asyncio.BufferedProtocol):
         except Exception:
             self.fail()
 
+    def _go_on_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.owner.loop.call_soon(self.go_on)
+
     def fail(self) -> None:
         """There is a defect, which is being handled."""
         logger.exception("a defect; closing the connection")
@@ -243,9 +249,7 @@ class Connection(asyncio.BufferedProtocol):
         elif not self.message_since:
             self.message_since = monotonic()
         if reader.is_paused:
-            if not self._is_scheduled:
-                self._is_scheduled = True
-                self.owner.loop.call_soon(self.go_on)
+            self._go_on_soon()
         elif self.state is CLOSING:
             self._linger()
         else:

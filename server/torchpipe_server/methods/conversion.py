@@ -61,7 +61,7 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, (bool, int, np.integer)):
         return {key: idl.Value(integer=int(value))}
     if isinstance(value, (float, np.floating)):
-        return {key: idl.Value(number=float(value))}
+        return {key: idl.Value(number=_finite(value))}
     if isinstance(value, (dict, list, tuple)):
         try:
             return {key: idl.Value(text=json.dumps(value, default=plain, allow_nan=False))}
@@ -81,10 +81,10 @@ def _pair(value: Any) -> list[Any]:
     return [label if isinstance(label, str) else int(label), _finite(value[1])]
 
 
-def _finite(score: Any) -> float:
-    number = float(score)
+def _finite(value: Any) -> float:
+    number = float(value)
     if not math.isfinite(number):
-        raise NoResult(f"'score' is no number: {number}")
+        raise NoResult(f"the result holds {number}, which is no score and has no form in JSON")
     return number
 
 

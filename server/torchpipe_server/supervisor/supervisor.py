@@ -27,6 +27,7 @@ from torchpipe_server.supervisor.children.generation import WorkerSlot
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add_requests, service_figures
 from torchpipe_server.worker.channel import Said
+from torchpipe_server.worker.worker import HUNG
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -159,8 +160,8 @@ class Supervisor:
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
             said = f"; it said: {words}" if (words := child.last_words()) else ""
             what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
-            # In a stop a process that ends by itself has told of the backend that does not return.
-            is_told = self._stopping_until is not None and child.process.exitcode == 1
+            # A process that ends so has logged, as an error, which backend does not return.
+            is_told = self._stopping_until is not None and child.process.exitcode == HUNG
             level = logging.WARNING if is_told else logging.ERROR
             logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, said)
             is_loss = lost > 0 or child.clients or child.answered is False

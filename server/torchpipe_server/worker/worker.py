@@ -37,6 +37,7 @@ logger = logging.getLogger("torchpipe_server")
 
 SWITCH_SECONDS = 0.0005
 PR_SET_PDEATHSIG = 1
+HUNG = 3  # the exit status of a process whose backend does not return
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two looks at whether the time to end is over
@@ -121,7 +122,7 @@ def _work(start: Start) -> None:
 
 
 def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
-    """End this process with ``status``, or with 1 where a backend still runs, which the log has said.
+    """End this process with ``status``, or with ``HUNG`` where a backend still runs, which the log has said.
 
     It does not wait for backends that are being closed: those on a GPU take seconds, and end with the process.
     """
@@ -129,7 +130,7 @@ def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
         sys.exit(status)
     is_hung = any(node["oldest_batch_s"] for node in run.stats()["nodes"].values())
     logging.shutdown()
-    os._exit(1 if is_hung else status)
+    os._exit(HUNG if is_hung else status)
 
 
 class Worker:

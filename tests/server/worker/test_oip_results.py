@@ -170,3 +170,10 @@ def test_half_a_character_of_an_element_is_a_question_mark_in_both_forms(value: 
     assert outputs[0][0].to_list() == ["ü?"]
     body = answer("m", request, outputs[:1], Bound(100, ""), Bound(100, "")).body
     assert body.endswith(b"\3\0\0\0" + element)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e300])
+def test_a_score_that_is_none_is_no_result(score: float) -> None:
+    for value in (("ring", score), [("ring", score), ("disc", 0.5)]):
+        with pytest.raises(NoResult, match="'score' holds numbers that FP32 has not"):
+            results(value)

@@ -149,10 +149,12 @@ def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
 
 def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[Output]:
     pairs = [pair for ranking in rankings for pair in ranking]
-    scores = np.array([float(score) for _, score in pairs], np.float32)
+    scores = np.array([float(score) for _, score in pairs])
+    if not (np.abs(scores) <= _MOST_FLOAT32).all():
+        raise NoResult("'score' holds numbers that FP32 has not: infinite, too large, or not a number")
     return [
         texts("label", [answers.utf8_text(str(label)) for label, _ in pairs], shape),
-        Output("score", "FP32", shape, scores),
+        Output("score", "FP32", shape, scores.astype(np.float32)),
     ]
 
 
