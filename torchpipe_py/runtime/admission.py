@@ -109,6 +109,8 @@ class ControlledDelay:
 
     def took(self, wait: float, compute: float, now: float) -> bool:
         """A request that takes ``compute`` seconds leaves the queue after ``wait`` seconds; whether it is refused."""
+        if not self.sheds:
+            return False
         if self.is_shedding(now):
             is_late = wait + compute > longest(compute)
         else:

@@ -34,6 +34,7 @@ logger = logging.getLogger("torchpipe_server")
 STEP_SECONDS = 0.1  # between two looks at whether a question, or the stop, is over
 ASK_SECONDS = 1.0  # for a worker to tell its figures
 EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
+EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to tell it
 KILL_SECONDS = 1.0  # beyond those, for those that were killed to be gone, and for what they had to be answered
 
 
@@ -157,6 +158,8 @@ class Supervisor:
             ask.waiting.discard(child)
         lost = self._connections.died(child)
         if child.answered is not True and child.ready_at and not child.is_dismissed:
+            if self._stopping_until is not None:
+                child.process.join(EXIT_CODE_SECONDS)
             how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
             said = f"; it said: {words}" if (words := child.last_words()) else ""
             what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"

@@ -277,6 +277,8 @@ def test_figures_are_those_of_what_was_sent(served: Served):
 def compare(served: Served, before: dict[str, Any]) -> None:
     total = sum(sum(SENT[name].values()) for name in ("infer_batch", "infer_many", "infer"))
     eventually(lambda: calls(grown(before["requests"], served.stats()["requests"])["by_method"]) == SENT)
+    # The last request is answered a moment before its instance is idle.
+    eventually(lambda: not any(node["busy"] for node in served.stats()["nodes"].values()))
     after = served.stats()
     requests = grown(before["requests"], after["requests"])
     assert calls(requests["by_method"]) == SENT
