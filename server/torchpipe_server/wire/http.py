@@ -164,7 +164,8 @@ class HttpReader:
     def __init__(self, methods: frozenset[str], body_bytes: int) -> None:
         self._methods, self._body_bytes = methods, body_bytes
         self._data, self._at = b"", 0  # what was received, and the first byte of it that is not read yet
-        self._head, self._template = b"\n", HttpRequest()  # of the last request; "\n" begins none
+        self._head = b""  # of the last request
+        self._template: HttpRequest | None = None
         self._head_size = 0  # of the unfinished request
         self._request: HttpRequest | None = None  # its head is read, its body is not
         self._body: bytes | bytearray = b""
@@ -204,11 +205,12 @@ class HttpReader:
         data, at, head = self._data, self._at, self._head
         if self._request is None:
             # Most clients send the same head again and again.
-            if data.startswith(head, at) and (length := self._template.length) is not None:
+            template = self._template
+            if template is not None and data.startswith(head, at) and (length := template.length) is not None:
                 at += len(head)
                 if at + length <= len(data):
                     self._at = at + length
-                    return self._template.with_body(data[at : at + length])
+                    return template.with_body(data[at : at + length])
             if at == len(data):
                 return None
         try:

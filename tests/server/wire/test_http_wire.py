@@ -203,3 +203,16 @@ def test_answers():
     for kind, headers in (("text/plain\r\nA: b", {}), ("text/plain", {"A": "b\nC: d"}), ("text/plain", {"A\r": "b"})):
         with pytest.raises(ValueError, match="line break"):
             first.answer(HttpAnswer(200, kind, b"", headers))
+
+
+@pytest.mark.parametrize("start", [b"\n", b"\n\n", b"\r\n", b"\n\r\n\n"])
+def test_empty_lines_before_a_request_are_no_requests(start: bytes) -> None:
+    data = start + b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok"
+    for pieces in ([data], [data[:1], data[1:]], [bytes([byte]) for byte in data]):
+        reader = HttpReader(frozenset({"POST"}), 100)
+        requests = []
+        for piece in pieces:
+            reader.feed(piece)
+            while (request := reader.next()) is not None:
+                requests.append((request.method, request.path, request.body))
+        assert requests == [("POST", "/infer", b"ok")]
