@@ -191,7 +191,7 @@ def _prepare(tables: Any) -> None:
     if "Tensorrt" in str(tables):
         modules.append("tensorrt")
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()  # for that process alone, as the next one
+    os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()  # see worker.preload, which removes it
     # Python starts that process by `python -c`, for which a module in the working directory comes before all others.
     if sys.version_info >= (3, 11):
         # NOTE: it is for that process alone, which removes it: see worker.preload.

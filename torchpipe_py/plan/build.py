@@ -112,11 +112,11 @@ def plan_pipeline(
         owner: any(_reaches_caller(spec.nodes[name], spec, graph) for name in names)
         for owner, names in spec.logical().items()
     }
+    spec = replace(
+        spec, nodes={name: _counted(node, bound[node.owner].backends, processes) for name, node in spec.nodes.items()}
+    )
     plans = {}
     for name, node in spec.nodes.items():
-        if not node.instance_num:
-            backends = bound[node.owner].backends
-            node = replace(node, instance_num=(_usual_instances(backends, processes),) * len(backends))
         usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
         plans[name] = NodePlan(
             node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner], processes
@@ -135,15 +135,17 @@ def plan_pipeline(
     return Pipeline(spec, graph, plans)
 
 
-def _usual_instances(backends: Sequence[BackendPlan], processes: int) -> int:
-    """How many instances a node has that does not say so.
+def _counted(node: NodeSpec, backends: Sequence[BackendPlan], processes: int) -> NodeSpec:
+    """The node with its number of instances, where it does not say so.
 
     One, but the process's share of the cores, rounded up, where it decodes images on the CPU or checks files.
     """
+    if node.instance_num:
+        return node
     is_work = any(decodes(backend) or any(part.cls.checks for part in backend.parts()) for backend in backends)
-    if not is_work or any(backend.requires_cuda() for backend in backends):
-        return 1
-    return min(MOST_BY_CORES, -(-usable_cores() // processes))
+    by_cores = is_work and not any(backend.requires_cuda() for backend in backends)
+    count = min(MOST_BY_CORES, -(-usable_cores() // processes)) if by_cores else 1
+    return replace(node, instance_num=(count,) * len(backends))
 
 
 def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Graph:
