@@ -49,7 +49,7 @@ BUILT_IN_BACKENDS = {
     "Isolated": f"{_PROC}.isolation.isolated:Isolated",
     "Jump": f"{_BACKENDS}.control.jump:Jump",
     "MapReduce": f"{_BACKENDS}.control.jump:MapReduce",
-    "Range": f"{_BACKENDS}.control.ranges:Range",
+    "Range": f"{_BACKENDS}.control.basic:Range",
     "Mat2Tensor": f"{_BACKENDS}.image.tensor:Mat2Tensor",
     "SyncTensor": f"{_BACKENDS}.cuda:SyncTensor",
     "OnnxTensor": f"{_BACKENDS}.model.onnx:OnnxTensor",

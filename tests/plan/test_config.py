@@ -17,7 +17,7 @@ import torch
 from conftest import Register
 
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, Param, Registry, Status, parse_toml, pipe
-from torchpipe_py.backends.model.bounds import to_bounds
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, load_config
 from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE, ELSEWHERE, SERVICE_FLAGS

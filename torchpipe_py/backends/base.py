@@ -162,6 +162,9 @@ class Backend:
     isolation = Isolation.STAYS
     """Whether it runs in a process of its own where decoders do."""
 
+    keeps_nothing = False
+    """It keeps nothing between items and nothing on its thread."""
+
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
         self.params = config.params
@@ -196,7 +199,7 @@ class Backend:
 
     def any_thread(self) -> bool:
         """Whether ``forward`` may run on another thread than ``setup``; asked after it. One hand-over less."""
-        return False
+        return self.keeps_nothing
 
     def signature(self) -> Signature:
         """What ``data`` and ``result`` hold, as far as it can say; asked after ``setup``, by any thread."""
@@ -331,10 +334,3 @@ class ItemBackend(Backend):
         An ``InvalidRequest`` that it raises is no defect but the item's outcome: its ``error``.
         """
         raise NotImplementedError(type(self).__name__)
-
-
-class StatelessBackend(ItemBackend):
-    """An item backend that keeps nothing between items and nothing on its thread."""
-
-    def any_thread(self) -> bool:
-        return True

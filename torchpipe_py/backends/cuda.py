@@ -6,7 +6,8 @@ import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from time import perf_counter, sleep
 from typing import Any, TypeVar
@@ -35,33 +36,21 @@ def cuda_device(device_id: int) -> Any:
     return torch.device("cuda", device_id)
 
 
-class _StreamPool:
-    """Streams that belong to one borrower at a time.
+# Process-wide, as the devices and PyTorch's memory are. A stream that is given back is lent again, since PyTorch's
+# memory is cached by stream.
+_free_streams: dict[Any, list[Any]] = defaultdict(list)
+
+
+def _borrow_stream(device: Any) -> Any:
+    """A ``torch.cuda.Stream`` of ``device`` that nobody else holds.
 
     PyTorch hands out 32 streams in turn, so that two instances can come to hold the same one; a CUDA graph captured on
-    it would then take in the other's work. A returned stream is lent again, since PyTorch's memory is cached by stream.
+    it would then take in the other's work.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[Any, list[Any]] = defaultdict(list)
-
-    def borrow(self, device: Any) -> Any:
-        """A ``torch.cuda.Stream`` of ``device`` that nobody else holds."""
-        with self._lock:
-            if self._free[device]:
-                return self._free[device].pop()
-        return _new_stream(device)
-
-    def give_back(self, device: Any, stream: Any) -> None:
-        """Let others borrow ``stream``, on which no work is left."""
-        with self._lock:
-            self._free[device].append(stream)
-
-
-def _new_stream(device: Any) -> Any:
     import torch
 
+    with suppress(IndexError):  # pop takes one that no other thread gets
+        return _free_streams[device].pop()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context exists from here on
         handle = ctypes.c_void_p()
@@ -69,10 +58,6 @@ def _new_stream(device: Any) -> Any:
         if status != 0:
             raise RuntimeError(f"cuStreamCreate failed with error {status}")
         return torch.cuda.ExternalStream(handle.value, device=device)
-
-
-# Process-wide, as the devices and PyTorch's memory are.
-_streams = _StreamPool()
 
 
 class StreamWait:
@@ -132,7 +117,7 @@ class StreamGuard:
         self.stream: Any = torch.cuda.current_stream(self.device)
         self._is_borrowed = bool(self.stream == self._default)
         if self._is_borrowed:
-            self.stream = _streams.borrow(self.device)
+            self.stream = _borrow_stream(self.device)
             torch.cuda.set_stream(self.stream)
 
     @contextmanager
@@ -180,7 +165,7 @@ class StreamGuard:
             self._is_borrowed = False
             self.stream.synchronize()
             self._torch.cuda.set_stream(self._default)
-            _streams.give_back(self.device, self.stream)
+            _free_streams[self.device].append(self.stream)
 
 
 def _holds_cuda(value: Any) -> bool:
@@ -203,6 +188,8 @@ class HostGuard:
 
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def synchronize(self, batch: int = 1) -> None: ...
 
     def run(self, forward: Callable[[list[Data]], None], items: list[Data]) -> None:
         forward(items)
@@ -275,63 +262,7 @@ class SyncTensor(Wrapper):
     guard: Guard
 
     def __init__(self, config: BackendConfig) -> None:
-        super().__init__(config)
-        self._inner = config.children[0] if config.children else Identity(config)
-
-    @property
-    def inner(self) -> Backend:
-        return self._inner
+        super().__init__(replace(config, children=config.children or (Identity(config),)))
 
     def any_thread(self) -> bool:
         return not self.guard.is_cuda and self.inner.any_thread()
-
-
-class GuardedBackend(ItemBackend):
-    """A backend whose work goes to a GPU where there is one: override ``setup_guarded`` and ``forward_item``.
-
-    Inside a ``SyncTensor`` they run on its stream; alone, on a stream of this instance's own, with a wait at the end
-    of each ``forward``. Without a GPU they just run, unless ``needs_cuda``. To work on a batch at once, override
-    ``forward_guarded``; what works item by item takes ``any_batch``.
-    """
-
-    uses_device = True
-    _guard: StreamGuard | None = None
-
-    def setup(self) -> None:
-        import torch
-
-        if self.needs_cuda or torch.cuda.is_available():
-            self._guard = StreamGuard(self.config)
-            with self._guard.active():
-                self.setup_guarded()
-        else:
-            self.setup_guarded()
-
-    def forward(self, items: list[Data]) -> None:
-        if self._guard is None:
-            self.forward_guarded(items)
-        else:
-            self._guard.run(self.forward_guarded, items)
-
-    def forward_one(self) -> Callable[[Data], object] | None:
-        own = type(self)
-        is_plain = own.forward is GuardedBackend.forward and own.forward_guarded is GuardedBackend.forward_guarded
-        return self.forward_item if is_plain and self._guard is None else None
-
-    def close(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
-
-    @property
-    def device(self) -> Any:
-        """The ``torch.device`` of this node: its CUDA device, or the CPU where there is none."""
-        import torch
-
-        return torch.device("cpu") if self._guard is None else self._guard.device
-
-    def setup_guarded(self) -> None:
-        """``setup``, with the stream current."""
-
-    forward_guarded = ItemBackend.forward
-    """``forward``, with the stream current: one item after the other."""

@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
+from torchpipe_py.backends.control.basic import Composed
 from torchpipe_py.backends.control.python import PythonClass
-from torchpipe_py.backends.control.ranges import Composed
 from torchpipe_py.backends.deferred import DeferredBackend, HandOverBackend
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.instance import Instance

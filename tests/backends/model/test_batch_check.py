@@ -14,8 +14,7 @@ from fakes import in_threads
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, ConfigError, pipe
-from torchpipe_py.backends.model.batch_check import EXACT, HALF, QUANTISED, BatchCheck
-from torchpipe_py.backends.model.outputs import Rows
+from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, ROWS, BatchCheck
 from torchpipe_py.backends.signature import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -178,7 +177,7 @@ def test_random_outputs_are_told_apart(tmp_path: Path, caplog: pytest.LogCapture
 
 def check(run: Run, tolerance: float = EXACT, dtype: str = "float32", least: int = 1, most: int = 5) -> None:
     spec = TensorSpec("x", (None, 3, 4, 4), dtype)
-    BatchCheck("m.onnx", Rows(), tolerance, False).require(run, [spec], ["y"], least, most)
+    BatchCheck("m.onnx", ROWS, tolerance, False).require(run, [spec], ["y"], least, most)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "uint8", "int64", "bool", "bfloat16"])
@@ -234,7 +233,7 @@ def test_a_row_of_another_shape_in_a_batch() -> None:
 
 def test_one_trial_for_all_instances_and_its_verdict_stays() -> None:
     runs: list[int] = []
-    mixing = BatchCheck("m.onnx", Rows(), EXACT, True)
+    mixing = BatchCheck("m.onnx", ROWS, EXACT, True)
 
     def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
         runs.append(len(inputs[0]))
@@ -264,12 +263,12 @@ def test_inputs_that_cannot_be_made_up_are_tried_with_other_shapes(caplog: pytes
             raise ValueError("too small")
         return [inputs[0] - inputs[0].mean(0)]
 
-    checked = BatchCheck("m.onnx", Rows(), EXACT, False)
+    checked = BatchCheck("m.onnx", ROWS, EXACT, False)
     assert not checked.require(run, [TensorSpec("x", (None, 1))], [], 1, 3)
     assert "m.onnx: not warmed up: too small" in caplog.text
     with pytest.raises(ConfigError, match="depends on what else"):
         checked.require(run, [TensorSpec("x", (None, 2))], [], 1, 3)
-    hopeless = BatchCheck("m.onnx", Rows(), EXACT, False)
+    hopeless = BatchCheck("m.onnx", ROWS, EXACT, False)
     assert [hopeless.require(run, [TensorSpec("x", (None, 1))], [], 1, 3) for _ in range(4)] == [
         False,
         False,

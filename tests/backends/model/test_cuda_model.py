@@ -13,9 +13,10 @@ from conftest import picture
 from fakes import cpu_as_gpu
 
 from torchpipe_py import InvalidRequest
+from torchpipe_py.backends import cuda
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.model import cuda_model
-from torchpipe_py.backends.model.bounds import to_bounds
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec, Shapes, finish_of
 from torchpipe_py.backends.model.postprocess import Cpu, Postprocessor, SoftmaxMax
 from torchpipe_py.backends.model.staging import StagedInput
@@ -23,6 +24,7 @@ from torchpipe_py.backends.params import Param
 from torchpipe_py.values import to_str
 
 
+@cuda.on_stream
 class Model(CudaModel):
     """Sums of each channel, and what the largest batch saw: N×C×H×W to N×C."""
 
@@ -30,8 +32,8 @@ class Model(CudaModel):
     use_graphs = False
     dims: Any = (3, None, None)
 
-    def setup_guarded(self) -> None:
-        super().setup_guarded()
+    def setup(self) -> None:
+        super().setup()
         self.sizes_run: list[int] = []
         self.forgotten: list[Shapes] = []
 

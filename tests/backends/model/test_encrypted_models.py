@@ -18,7 +18,7 @@ from encrypted import KEY, NAME, breaks_when_run, classifier, encrypt, with_weig
 from onnx import helper
 
 from torchpipe_py import BackendError, ConfigError, pipe
-from torchpipe_py.backends.model.bounds import to_bounds
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build as engine_build
 from torchpipe_py.backends.model.engine.api import Messages
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torchpipe_py.backends.base import (
-    Backend,
-    Data,
-    StatelessBackend,
-    close_all,
-    run_padded,
-)
+from torchpipe_py.backends.base import Backend, BatchRange, Data, ItemBackend, close_all, run_padded
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import BackendError, BackendUnavailable, InvalidRequest
+from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.filters import RUN, SKIP, Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import Value, to_int, to_list
 
 logger = logging.getLogger("torchpipe_py")
 
 
-class Identity(StatelessBackend):
+class Identity(ItemBackend):
     """``result = data``."""
 
+    keeps_nothing = True
     passes_on = True
     keeps_color = True
 
@@ -42,38 +39,45 @@ class Wrapper(Backend):
     def inner(self) -> Backend:
         return self.config.children[0]
 
-    def setup(self) -> None:
-        self.inner.setup()
 
-    def forward(self, items: list[Data]) -> None:
-        self.inner.forward(items)
+def _of_inner(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.inner, name)(*args)
+
+
+for _name in (
+    *("setup", "forward", "close", "max", "min", "any_thread"),
+    *("signature", "batch_key", "is_large", "prefer_color"),
+):
+    setattr(Wrapper, _name, _of_inner(_name))
+
+
+class Several(Backend):
+    """Made of the backends in its brackets; the first one says what is taken, the last one what is given."""
+
+    children: tuple[int, int | None] = (1, None)
+
+    def setup(self) -> None:
+        for child in self.config.children:
+            child.setup()
 
     def close(self) -> None:
-        self.inner.close()
-
-    def max(self) -> int:
-        return self.inner.max()
-
-    def min(self) -> int:
-        return self.inner.min()
+        close_all(reversed(self.config.children))
 
     def any_thread(self) -> bool:
-        return self.inner.any_thread()
+        return all(child.any_thread() for child in self.config.children)
 
     def signature(self) -> Signature:
-        return self.inner.signature()
+        first, last = self.config.children[0].signature(), self.config.children[-1].signature()
+        return Signature(first.inputs, last.outputs)
 
     def batch_key(self, item: Data) -> Hashable:
-        return self.inner.batch_key(item)
+        return self.config.children[0].batch_key(item)
 
     def is_large(self, item: Data) -> bool:
-        return self.inner.is_large(item)
-
-    def prefer_color(self, color: str | None) -> str | None:
-        return self.inner.prefer_color(color)
+        return self.config.children[0].is_large(item)
 
 
-class Sequential(Backend):
+class Sequential(Several):
     """Its children one after the other, each on the result of the one before; ``S`` for short.
 
     ``(filter)Backend`` puts a filter in front of a child; without one it is ``swap``, and ``Run`` for the first.
@@ -82,7 +86,6 @@ class Sequential(Backend):
     goes through all children that work item by item before the next does.
     """
 
-    children = (1, None)
     is_sequence = True
 
     _color_after: str | None = None
@@ -96,8 +99,7 @@ class Sequential(Backend):
 
     def setup(self) -> None:
         self.prefer_color(self._color_after)
-        for child in self.config.children:
-            child.setup()
+        super().setup()
         widest = max(self.config.children, key=lambda child: child.max())
         self._range = widest.min(), widest.max()
         given = self.config.filters or (None,) * len(self.config.children)
@@ -129,27 +131,11 @@ class Sequential(Backend):
         for stage in self._stages:
             items = stage(items)
 
-    def close(self) -> None:
-        close_all(reversed(self.config.children))
-
     def max(self) -> int:
         return self._range[1]
 
     def min(self) -> int:
         return self._range[0]
-
-    def any_thread(self) -> bool:
-        return all(child.any_thread() for child in self.config.children)
-
-    def signature(self) -> Signature:
-        first, last = self.config.children[0].signature(), self.config.children[-1].signature()
-        return Signature(first.inputs, last.outputs)
-
-    def batch_key(self, item: Data) -> Hashable:
-        return self.config.children[0].batch_key(item)
-
-    def is_large(self, item: Data) -> bool:
-        return self.config.children[0].is_large(item)
 
 
 def _check_end(status: Any, child: Backend) -> None:
@@ -242,35 +228,137 @@ class FirstAvailable(Wrapper):
     def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
         return all(children)
 
+    _chosen: Backend | None = None
+
+    @property
+    def inner(self) -> Backend:
+        assert self._chosen is not None  # from setup on
+        return self._chosen
+
     def setup(self) -> None:
         reasons = []
         for child in self.config.children:
             try:
                 child.setup()
-            except BackendUnavailable as error:
+            except BaseException as error:
                 child.close()
+                if not isinstance(error, BackendUnavailable):
+                    raise
                 reasons.append(f"{child.config.label}: {error}")
-            except BaseException:
-                child.close()
-                raise
-            else:
-                self._chosen = child
-                self._log(child, reasons)
-                return
+                continue
+            self._chosen = child
+            if self.config.instance == 0:
+                because = f" ({'; '.join(reasons)})" if reasons else ""
+                logger.warning("%s: using %s%s", self.config.label, child.config.label, because)
+            return
         raise BackendUnavailable(f"{self.config.label}: none is available: {'; '.join(reasons)}")
 
-    def _log(self, child: Backend, reasons: list[str]) -> None:
-        if self.config.instance == 0:
-            because = f" ({'; '.join(reasons)})" if reasons else ""
-            logger.warning("%s: using %s%s", self.config.label, child.config.label, because)
-
-    @property
-    def inner(self) -> Backend:
-        return self._chosen
-
     def close(self) -> None:
-        if hasattr(self, "_chosen"):
+        if self._chosen is not None:
             self._chosen.close()
 
     def prefer_color(self, color: str | None) -> str | None:
         return None
+
+
+# -- batch ranges -----------------------------------------------------------------------------------------------------
+
+LAUNCH = 1
+"""What starting a run costs, in items computed: a larger one that is not quite full may be cheaper than several."""
+
+
+def to_range(value: Value) -> BatchRange:
+    """``"8,19"`` as (8, 19); ``ValueError`` unless 1 <= first <= second."""
+    problem = f'expected "min,max" with 1 <= min <= max, got {value!r}'
+    try:
+        parts = [to_int(part) for part in to_list(value)]
+    except ValueError:
+        raise ValueError(problem) from None
+    if len(parts) != 2 or not 1 <= parts[0] <= parts[1]:
+        raise ValueError(problem)
+    return parts[0], parts[1]
+
+
+class Range(Wrapper):
+    """The backend in its brackets with another batch range: batches are cut into pieces that it allows.
+
+    The first pieces are the largest. A range with a size that no sum of allowed pieces gives is refused.
+    """
+
+    limits = Param(to_range, key="range", doc='"min,max" of the batches taken')
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        limits: BatchRange = params["limits"]
+        return limits
+
+    def setup(self) -> None:
+        super().setup()
+        low, high = self.inner.min(), self.inner.max()
+        for size in range(self.limits[0], self.limits[1] + 1):
+            if low * -(-size // high) > size:  # with as few pieces as possible, or not at all
+                label = self.inner.config.label
+                raise ConfigError(f"range: {label} takes {low}..{high}, into which a batch of {size} cannot be cut")
+
+    def forward(self, items: list[Data]) -> None:
+        for start, end in _cuts(len(items), self.inner.min(), self.inner.max()):
+            self.inner.forward(items[start:end])
+
+    def max(self) -> int:
+        return int(self.limits[1])
+
+    def min(self) -> int:
+        return int(self.limits[0])
+
+
+def _cuts(size: int, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Where to cut ``size`` into pieces of ``low`` to ``high``, the largest first; start and end of each."""
+    start = 0
+    while start < size:
+        left = size - start
+        others = -(-left // high) - 1
+        end = start + min(high, left - low * others)
+        yield start, end
+        start = end
+
+
+class Composed(Several):
+    """Several backends as one, ``a&b``: what one takes is cut into runs of those whose ranges suit it best.
+
+    Its range is the union of theirs. A run that is too small for its backend is filled up with copies, the outcome of
+    which is dropped.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self._runs = _best_runs([(child.min(), child.max()) for child in self.config.children])
+
+    def forward(self, items: list[Data]) -> None:
+        start = 0
+        while start < len(items):
+            which, count = self._runs[len(items) - start]
+            run_padded(self.config.children[which], items[start : start + count])
+            start += count
+
+    def max(self) -> int:
+        return max(child.max() for child in self.config.children)
+
+    def min(self) -> int:
+        return min(child.min() for child in self.config.children)
+
+
+def _best_runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """For each number of items, up to the largest: which backend to run first, and with how many of them.
+
+    The runs of all of them together compute the fewest items, padding included, and ``LAUNCH`` more for each run.
+    """
+    costs, runs = [0], [(0, 0)]
+    for size in range(1, max(high for _, high in ranges) + 1):
+        cost, _, run = min(
+            (max(count, low) + LAUNCH + costs[size - count], -count, (which, count))
+            for which, (low, high) in enumerate(ranges)
+            for count in range(1, min(size, high) + 1)
+        )
+        costs.append(cost)
+        runs.append(run)
+    return runs

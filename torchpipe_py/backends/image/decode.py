@@ -186,13 +186,11 @@ class DecodeMat(ItemBackend):
 
     takes, gives = ENCODED, MAT
     isolation = Isolation.MOVES
+    keeps_nothing = True
 
     color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
     formats = Param(to_formats, FORMATS, doc="what is read, of jpeg, png, webp, bmp, gif, tiff, pnm")
     max_pixels = max_pixels()
-
-    def any_thread(self) -> bool:
-        return True
 
     def prefer_color(self, color: str | None) -> str | None:
         # NOTE: gray is not the same pixels, whether it is decoded or converted.

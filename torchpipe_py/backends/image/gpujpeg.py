@@ -62,12 +62,10 @@ class CheckJpeg(ItemBackend):
     takes, gives = ENCODED, ENCODED
     passes_on = True
     checks = True
+    keeps_nothing = True
     isolation = Isolation.REFUSED
 
     max_pixels = max_pixels()
-
-    def any_thread(self) -> bool:
-        return True
 
     def setup(self) -> None:
         self._check = HeaderCheck(("jpeg",), self.max_pixels)

@@ -169,15 +169,13 @@ class cvtColorMat(ItemBackend):
 
     takes, gives = MAT, MAT
     keeps_sides = True
+    keeps_nothing = True
     isolation = Isolation.FOLLOWS
 
     color = Param(to_color, choices=MAT_COLORS, doc="channel order wanted, or gray for one channel")
 
     def prefer_color(self, color: str | None) -> str | None:
         return None if self.color == "gray" else str(self.color)
-
-    def any_thread(self) -> bool:
-        return True
 
     def setup(self) -> None:
         import cv2
@@ -214,14 +212,12 @@ class AlignMat(ItemBackend):
     takes, gives = MAT, MAT
     keeps_sides = True
     keeps_color = True
+    keeps_nothing = True
 
     resize_h = side("height to write, pixels")
     max_w = Param(to_int, 0, low=0, high=MAX_SIDE, doc="largest width to write, pixels; a multiple of align")
     align = Param(to_int, 32, low=1, high=MAX_SIDE, doc="what widths are multiples of, pixels")
     widths = Param(to_ints, (), doc="the widths to write instead, ascending, pixels: few, so that images share batches")
-
-    def any_thread(self) -> bool:
-        return True
 
     def setup(self) -> None:
         if bool(self.max_w) == bool(self.widths):
@@ -258,12 +254,10 @@ class PerspectiveTransformMat(ItemBackend):
 
     takes, gives = MAT, MAT
     keeps_color = True
+    keeps_nothing = True
 
     interpolation = interpolation()
     max_pixels = max_pixels()
-
-    def any_thread(self) -> bool:
-        return True
 
     def setup(self) -> None:
         import cv2

@@ -86,16 +86,12 @@ def on_mats(
         placement = operation.placement(self, item, mat.shape, mat.itemsize)
         item[TASK_RESULT_KEY] = mats.place_mat(mat, placement, self._resize, getattr(self, "pad_value", 0))
 
-    def any_thread(self: Any) -> bool:
-        return True
-
     def decorate(cls: B) -> B:
         operation.declare(cls, 0)
         cls.takes = cls.gives = MAT
-        cls.keeps_color = True
+        cls.keeps_color = cls.keeps_nothing = True
         cls.isolation = Isolation.FOLLOWS if follows else Isolation.STAYS
-        for method in (setup, forward_item, any_thread):
-            setattr(cls, method.__name__, method)
+        cls.setup, cls.forward_item = setup, forward_item  # type: ignore[method-assign]
         return cls
 
     return decorate

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.cuda import GuardedBackend
+from torchpipe_py.backends.cuda import Guard
+from torchpipe_py.backends.model.check import Layout
 from torchpipe_py.backends.model.inputs import by_shapes, check_numbers, fits, looks_like_mat, request_values, to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
-from torchpipe_py.backends.model.outputs import Layout
 from torchpipe_py.backends.model.staging import StagedInput, is_mat
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, counted
@@ -202,21 +202,20 @@ def finish_of(postprocessor: Any) -> Infer | None:
     return None
 
 
-class CudaModel(GuardedBackend, ModelBackend):
+class CudaModel(ModelBackend):
     """A model that runs on a GPU as CUDA graphs: subclasses load it, say what its inputs are, and enqueue it.
 
-    A value is a Mat, which is copied as it is and laid out on the GPU, or an array or tensor 1×… on any device.
+    Subclasses are ``on_stream``. A value is a Mat, which is copied as it is and laid out on the GPU, or an array or
+    tensor 1×… on any device.
     """
 
     use_graphs = True
+    guard: Guard
 
     def setup(self) -> None:
-        ModelBackend.setup(self)
-        GuardedBackend.setup(self)
-
-    def setup_guarded(self) -> None:
         import torch
 
+        super().setup()
         self._torch: Any = torch
         self._sizes = batch_sizes(self.min(), self.max())
         self._specs_of: dict[int, Sequence[InputSpec]] = {}
@@ -225,7 +224,6 @@ class CudaModel(GuardedBackend, ModelBackend):
 
     def close(self) -> None:
         self._networks = OrderedDict()
-        super().close()
 
     def input_specs(self, count: int) -> Sequence[InputSpec]:
         """The model's inputs; ``count`` is what a request brings, for models that do not say."""
@@ -247,16 +245,17 @@ class CudaModel(GuardedBackend, ModelBackend):
         network = self._network(shapes)
         for size in sorted({self.size_for(size, shapes) for size in self._sizes}):
             network.warm_up(size)
-        self._guard_synchronize()
+        self.guard.synchronize()
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         specs = self.input_specs(len(inputs))
         tensors = [
-            self._torch.from_numpy(array).to(self.device, spec.dtype) for array, spec in zip(inputs, specs, strict=True)
+            self._torch.from_numpy(array).to(self.guard.device, spec.dtype)
+            for array, spec in zip(inputs, specs, strict=True)
         ]
         return [to_numpy(output) for output in self.enqueue(tensors)]
 
-    def forward_guarded(self, items: list[Data]) -> None:
+    def forward(self, items: list[Data]) -> None:
         for shapes, members, rows in by_shapes(items, self._read):
             try:
                 self.check_batches(shapes)
@@ -295,23 +294,19 @@ class CudaModel(GuardedBackend, ModelBackend):
         if self._finish is None:
             self.write_results(items, [output.clone() for output in self.layout.first(outputs, count)])
             return
-        self._guard_synchronize(count)
+        self.guard.synchronize(count)
         post: Any = self._postprocess
         self.spread(items, post.on_host(self.layout.first(outputs, count)))
-
-    def _guard_synchronize(self, batch: int = 1) -> None:
-        assert self._guard is not None  # a CudaModel needs CUDA
-        self._guard.synchronize(batch)
 
     def _network(self, shapes: Shapes) -> GraphedNetwork:
         network = self._networks.get(shapes)
         if network is None:
             if len(self._networks) == MAX_SHAPES:
-                self._guard_synchronize()  # its graph may still run
+                self.guard.synchronize()  # its graph may still run
                 self.forget(self._networks.popitem(last=False)[0])
             specs = self.input_specs(len(shapes))
             buffers = [
-                self._torch.zeros((self.max(), *shape), dtype=spec.dtype, device=self.device)
+                self._torch.zeros((self.max(), *shape), dtype=spec.dtype, device=self.guard.device)
                 for spec, shape in zip(specs, shapes, strict=True)
             ]
             network = self._networks[shapes] = GraphedNetwork(

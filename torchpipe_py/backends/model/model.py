@@ -11,11 +11,18 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.image.mat import OF_MATS, name_color
-from torchpipe_py.backends.model.batch_check import EXACT, BatchCheck, check_inputs, with_batch
-from torchpipe_py.backends.model.bounds import Bounds, allows, to_bounds
+from torchpipe_py.backends.model.check import (
+    EXACT,
+    BatchCheck,
+    Bounds,
+    allows,
+    check_inputs,
+    layout_of,
+    to_bounds,
+    with_batch,
+)
 from torchpipe_py.backends.model.inputs import looks_like_mat
-from torchpipe_py.backends.model.onnx_header import first_output, has_channels_last, input_channels, only_input
-from torchpipe_py.backends.model.outputs import layout_of
+from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last
 from torchpipe_py.backends.model.postprocess import (
     BUILT_IN,
     Labelling,
@@ -79,9 +86,7 @@ class ModelBackend(Backend):
         yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
-        yield from _channel_remarks(params)
-        yield from _batch_remarks(params)
-        yield from _output_remarks(params)
+        yield from _declared_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
@@ -126,11 +131,7 @@ class ModelBackend(Backend):
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
         self._image = next((index for index, spec in enumerate(inputs) if len(spec.dims) == 4), 0)
-        dims = outputs[0].dims if outputs else ()
-        # One of the user's own may make rows N×C of an output of another shape.
-        is_known = len(dims) == 2 or (dims and self.postprocessor in BUILT_IN)
-        if is_known and isinstance(self._postprocess, Labelling):
-            self._postprocess.check_declared(dims)
+        _check_labels(self._postprocess, outputs)
 
     def signature(self) -> Signature:
         gives = getattr(self._postprocess, "gives", None)
@@ -244,72 +245,67 @@ def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Rem
         yield Remark("min", f"min = {least} is larger than max = {most}{default}")
 
 
-def _batch_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
-    """An ONNX file that was exported with a fixed batch takes no other."""
-    name, dims = only_input(params["model"])
+def _check_labels(postprocess: Any, outputs: Sequence[TensorSpec]) -> None:
+    """``ConfigError`` for labels or a postprocessor that do not fit the first output, as far as that is declared."""
+    dims = outputs[0].dims if outputs else ()
+    # One of the user's own may make rows N×C of an output of another shape.
+    is_known = len(dims) == 2 or (dims and type(postprocess) in BUILT_IN)
+    if is_known and isinstance(postprocess, Labelling):
+        postprocess.check(dims)
+
+
+def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+    """What ``declare`` will refuse of an ONNX file, and ``mean`` and ``std`` that are not for its channels."""
+    inputs, outputs = declared_tensors(params["model"])
     least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
-    if not dims or not dims[0] or least > most:
-        return
-    try:
-        check_inputs(params["model"], [TensorSpec(name, with_batch(dims, most))], least, most)
-    except ConfigError as error:
-        yield Remark("model", str(error))
-
-
-def _output_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
-    """What ``declare`` refuses: labels or a postprocessor that do not fit the output of an ONNX file."""
-    cls, dims = params["postprocessor"], first_output(params["model"])
-    if not dims or cls not in BUILT_IN or not issubclass(cls, Labelling):
-        return
-    try:
-        made: Labelling = cls()
-        made.init({key: params[key] for key in ("labels", "k", "threshold")})
-        made.check_declared([None, *[dim or None for dim in dims[1:]]])
-    except ConfigError as error:
-        key = "labels" if "labels" in str(error) else "postprocessor"
-        yield Remark(key, str(error).removeprefix("labels: "))
+    if len(inputs) == 1 and least <= most:
+        try:
+            spec = replace(inputs[0], dims=with_batch(inputs[0].dims, most))
+            check_inputs(params["model"], [spec], least, most)
+        except ConfigError as error:
+            yield Remark("model", str(error))
+    cls = params["postprocessor"]
+    if cls in BUILT_IN and issubclass(cls, Labelling):
+        try:
+            made = make_postprocessor(cls, {key: params[key] for key in ("labels", "k", "threshold")})
+            _check_labels(made, outputs)
+        except ConfigError as error:
+            key = "labels" if "labels" in str(error) else "postprocessor"
+            yield Remark(key, str(error).removeprefix("labels: "))
+    counts = {key: len(params[key]) for key in ("mean", "std") if len(params[key]) > 1}
+    dims = inputs[0].dims if len(inputs) == 1 else ()
+    channels = dims[1] if len(dims) == 4 and not has_channels_last(dims) else None
+    expected = "; give one for each channel, or one for all"
+    if channels is None and len(set(counts.values())) > 1:
+        yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}{expected}")
+    for key, count in counts.items():
+        if channels not in (None, count):
+            has = f"the input of {params['model']} has {counted(channels, 'channel')}"
+            yield Remark(key, f"{count} numbers, and {has}{expected}")
 
 
 def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
     """What of an image an ONNX file with one input of four dimensions does not take, however the image is laid out."""
-    _, dims = only_input(model)
+    inputs, _ = declared_tensors(model)
+    dims = inputs[0].dims if len(inputs) == 1 else ()
     if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
         return {}
+    # What the dimensions behind the batch may be, the likely first; a Mat is laid out as the model has them.
+    orders = [("channels", "height", "width"), ("height", "width", "channels")]
+    orders = orders[:1] if image.kind == TENSOR else orders[::-1] if has_channels_last(dims) else orders
     first_misfits: dict[str, str] = {}
-    for order in _orders(dims, image.kind):
-        fixed = {name: dims[order.index(name) + 1] for name in order}
+    for order in orders:
+        fixed = dict(zip(order, dims[1:], strict=True))
         wrong = [name for name in sorted(order) if fixed[name] and getattr(image, name) not in (None, fixed[name])]
         if not wrong:
             return {}
-        takes = f"but {model} takes {shown_dims((1, *[dim or None for dim in dims[1:]]))}"
+        takes = f"but {model} takes {shown_dims((1, *dims[1:]))}"
         first_misfits = first_misfits or {name: f"{takes}: {_wanted(name, fixed[name])}" for name in wrong}
     return first_misfits
 
 
-def _wanted(name: str, number: int) -> str:
-    return counted(number, "channel") if name == "channels" else f"a {name} of {number}"
-
-
-def _orders(dims: Sequence[int], kind: str) -> list[tuple[str, str, str]]:
-    """What the dimensions behind the batch may be, the likely first; a Mat is laid out as the model has them."""
-    first, last = ("channels", "height", "width"), ("height", "width", "channels")
-    if kind == TENSOR:
-        return [first]
-    return [last, first] if has_channels_last(dims) else [first, last]
-
-
-def _channel_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
-    """``mean`` and ``std`` have one number for all channels, or one for each."""
-    counts = {key: len(params[key]) for key in ("mean", "std") if len(params[key]) > 1}
-    channels = input_channels(params["model"]) if counts else None
-    expected = "; give one for each channel, or one for all"
-    if channels is not None:
-        for key, count in counts.items():
-            if count != channels:
-                has = f"the input of {params['model']} has {counted(channels, 'channel')}"
-                yield Remark(key, f"{count} numbers, and {has}{expected}")
-    elif len(set(counts.values())) > 1:
-        yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}{expected}")
+def _wanted(name: str, number: int | None) -> str:
+    return counted(number or 0, "channel") if name == "channels" else f"a {name} of {number}"
 
 
 def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:

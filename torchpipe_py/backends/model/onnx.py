@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.model.batch_check import EXACT, HALF, QUANTISED, TF32, with_batch
+from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with_batch
 from torchpipe_py.backends.model.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model

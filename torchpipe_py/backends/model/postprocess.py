@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from torchpipe_py.backends.control.python import configured, declared
+from torchpipe_py.backends.model.check import ROWS, layout_of
 from torchpipe_py.backends.model.inputs import to_numpy
-from torchpipe_py.backends.model.outputs import Rows, layout_of
 from torchpipe_py.backends.params import Param, Postprocessors
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, counted, nearest
@@ -71,20 +71,52 @@ def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str
     return made
 
 
-def on_host(tensor: Any) -> np.ndarray:
-    """A tensor as a float32 array on the host, which may share its memory."""
-    return to_numpy(tensor).astype(np.float32, copy=False)
+# -- arithmetic of float32, over the classes --------------------------------------------------------------------------
+# On a CPU by NumPy on purpose: PyTorch's operators wake a pool of threads that spin beside the ones that decode.
 
 
-def softmax(logits: Any) -> np.ndarray:
-    """Softmax over dimension 1 as a float32 array on the host.
+def _floats(output: Any) -> Any:
+    return output.detach().float()
 
-    By NumPy on purpose: PyTorch's CPU operators wake a pool of threads that spin beside the ones that decode.
-    """
-    values = on_host(logits)
+
+def _softmax(output: Any) -> Any:
+    import torch
+
+    logits = _floats(output)
+    if logits.is_cuda:
+        return logits.softmax(1)
+    values = logits.numpy()
     shifted = np.exp(values - values.max(1, keepdims=True))
-    result: np.ndarray = shifted / shifted.sum(1, keepdims=True)
-    return result
+    return torch.from_numpy(shifted / shifted.sum(1, keepdims=True))
+
+
+def _best(scores: Any, count: int) -> Any:
+    """The ``count`` largest of each row and their indices, the largest first, N×2×count: one copy to the host.
+
+    As ``float32`` indices are exact up to 2**24.
+    """
+    import torch
+
+    count = min(count, scores.shape[1])
+    if scores.is_cuda:
+        largest, indices = scores.topk(count, 1) if count > 1 else scores.max(1, keepdim=True)
+        return torch.stack([largest, indices.float()], 1)
+    values = scores.numpy()
+    chosen = np.argsort(-values, 1, kind="stable")[:, :count] if count > 1 else values.argmax(1)[:, None]
+    return torch.from_numpy(np.stack([np.take_along_axis(values, chosen, 1), chosen], 1))
+
+
+def _classes(output: Any) -> Any:
+    """The index of the largest at each place."""
+    import torch
+
+    dtype = "uint8" if output.shape[1] <= 256 else "int32"
+    if output.is_cuda:
+        return output.argmax(1).to(getattr(torch, dtype))
+    return torch.from_numpy(to_numpy(output).argmax(1).astype(dtype))
+
+
+# -- those that are built in ------------------------------------------------------------------------------------------
 
 
 class Cpu(Postprocessor):
@@ -114,15 +146,13 @@ class SoftmaxCpu(Postprocessor):
     uses: ClassVar[Collection[str]] = ()
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        import torch
-
-        return Rows.of_items([torch.from_numpy(softmax(outputs[0]))])
+        return ROWS.of_items(self.on_device(outputs))
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
-        return [outputs[0].float().softmax(1)]
+        return [_softmax(outputs[0])]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return Rows.of_items([tensors[0].clone()])
+        return ROWS.of_items([tensors[0].clone()])
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return [replace(output, dtype="float32") for output in outputs[:1]]
@@ -151,9 +181,15 @@ class Labelling(Postprocessor):
         """What the class is called."""
         return index if self._labels is None else self._labels[index]
 
-    def check_declared(self, dims: Sequence[int | None]) -> None:
-        """``ConfigError`` for an output that is declared so, where that is certainly wrong."""
-        self.check(dims)
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        return self.on_host(self.on_device(outputs))
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        """What of the outputs is copied to the host; computed where they are."""
+        raise NotImplementedError(type(self).__name__)
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        raise NotImplementedError(type(self).__name__)
 
     def check(self, shape: Sequence[int | None]) -> None:
         """``ConfigError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
@@ -172,92 +208,47 @@ class Labelling(Postprocessor):
 class SoftmaxMax(Labelling):
     """``(label, score)``: the most probable class of the first output, N×C, and its softmax probability."""
 
-    def forward(self, outputs: list[Any]) -> list[Any]:
-        self.check(outputs[0].shape)
-        probabilities = softmax(outputs[0])
-        return self._labelled(probabilities.argmax(1).tolist(), probabilities.max(1).tolist())
-
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
-        return [_paired(outputs[0].float().softmax(1))]
+        return [_best(_softmax(outputs[0]), 1)]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        rows = tensors[0].tolist()
-        return self._labelled([int(row[1]) for row in rows], [row[0] for row in rows])
+        return [(self.label(int(index)), score) for (score,), (index,) in tensors[0].tolist()]
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return LABEL_AND_SCORE
 
-    def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
-        return list(zip(map(self.label, indices), scores, strict=True))
 
-
-class ArgMax(SoftmaxMax):
+class ArgMax(Labelling):
     """The label of the largest value; beside ``result``, ``score`` is that value and ``class`` the index.
 
     Of an output N×C×…, a mask say, the class index at each place: a CPU tensor 1×…, ``uint8`` for up to 256 classes,
     else ``int32``.
     """
 
-    def forward(self, outputs: list[Any]) -> list[Any]:
-        import torch
+    scores = staticmethod(_floats)
 
-        output = outputs[0]
-        if output.ndim > 2:
-            self._check_map()
-            classes = on_host(output).argmax(1)
-            return Rows.of_items([torch.from_numpy(classes.astype(_index_type(output.shape[1])))])
-        self.check(output.shape)
-        values = self._scores_on_host(output)
-        return self._labelled(values.argmax(1).tolist(), values.max(1).tolist())
-
-    def check_declared(self, dims: Sequence[int | None]) -> None:
-        if len(dims) > 2:
-            self._check_map()
-        else:
-            super().check_declared(dims)
+    def check(self, shape: Sequence[int | None]) -> None:
+        if len(shape) <= 2:
+            super().check(shape)
+        elif self._labels is not None:
+            raise ConfigError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
-        import torch
-
-        output = outputs[0]
-        if output.ndim > 2:
-            self._check_map()
-            return [output.argmax(1).to(getattr(torch, _index_type(output.shape[1])))]
-        self.check(output.shape)
-        return [_paired(self._scores(output.float()))]
+        self.check(outputs[0].shape)
+        return [_classes(outputs[0]) if outputs[0].ndim > 2 else _best(self.scores(outputs[0]), 1)]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         if not tensors[0].is_floating_point():
-            return Rows.of_items([tensors[0].clone()])
-        return super().on_host(tensors)
-
-    def _scores(self, output: Any) -> Any:
-        return output
-
-    def _scores_on_host(self, output: Any) -> np.ndarray:
-        return on_host(output)
-
-    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        return ()
-
-    def _check_map(self) -> None:
-        if self._labels is not None:
-            raise ConfigError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
-
-    def _labelled(self, indices: list[int], scores: list[float]) -> list[Any]:
-        pairs = zip(indices, scores, strict=True)
-        return [Written({"result": self.label(index), "score": score, "class": index}) for index, score in pairs]
+            return ROWS.of_items([tensors[0].clone()])
+        best = [(int(index), score) for (score,), (index,) in tensors[0].tolist()]
+        return [Written({"result": self.label(index), "score": score, "class": index}) for index, score in best]
 
 
 class SoftmaxArgMax(ArgMax):
     """The label of the most probable class; beside ``result``, ``score`` is its probability and ``class`` the index."""
 
-    def _scores(self, output: Any) -> Any:
-        return output.softmax(1)
-
-    def _scores_on_host(self, output: Any) -> np.ndarray:
-        return softmax(output)
+    scores = staticmethod(_softmax)
 
 
 class TopK(Labelling):
@@ -269,28 +260,16 @@ class TopK(Labelling):
         super().init(config)
         self._count = int(config.get("k", 5))
 
-    def forward(self, outputs: list[Any]) -> list[Any]:
-        self.check(outputs[0].shape)
-        probabilities = softmax(outputs[0])
-        best = np.argsort(-probabilities, 1, kind="stable")[:, : self._count]
-        return self._labelled(best.tolist(), np.take_along_axis(probabilities, best, 1).tolist())
-
     def on_device(self, outputs: list[Any]) -> list[Any]:
-        import torch
-
         self.check(outputs[0].shape)
-        scores, indices = outputs[0].float().softmax(1).topk(min(self._count, outputs[0].shape[1]), 1)
-        return [torch.stack([scores, indices.float()], 1)]  # one copy; indices are exact up to 2**24
+        return [_best(_softmax(outputs[0]), self._count)]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        scores, indices = tensors[0].unbind(1)
-        return self._labelled(indices.int().tolist(), scores.tolist())
+        rows = tensors[0].tolist()
+        return [[(self.label(int(index)), score) for score, index in zip(*row, strict=True)] for row in rows]
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return RANKING
-
-    def _labelled(self, indices: list[list[int]], scores: list[list[float]]) -> list[Any]:
-        return [list(zip(map(self.label, row), found, strict=True)) for row, found in zip(indices, scores, strict=True)]
 
 
 class Sigmoid(Labelling):
@@ -303,27 +282,20 @@ class Sigmoid(Labelling):
         super().init(config)
         self._threshold = float(config.get("threshold", 0.5))
 
-    def forward(self, outputs: list[Any]) -> list[Any]:
-        self.check(outputs[0].shape)
-        return self._labelled(on_host(outputs[0]))
-
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
-        return [outputs[0].float()]
+        return [_floats(outputs[0])]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return self._labelled(tensors[0].numpy())
-
-    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        return RANKING
-
-    def _labelled(self, logits: np.ndarray) -> list[Any]:
-        scores = 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid; exp would overflow
+        scores = 0.5 * (1 + np.tanh(0.5 * tensors[0].numpy()))  # the sigmoid; exp would overflow
         results = []
         for row in scores:
             best = [index for index in np.argsort(-row, kind="stable").tolist() if row[index] >= self._threshold]
             results.append([(self.label(index), float(row[index])) for index in best])
         return results
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return RANKING
 
 
 BUILT_IN = (Cpu, SoftmaxCpu, SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid)
@@ -332,15 +304,3 @@ BUILT_IN = (Cpu, SoftmaxCpu, SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid)
 def uses(cls: type | str, key: str) -> bool:
     """Whether the postprocessor, an empty string for none, does anything with ``key``; one's own may always."""
     return bool(cls) and (cls not in BUILT_IN or key in getattr(cls, "uses", ()))
-
-
-def _paired(scores: Any) -> Any:
-    """The largest of each row and its index, N×2: one copy. Indices are exact up to 2**24."""
-    import torch
-
-    best, indices = scores.max(1)
-    return torch.stack([best, indices.float()], 1)
-
-
-def _index_type(classes: int) -> str:
-    return "uint8" if classes <= 256 else "int32"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpipe_py.backends.base import BatchRange
-from torchpipe_py.backends.model.batch_check import EXACT, HALF, QUANTISED
+from torchpipe_py.backends.cuda import on_stream
+from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED
 from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.model.engine.api import (
     context_memory,
@@ -28,6 +29,7 @@ from torchpipe_py.files import ENGINE, ONNX
 from torchpipe_py.values import to_bool, to_int, to_str, to_strings
 
 
+@on_stream
 class TensorrtTensor(CudaModel):
     """An ONNX model as a TensorRT engine on a GPU, or an engine file: Mats or tensors in, Tensors 1×… out.
 
@@ -57,15 +59,15 @@ class TensorrtTensor(CudaModel):
         wanted = "not an ONNX file, as its name says" if file.is_onnx else "not an engine, and its name is not *.onnx"
         return kind and f"model {file.path}: {wanted}: {kind}"
 
-    def setup_guarded(self) -> None:
-        super().setup_guarded()
+    def setup(self) -> None:
+        super().setup()
         self._trt = load_tensorrt()
         if is_lean(self._trt) and not self.version_compatible:
             raise BackendUnavailable(
                 f"the lean runtime of TensorRT {self._trt.__version__} runs version-compatible engines only; install "
                 "TensorRT, or set version_compatible = true where the engine is built and here"
             )
-        key = ("engine", str(self.device), *self.params.items())
+        key = ("engine", str(self.guard.device), *self.params.items())
         self._engine = self.config.shared.get(key, self._load)
         self._types = {
             self._trt.float32: self._torch.float32,
@@ -117,7 +119,7 @@ class TensorrtTensor(CudaModel):
             version_compatible=bool(self.version_compatible),
             cipher=self.file.cipher(),
         )
-        properties = self._torch.cuda.get_device_properties(self.device)
+        properties = self._torch.cuda.get_device_properties(self.guard.device)
         gpu = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
         return cached_engine(self._trt, spec, self.cache, gpu)
 
@@ -196,7 +198,7 @@ class TensorrtTensor(CudaModel):
         with_tensors = list(zip(self._inputs, inputs, strict=True))
         for name in self._outputs:
             shape = self._output_shape(context, name, shapes)
-            outputs.append(self._torch.empty(shape, dtype=self._type(name), device=self.device))
+            outputs.append(self._torch.empty(shape, dtype=self._type(name), device=self.guard.device))
             with_tensors.append((name, outputs[-1]))
         for name, tensor in with_tensors:
             context.set_tensor_address(name, tensor.data_ptr())
@@ -243,5 +245,5 @@ class TensorrtTensor(CudaModel):
             return self._engine.create_execution_context()
         size = context_memory(self._engine)
         if self._scratch is None:
-            self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.device)
+            self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.guard.device)
         return new_context(self._trt, self._engine, self._scratch.data_ptr(), size)

@@ -9,7 +9,8 @@ from io import BytesIO
 from typing import Any, Literal
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.model.batch_check import BFLOAT16, EXACT, HALF, TF32
+from torchpipe_py.backends.cuda import on_stream
+from torchpipe_py.backends.model.check import BFLOAT16, EXACT, HALF, TF32
 from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec
 from torchpipe_py.backends.model.model import Shapes
 from torchpipe_py.backends.model.staging import row_tensor
@@ -32,6 +33,7 @@ _UNSEEN = "runs code that stands in it"
 _DTYPES = ("float32", "float16", "bfloat16", "uint8")
 
 
+@on_stream
 class TorchTensor(CudaModel):
     """A TorchScript file, or a ``.pt2`` of ``torch.export`` or AOTInductor: Mats or tensors in, Tensors 1×… out.
 
@@ -73,18 +75,20 @@ class TorchTensor(CudaModel):
             return str(error)
         return ""
 
-    def setup_guarded(self) -> None:
-        super().setup_guarded()
+    def setup(self) -> None:
+        super().setup()
         self.use_graphs = bool(self.cuda_graph)
         self._dtype = getattr(self._torch, self.input_type)
         if (self.mean or self.std) and not self._dtype.is_floating_point:
             raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
         self._mean, self._std = (
-            self._torch.tensor(values, device=self.device, dtype=self._dtype).reshape(1, -1, 1, 1) if values else None
+            self._torch.tensor(values, device=self.guard.device, dtype=self._dtype).reshape(1, -1, 1, 1)
+            if values
+            else None
             for values in (self.mean, self.std)
         )
-        key = ("module", str(self.device), self.model)
-        loaded = self.config.shared.get(key, lambda: load_module(self.file, self.device, bool(self.trusted)))
+        key = ("module", str(self.guard.device), self.model)
+        loaded = self.config.shared.get(key, lambda: load_module(self.file, self.guard.device, bool(self.trusted)))
         self._module: Any = loaded.call
         self.declare(loaded.inputs, loaded.outputs)
         shapes = self.known_shapes()
@@ -105,7 +109,7 @@ class TorchTensor(CudaModel):
 
     def tolerance(self) -> float:
         if self.input_type == "float32":
-            return EXACT if self._guard is None else TF32
+            return EXACT if not self.guard.is_cuda else TF32
         return {"float16": HALF, "bfloat16": BFLOAT16}.get(self.input_type, HALF)
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
@@ -120,7 +124,7 @@ class TorchTensor(CudaModel):
                 outputs = self._module(*inputs)
         except Exception as error:
             told = self.file.without_words(error)
-            if self._guard is not None and self._torch.cuda.is_current_stream_capturing():
+            if self.guard.is_cuda and self._torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"{self.model} cannot be captured as a CUDA graph ({first_line(told)}); set cuda_graph = false"
                 ) from told
@@ -139,7 +143,7 @@ class TorchTensor(CudaModel):
         return outputs
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
-        if self._guard is not None:
+        if self.guard.is_cuda:
             super().run_group(shapes, items, rows)
             return
         # On the CPU: no buffers, no graphs.

@@ -22,7 +22,7 @@ import torch
 from fakes import PROGRAM_WAIT, WAIT, eventually
 
 from torchpipe_py import BackendUnavailable, ConfigError, pipe
-from torchpipe_py.backends.model.bounds import to_bounds
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build as engine_build
 from torchpipe_py.backends.model.engine.api import MODULES, load_tensorrt
 from torchpipe_py.backends.model.engine.build import EngineCache, EngineSpec, cached_engine

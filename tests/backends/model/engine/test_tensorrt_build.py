@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import BackendUnavailable, ConfigError
-from torchpipe_py.backends.model.bounds import to_bounds
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, new_engine
 from torchpipe_py.backends.model.engine.half import check_half, half_model

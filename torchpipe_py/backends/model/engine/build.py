@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.model.bounds import Bounds, Shape
+from torchpipe_py.backends.model.check import Bounds, Shape
 from torchpipe_py.backends.model.engine.api import (
     configure,
     has_quantization,

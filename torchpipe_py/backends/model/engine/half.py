@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.model.batch_check import HALF, QUANTISED
-from torchpipe_py.backends.model.bounds import Bounds
+from torchpipe_py.backends.model.check import HALF, QUANTISED, Bounds
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, no_layer
 from torchpipe_py.encryption.model_file import UNSAID
 from torchpipe_py.errors import ConfigError

@@ -1,18 +1,173 @@
-"""Whether a model gives each item of a batch what it gives that item alone: what it declares, and a trial."""
+"""Whether a model fits the batches it is to take: bounds of its inputs, rows of its outputs, and a trial of a batch."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.model.outputs import Layout, names_of
+from torchpipe_py.backends.model.inputs import fits
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, first_line
+from torchpipe_py.values import Value, to_int, to_str
 
 logger = logging.getLogger("torchpipe_py")
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """One end of each profile's range: for each input a shape, of length 1 where only the batch is given."""
+
+    profiles: tuple[tuple[Shape, ...], ...]
+
+    def __str__(self) -> str:
+        return ";".join(",".join("x".join(map(str, shape)) for shape in profile) for profile in self.profiles)
+
+    def batches(self) -> list[int]:
+        """The batch size of each profile."""
+        return [profile[0][0] for profile in self.profiles]
+
+    def shape(self, index: int) -> Shape:
+        """The first profile's shape of one input, of length 1 where only the batch is given."""
+        return _of(self.profiles[0], index)
+
+    def check(self, model: str, key: str, inputs: Sequence[TensorSpec]) -> None:
+        """``ConfigError`` for shapes that the model does not take."""
+        for profile in self.profiles:
+            if inputs and len(profile) > len(inputs):
+                raise ConfigError(f"model {model}: {key} gives {len(profile)} inputs, the model has {len(inputs)}")
+            for index, spec in enumerate(inputs):
+                shape, dims = _of(profile, index), spec.dims
+                if len(shape) > 1 and dims and not fits(shape[1:], dims[1:]):
+                    got = shown_dims(shape)
+                    raise ConfigError(f"model {model}: input {spec.name!r} is {shown_dims(dims)}, {key} says {got}")
+
+    def exceeds(self, most: Bounds) -> bool:
+        """Whether a batch or another dimension is larger than in ``most``, which has as many profiles."""
+        pairs = zip(self.profiles, most.profiles, strict=True)
+        shapes = [pair for low, high in pairs for pair in zip(low, high, strict=False)]
+        return any(small > large for low, high in shapes for small, large in zip(low, high, strict=False))
+
+
+def allows(least: Bounds, most: Bounds, shapes: Sequence[Shape]) -> bool:
+    """Whether a profile takes inputs of these shapes, which are without batch."""
+    return any(
+        all(_between(_of(low, index)[1:], shape, _of(high, index)[1:]) for index, shape in enumerate(shapes))
+        for low, high in zip(least.profiles, most.profiles, strict=True)
+    )
+
+
+def _of(profile: tuple[Shape, ...], index: int) -> Shape:
+    return profile[min(index, len(profile) - 1)]
+
+
+def _between(low: Shape, shape: Shape, high: Shape) -> bool:
+    return all(small <= size for small, size in zip(low, shape, strict=False)) and all(
+        size <= large for size, large in zip(shape, high, strict=False)
+    )
+
+
+_EXPECTED = "expected a batch size or shapes like 4x3x224x224, at least 1 each, got {!r}"
+
+
+def to_bounds(value: Value) -> Bounds:
+    """``4``, ``"4x3x224x224"``, several inputs as ``"4x3x224x224,4x10"``, several profiles as ``"1;8"``."""
+    if isinstance(value, (bool, float)):
+        raise ValueError(_EXPECTED.format(value))
+    text = to_str(value) if not isinstance(value, (list, tuple)) else ",".join(to_str(part) for part in value)
+    bounds = []
+    for profile in text.split(";"):
+        shapes = [tuple(to_int(dim) for dim in shape.split("x")) for shape in profile.split(",") if shape.strip()]
+        if not shapes or any(dim < 1 for shape in shapes for dim in shape):
+            raise ValueError(_EXPECTED.format(value))
+        if len({shape[0] for shape in shapes}) > 1:
+            raise ValueError(f"the inputs of a profile have one batch size, got {profile!r}")
+        bounds.append(tuple(shapes))
+    return Bounds(tuple(bounds))
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+_RESHAPES = (
+    "a view, reshape or squeeze in the model fixes or drops the batch: write x.flatten(1) or x.view(x.shape[0], -1), "
+    "and export it with a dynamic batch"
+)
+_ALONE = "; or set max = 1: an item that runs alone is given the outputs whole, as a model with NMS inside needs it"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a model's outputs belongs to an item: its row of each.
+
+    Where ``is_whole``, batches have one item, and outputs of any shape are that item's. ``advice`` says what to do
+    about an output that has not a row for each item.
+    """
+
+    is_whole: bool = False
+    advice: str = _RESHAPES
+
+    def check_declared(self, model: str, outputs: Sequence[TensorSpec], least: int, most: int) -> None:
+        """``ConfigError`` where an output declares another first dimension than batches of ``least`` to ``most``."""
+        batches = f"{least}..{most}" if least < most else str(most)
+        for spec in () if self.is_whole else outputs:
+            fixed = spec.dims[0] if spec.dims else None
+            if fixed is not None and not least == most == fixed:
+                raise ConfigError(
+                    f"model {model}: output {spec.name!r} is {shown_dims(spec.dims)} for every batch, but batches here "
+                    f"are {batches}, and each item needs a row of its own; {self.advice}"
+                )
+
+    def problem(self, outputs: Sequence[Any], names: Sequence[str], size: int) -> str:
+        """What is wrong where ``outputs`` have not a row for each of ``size`` items; else empty."""
+        for index, output in enumerate(() if self.is_whole else outputs):
+            if output.ndim == 0 or len(output) != size:
+                items = f"{size} items" if size > 1 else "one item"
+                shown = f"output {names_of(names, len(outputs))[index]!r} is {shown_dims(output.shape)} for {items}"
+                return f"{shown}, so it does not follow the batch; {self.advice}"
+        return ""
+
+    def check(self, outputs: Sequence[Any], names: Sequence[str], size: int) -> None:
+        """``ValueError`` where an output has not a row for each of ``size`` items."""
+        if problem := self.problem(outputs, names, size):
+            raise ValueError(problem)
+
+    def first(self, outputs: Sequence[Any], count: int) -> list[Any]:
+        """What belongs to the first ``count`` items; others fill the batch up."""
+        return list(outputs) if self.is_whole else [output[:count] for output in outputs]
+
+    def of_items(self, outputs: Sequence[Any]) -> list[Any]:
+        """For each item its row 1×… of the output, or the list of its rows of several outputs."""
+        if self.is_whole:
+            return [_alone(list(outputs))]
+        return [_alone([output[index : index + 1] for output in outputs]) for index in range(len(outputs[0]))]
+
+
+ROWS = Layout()
+
+
+def layout_of(most: int, needs_rows: bool) -> Layout:
+    """Of a model in batches of up to ``most``; ``needs_rows``: what takes its outputs takes nothing but rows."""
+    return Layout(advice=_RESHAPES + _ALONE) if most > 1 else Layout(is_whole=not needs_rows)
+
+
+def names_of(names: Sequence[str], count: int) -> list[str]:
+    """``names``, or numbers where a model does not say what its ``count`` outputs are called."""
+    return list(names) if len(names) == count else [str(index) for index in range(count)]
+
+
+def _alone(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else parts
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 Run = Callable[[list[np.ndarray]], list[np.ndarray]]
 """From a model's inputs N×… to its outputs, all on the host."""
@@ -92,7 +247,7 @@ class BatchCheck:
             except Exception as error:  # these numbers need not be a meaningful input
                 raise _NotTakenError(first_line(error)) from error
             outputs = names_of(outputs, len(results))
-            if problem := self._layout.problem([result.shape for result in results], outputs, least):
+            if problem := self._layout.problem(results, outputs, least):
                 return problem
             alone.append([result.copy() for result in self._layout.first(results, 1)])
         is_random = bool(self._differences([alone[0]], [alone[-1]], outputs))
@@ -115,7 +270,7 @@ class BatchCheck:
                 f"it takes a batch of {least}, but one of {most} fails: {first_line(error)}; export it with "
                 f"a dynamic batch, or set max = {least}"
             )
-        if problem := self._layout.problem([result.shape for result in batch], outputs, most):
+        if problem := self._layout.problem(batch, outputs, most):
             return problem
         if is_random:
             return ""
